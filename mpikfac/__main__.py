@@ -1,0 +1,40 @@
+"""The `mpikfac` command: hands the rest of the command line to one of the programs."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, metadata
+
+PROGRAMS = {
+    "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
+    "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
+    "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the program named by the first argument."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    if name in PROGRAMS:
+        return import_module(PROGRAMS[name][0]).main(rest)
+    if name == "--version":
+        print(f"mpikfac {metadata.version('mpikfac')}")
+        return 0
+    if name in ("-h", "--help"):
+        print(usage())
+        return 0
+    print(f"mpikfac: unknown program {name!r}; one of {', '.join(PROGRAMS)}", file=sys.stderr)
+    return 2
+
+
+def usage() -> str:
+    """Returns the help text, one line per program."""
+    lines = [f"  {name:<9}{what}" for name, (_, what) in PROGRAMS.items()]
+    return "\n".join(
+        ["usage: mpikfac PROGRAM [options]   (mpikfac PROGRAM --help lists them)", "", *lines]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
