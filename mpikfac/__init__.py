@@ -1,0 +1,38 @@
+"""mpikfac: training CNNs with distributed K-FAC under MPI.
+
+Names are imported on first use, so that planning (`mpikfac.make_plan`) starts no MPI.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_EXPORTS = {
+    "errors": ("UserError", "ending"),
+    "plan": ("LayerShape", "Plan", "Strategy", "divisors", "make_plan"),
+    "trace": ("COMMUNICATION", "Trace"),
+    "comm": ("agree", "device", "together", "world"),
+    "layers": ("covered_shapes",),
+    "data_parallel": ("DataParallel",),
+    "kfac": ("KFAC",),
+    "checkpoint": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+}
+_HOME = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULES = ("schedule",)
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"mpikfac.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'mpikfac' has no attribute {name!r}")
+    return getattr(import_module(f"mpikfac.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,259 @@
+"""Everything that communicates: start-up checks, the grid of ranks, collectives on arenas.
+
+The only importer of mpi4py. Device buffers go to MPI directly when it is CUDA-aware, otherwise
+through pinned host memory. Only blocking collectives are used: Open MPI crashes in non-blocking
+reductions of device buffers, and makes no progress on non-blocking ones of host buffers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpikfac.errors import USAGE_ERROR, UserError
+from mpikfac.trace import Trace
+
+# mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
+SUMMABLE = (torch.float32, torch.float64)
+MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+
+
+def world() -> MPI.Intracomm:
+    """The communicator of all ranks, after checking that the launcher made one job of them.
+
+    Collective over: none.
+
+    Raises:
+        SystemExit: code 2 where a launcher started N jobs of size 1; the first of them says why.
+    """
+    comm = MPI.COMM_WORLD
+    for size_name, rank_name in LAUNCHERS:
+        claimed = int(os.environ.get(size_name, 0))
+        if claimed and comm.size == 1:
+            if claimed > 1:
+                _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, 0)))
+            break
+    return comm
+
+
+def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
+    if rank == 0:
+        print(
+            f"mpikfac: {name}={claimed} but MPI sees 1 rank: the launcher started {claimed} "
+            f"separate jobs. Use the mpirun of the MPI that mpi4py loads "
+            f"({MPI.Get_library_version().split(',')[0].strip()}), or srun with its plug-in "
+            f"(--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH); for one process, unset {name}",
+            flush=True,
+        )
+    raise SystemExit(USAGE_ERROR)
+
+
+@contextmanager
+def together(comm: MPI.Intracomm, doing: str) -> Iterator[None]:
+    """A failure of the body on any rank becomes the same `UserError` on every rank.
+
+    Catches what files and data raise (`OSError`, `ValueError`, `UserError`); the lowest failing
+    rank's text, after `doing`, is raised everywhere.
+
+    Collective over: comm.
+    """
+    text, cause = None, None
+    try:
+        yield
+    except (OSError, ValueError, UserError) as error:
+        text, cause = str(error), error
+    texts = [found for found in comm.allgather(text) if found is not None]
+    if texts:
+        raise UserError(f"{doing}: {texts[0]}") from cause
+
+
+def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
+    """Returns if every rank holds the same `values`.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the first key whose value differs, both values, and the ranks that hold them.
+    """
+    mine = {key: repr(value) for key, value in values.items()}
+    first, *rest = comm.allgather(mine)
+    for rank, theirs in enumerate(rest, start=1):
+        for key in [*first, *theirs]:
+            if first.get(key) != theirs.get(key):
+                raise UserError(
+                    f"ranks disagree on {key}: {first.get(key)} on rank 0, {theirs.get(key)} on "
+                    f"rank {rank}; start all ranks with the same code, configuration and versions"
+                )
+
+
+def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
+    """Every rank's tensors become rank 0's.
+
+    Collective over: comm.
+    """
+    for tensor in tensors:
+        host = tensor.detach().cpu().contiguous()
+        comm.Bcast(host.view(torch.uint8) if host.dim() else host.view(1).view(torch.uint8), root=0)
+        if comm.rank:
+            with torch.no_grad():
+                tensor.copy_(host)
+
+
+def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
+    """This rank's device: one GPU for each rank of a node, shared in turn if there are fewer.
+
+    Args:
+        kind: "cpu", "cuda", or "auto" for CUDA where there is some.
+
+    Collective over: comm.
+    """
+    local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def cuda_aware() -> bool:
+    """Whether MPI takes device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides its answer."""
+    override = os.environ.get("MPIKFAC_CUDA_AWARE")
+    if override is not None:
+        return override == "1"
+    if not torch.cuda.is_available():  # the library's answer is true wherever a driver loads
+        return False
+    with open("/proc/self/maps") as maps:
+        libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
+    queries = [getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) for path in libraries]
+    return any(query is not None and query() for query in queries)
+
+
+class Grid:
+    """The ranks as `rows` x `columns`, with a communicator for each direction.
+
+    Rank r sits at row `r // columns`, column `r % columns`. Collective over: world.
+
+    Attributes:
+        world: all ranks; statistics and gradients are reduced over it.
+        column: the gradient workers of one layer group; bases are published in it.
+        row: one rank of every column; preconditioned gradients are published in it.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, rows: int, trace: Trace) -> None:
+        self.world = comm.Create_cart([rows, comm.size // rows])
+        self.column = self.world.Sub([True, False])
+        self.row = self.world.Sub([False, True])
+        self.trace = trace
+        self._direct = cuda_aware()
+        self._scratch: dict[tuple[str, torch.dtype, int], Tensor] = {}
+
+    def sum_everywhere(self, flat: Tensor, stage: str) -> None:
+        """`flat` becomes its sum over all ranks, on every rank.
+
+        Collective over: world.
+        """
+        if self.world.size == 1 or flat.numel() == 0:
+            return
+        with self.trace.stage(stage), self._buffer(flat, stage, flat.numel()) as buffer:
+            for piece in _pieces(buffer, 0, len(buffer)):
+                self.world.Allreduce(MPI.IN_PLACE, piece)
+
+    def sum_to_owners(self, flat: Tensor, bounds: Sequence[int], stage: str) -> None:
+        """Segment r of `flat` becomes its sum over all ranks, on rank r; the rest is undefined.
+
+        Collective over: world.
+        """
+        if self.world.size == 1 or flat.numel() == 0:
+            return
+        start, stop = bounds[self.world.rank : self.world.rank + 2]
+        with self.trace.stage(stage), self._buffer(flat, stage, flat.numel()) as buffer:
+            own = self._like(buffer, "sum", stop - start)
+            if len(buffer) <= MAX_COUNT:
+                counts = [b - a for a, b in zip(bounds, bounds[1:])]
+                self.world.Reduce_scatter(buffer, own, counts)
+            else:
+                for root in range(self.world.size):
+                    target = own if root == self.world.rank else None
+                    self._reduce_pieces(buffer, bounds[root], bounds[root + 1], target, root)
+            buffer[start:stop] = own
+
+    def gather(self, flat: Tensor, bounds: Sequence[int], over: str, stage: str) -> None:
+        """`flat` becomes whole on every member: segment k is taken from member k of `over`.
+
+        Collective over: `over` ("world", "column" or "row").
+        """
+        comm = {"world": self.world, "column": self.column, "row": self.row}[over]
+        if comm.size == 1 or flat.numel() == 0:
+            return
+        counts = [b - a for a, b in zip(bounds, bounds[1:])]
+        with self.trace.stage(stage), self._buffer(flat, stage, counts[comm.rank]) as buffer:
+            if len(buffer) <= MAX_COUNT:
+                comm.Allgatherv(MPI.IN_PLACE, [buffer, counts])
+            else:
+                for root, (start, stop) in enumerate(zip(bounds, bounds[1:])):
+                    for piece in _pieces(buffer, start, stop):
+                        comm.Bcast(piece, root=root)
+
+    def _reduce_pieces(self, buffer: Any, start: int, stop: int, own: Any, root: int) -> None:
+        for offset in range(start, stop, MAX_COUNT):
+            end = min(offset + MAX_COUNT, stop)
+            target = None if own is None else own[offset - start : end - start]
+            self.world.Reduce(buffer[offset:end], target, root=root)
+
+    @contextmanager
+    def _buffer(self, flat: Tensor, stage: str, sent: int) -> Iterator[Any]:
+        """What MPI may read and write in place of `flat`; counts the bytes that are sent."""
+        _check(flat)
+        self.trace.sent[stage] += sent * flat.element_size()
+        if flat.device.type == "cpu":
+            yield flat.numpy()
+            return
+        # DLPack hands over the pointer alone: what fills the buffer must be done before MPI reads.
+        torch.cuda.current_stream(flat.device).synchronize()
+        if self._direct:
+            yield flat
+            return
+        host = self._like(torch.empty(0, dtype=flat.dtype), "host", flat.numel(), pinned=True)
+        host.copy_(flat)
+        yield host.numpy()
+        flat.copy_(host)
+
+    def _like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
+        """A kept buffer of the same kind as `buffer`, `[count]`."""
+        if not isinstance(buffer, Tensor):
+            return self._like(torch.from_numpy(buffer), use, count).numpy()
+        key = (use, buffer.dtype, count)
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty(
+                count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned
+            )
+        return self._scratch[key]
+
+
+def _pieces(buffer: Any, start: int, stop: int) -> Iterator[Any]:
+    for offset in range(start, stop, MAX_COUNT):
+        yield buffer[offset : min(offset + MAX_COUNT, stop)]
+
+
+def _check(flat: Tensor) -> None:
+    if flat.dtype not in SUMMABLE:
+        raise ValueError(
+            f"dtype {flat.dtype} cannot be summed by MPI; use one of {', '.join(map(str, SUMMABLE))}"
+        )
+    if not flat.is_contiguous():
+        raise ValueError(f"a tensor of strides {flat.stride()} is not contiguous; copy it first")

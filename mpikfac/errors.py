@@ -1,0 +1,42 @@
+"""The one exception type for users, and how a failing rank ends the job."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+USAGE_ERROR = 2
+CRASH = 1
+
+
+class UserError(Exception):
+    """A mistake that the user can mend; its text says what, which value, and what would be right.
+
+    Raised on every rank with the same text, so that one rank can print it and all can leave.
+    """
+
+
+@contextmanager
+def ending(comm: Any) -> Iterator[None]:
+    """The whole job ends when the body fails on any rank; no rank is left waiting.
+
+    A `UserError` (known to all ranks) is printed once as `mpikfac: ...` and every rank exits with
+    code 2. Anything else is printed with its traceback by the rank it happened on, which then
+    aborts the job. Leaving by `SystemExit` counts as a failure too: the other ranks would wait.
+
+    Collective over: none.
+    """
+    try:
+        yield
+    except UserError as error:
+        if comm.rank == 0:
+            print(f"mpikfac: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(USAGE_ERROR) from None
+    except BaseException:
+        report = f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}"
+        print(report, file=sys.stderr, end="", flush=True)
+        comm.Abort(CRASH)
+        raise
