@@ -1,0 +1,106 @@
+"""Damping, intervals, decay and learning rate as pure functions of the step.
+
+A schedule maps a step (0, 1, 2, ...) to a number and keeps no state: what holds at a step does not
+depend on the steps taken before it, so a restarted run and an uninterrupted one agree. Wherever a
+schedule is accepted, a plain number is too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+Schedule = Callable[[int], float]
+
+
+def _number(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
+    return value
+
+
+def _length(steps: int) -> int:
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps={steps!r} must be a whole number of at least 1")
+    return steps
+
+
+def evaluate(value: float | Schedule, step: int) -> float:
+    """The number in force at `step`, of a plain number or of a schedule.
+
+    Raises:
+        ValueError: it is negative, infinite or not a number.
+    """
+    if callable(value):
+        return _number(f"schedule value at step {step}", value(step))
+    return _number("value", value)
+
+
+def every(interval: float | Schedule, step: int) -> bool:
+    """True when `step` is a multiple of the interval (in steps) in force at that step.
+
+    Step 0 is a multiple of every interval.
+
+    Raises:
+        ValueError: the interval is not a whole number of at least 1.
+    """
+    steps = evaluate(interval, step)
+    if steps < 1 or steps != int(steps):
+        raise ValueError(f"interval={steps!r} at step {step} must be a whole number of at least 1")
+    return step % int(steps) == 0
+
+
+def constant(value: float) -> Schedule:
+    """`value` at every step."""
+    _number("value", value)
+    return lambda step: value
+
+
+def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
+    """`value`, multiplied by `factor` once for every step in `at` that has been reached."""
+    _number("value", value)
+    _number("factor", factor)
+    milestones = list(at)
+    if any(not isinstance(step, int) or step < 0 for step in milestones):
+        raise ValueError(f"at={milestones} must hold whole numbers of at least 0")
+    if any(later <= earlier for earlier, later in itertools.pairwise(milestones)):
+        raise ValueError(f"at={milestones} must be strictly increasing")
+    return lambda step: value * factor ** sum(step >= reached for reached in milestones)
+
+
+def linear(start: float, stop: float, steps: int) -> Schedule:
+    """From `start` at step 0 in a straight line to `stop` at step `steps`; `stop` from then on."""
+    _number("start", start)
+    _number("stop", stop)
+    _length(steps)
+    return lambda step: start + (stop - start) * step / steps if step < steps else stop
+
+
+def cosine(start: float, stop: float, steps: int) -> Schedule:
+    """From `start` at step 0 along half a cosine to `stop` at step `steps`; `stop` from then on."""
+    _number("start", start)
+    _number("stop", stop)
+    _length(steps)
+
+    def value(step: int) -> float:
+        if step >= steps:
+            return stop
+        return stop + (start - stop) * (1 + math.cos(math.pi * step / steps)) / 2
+
+    return value
+
+
+def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> Schedule:
+    """`schedule` times a factor that grows from `from_factor` at step 0 to 1 at step `steps`."""
+    if not callable(schedule):
+        _number("schedule", schedule)
+    _length(steps)
+    if _number("from_factor", from_factor) > 1:
+        raise ValueError(f"from_factor={from_factor!r} must be at most 1")
+
+    def value(step: int) -> float:
+        factor = from_factor + (1 - from_factor) * step / steps if step < steps else 1.0
+        return factor * evaluate(schedule, step)
+
+    return value
