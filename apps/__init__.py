@@ -1,0 +1,1 @@
+"""Programs built on mpikfac; they use only what `mpikfac` itself exports."""
