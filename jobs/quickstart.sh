@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Trains a small CNN on handwritten digits with 2 ranks, once with SGD and once with K-FAC, and
+# compares the two. Needs Linux and Python 3.11 or newer; everything else goes into .venv.
+set -euo pipefail
+# shellcheck source=jobs/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+# shellcheck disable=SC2119  # no extras
+set_up
+cd "$ROOT"
+
+runs=runs/quickstart
+rm -rf "$runs" # a run directory holds one run; those of an earlier quickstart make place
+for optimizer in sgd kfac; do
+    echo
+    echo "== $optimizer"
+    mpi 2 apps/train_cnn.py --config "jobs/configs/digits_$optimizer.yaml" --run_dir "$runs/$optimizer"
+done
+echo
+"$PYTHON" apps/compare.py "$runs/sgd" "$runs/kfac" --target 0.97 --png "$runs/curves.png"
+
+cat <<END
+
+Curves: $runs/curves.png   Metrics: $runs/*/metrics.jsonl   Checkpoints: $runs/*/checkpoints
+What to try next, from $ROOT:
+  source .venv/bin/activate$([ "$(id -u)" != 0 ] || echo "; export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1")
+  mpikfac plan --model resnet50 --ranks 64 --workers 8        # who computes and sends what
+  mpikfac train --help                                        # every option of a run
+  $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 python -m mpi4py apps/train_cnn.py \\
+      --config jobs/configs/cifar10_budget_kfac.yaml --data.path DIR   # ResNet-20 on CIFAR-10 in DIR
+  bash jobs/test.sh                                           # all tests, MPI ones at 1 to 4 ranks
+END

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# All tests: the plain ones in one process, those of tests/mpi at 1, 2, 3 and 4 ranks (sums are
+# added in another order at 3). Two cores are enough: common.sh tells the launcher that ranks may
+# outnumber cores and gives each one thread. Every stage has a time limit, all within 15 minutes.
+set -uo pipefail
+# shellcheck source=jobs/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+set_up test
+cd "$ROOT" || exit 2
+
+summary=
+failed=0
+
+# stage NAME COMMAND...: runs the command and notes how it ended.
+stage() {
+    local name=$1 start=$SECONDS result=passed code=0
+    shift
+    echo
+    echo "== $name"
+    "$@" || code=$?
+    case $code in
+        0) ;;
+        124 | 137) result="FAILED: time limit" failed=1 ;;
+        *) result="FAILED: exit code $code" failed=1 ;;
+    esac
+    summary+=$(printf '%-22s %4d s  %s' "$name" $((SECONDS - start)) "$result")$'\n'
+}
+
+stage "plain tests" timeout --kill-after=10 420 \
+    "$PYTHON" -m pytest -q tests --ignore tests/mpi </dev/null
+for ranks in 1 2 3 4; do
+    LIMIT=110 stage "MPI tests, ranks: $ranks" mpi "$ranks" -m pytest -q -x tests/mpi
+done
+
+echo
+echo "$summary"
+exit "$failed"

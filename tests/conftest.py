@@ -1,0 +1,12 @@
+"""Settings of all tests: one thread per process, and property tests that draw the same examples."""
+
+from __future__ import annotations
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+# Under MPI every rank must draw the same examples; a loaded machine must not fail a deadline.
+hypothesis.settings.register_profile("mpikfac", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("mpikfac")
