@@ -8,6 +8,9 @@ set -uo pipefail
 set_up test
 cd "$ROOT" || exit 2
 
+# Open MPI gives its ranks a terminal even where the output goes to a file.
+[ -t 1 ] || export NO_COLOR=1
+
 summary=
 failed=0
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +13,8 @@ import mpikfac
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
+SECONDS_PER_TEST = 60
+STDERR = pytest.StashKey[int]()
 
 
 @pytest.fixture
@@ -21,16 +23,18 @@ def comm():
     return WORLD
 
 
-def pytest_collection_modifyitems(items):
-    here = Path(__file__).parent
-    for item in items:
-        if item.path.is_relative_to(here):
-            # A rank inside an MPI call sees no signal: the thread method ends the process instead.
-            item.add_marker(pytest.mark.timeout(60, method="thread"))
+@pytest.fixture(autouse=True)
+def _time_limit(request):
+    # A rank that waits inside MPI sees no signal, so this thread prints where and ends the process.
+    limit, stderr = SECONDS_PER_TEST, request.config.stash[STDERR]
+    faulthandler.dump_traceback_later(limit, exit=True, file=stderr)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
+    config.stash[STDERR] = os.dup(2)  # pytest redirects 2 while a test runs
     if not REPORTS:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
