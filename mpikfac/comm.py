@@ -195,10 +195,12 @@ class Grid:
     def gather(self, flat: Tensor, bounds: Sequence[int], over: str, stage: str) -> None:
         """`flat` becomes whole on every member: segment k is taken from member k of `over`.
 
+        A `flat` of a single segment is whole already.
+
         Collective over: `over` ("world", "column" or "row").
         """
         comm = {"world": self.world, "column": self.column, "row": self.row}[over]
-        if comm.size == 1 or flat.numel() == 0:
+        if len(bounds) == 2 or flat.numel() == 0:
             return
         counts = [b - a for a, b in zip(bounds, bounds[1:])]
         with self.trace.stage(stage), self._buffer(flat, stage, counts[comm.rank]) as buffer:
@@ -252,8 +254,7 @@ def _pieces(buffer: Any, start: int, stop: int) -> Iterator[Any]:
 
 def _check(flat: Tensor) -> None:
     if flat.dtype not in SUMMABLE:
-        raise ValueError(
-            f"dtype {flat.dtype} cannot be summed by MPI; use one of {', '.join(map(str, SUMMABLE))}"
-        )
+        allowed = ", ".join(map(str, SUMMABLE))
+        raise ValueError(f"dtype {flat.dtype} cannot be summed by MPI; use one of {allowed}")
     if not flat.is_contiguous():
         raise ValueError(f"a tensor of strides {flat.stride()} is not contiguous; copy it first")

@@ -247,8 +247,7 @@ class Plan:
 
     def gradients(self) -> Layout:
         """All gradients: model order, or updater by updater if owners update."""
-        blocks = [(layer.name, (layer.outputs, layer.inputs)) for layer in self.layers]
-        blocks += self.others
+        blocks = [*self._matrices(layer.name for layer in self.layers), *self.others]
         if self.strategy.update == "everyone":
             return lay_out([blocks])
         return lay_out(
@@ -373,9 +372,8 @@ def make_plan(
     others = tuple((name, tuple(shape)) for name, shape in others)
     updaters |= _spread(others, ranks)
     orders = {name: order for layer in layers for name, order in layer.factors}
-    return Plan(
-        tuple(layers), others, ranks, strategy, solver, itemsize, columns_of, owners, updaters, orders
-    )
+    given = (tuple(layers), others, ranks, strategy, solver, itemsize)
+    return Plan(*given, columns_of, owners, updaters, orders)
 
 
 def divisors(number: int) -> list[int]:

@@ -1,0 +1,216 @@
+"""Data parallelism: ranks start from one model, average gradients, and step it alike."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from mpikfac.arena import Arena
+from mpikfac.comm import Grid, agree, broadcast
+from mpikfac.layers import Layer, Other, uncovered
+from mpikfac.plan import Plan, Strategy, make_plan
+from mpikfac.trace import Trace
+
+Block = Layer | Other
+
+
+class Gradients:
+    """A model's gradients in one arena, from local to averaged to a step of the optimizer.
+
+    Floating buffers travel with them, so that ranks stay equal in BatchNorm's statistics too.
+    """
+
+    def __init__(self, blocks: Sequence[Block], plan: Plan, grid: Grid) -> None:
+        self.blocks = blocks
+        self.plan = plan
+        self.grid = grid
+        dtype, device = common_type(blocks)
+        self.arena = Arena(plan.gradients(), dtype, device)
+
+    def read(self) -> None:
+        """Copies the model's gradients into the arena."""
+        with self.grid.trace.stage("read gradients"):
+            for block in self.blocks:
+                block.read_gradient(self.arena[block.name])
+
+    def reduce(self) -> None:
+        """Averages the arena over ranks: everywhere, or each block on the rank that steps it.
+
+        Collective over: world.
+        """
+        self.arena.flat /= self.plan.ranks
+        if self.owner_updates:
+            bounds = self.arena.layout.bounds
+            self.grid.sum_to_owners(self.arena.flat, bounds, "reduce gradients")
+        else:
+            self.grid.sum_everywhere(self.arena.flat, "reduce gradients")
+
+    def write(self, blocks: Sequence[Block]) -> None:
+        """Makes the arena the gradients of those of `blocks` that this rank steps."""
+        with self.grid.trace.stage("write back"):
+            for block in blocks:
+                if self.steps(block):
+                    block.write_gradient(self.arena[block.name])
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Steps the model: on every rank, or each block on its owner, whose values then go to all.
+
+        Other ranks' gradients are dropped, so an optimizer neither steps nor keeps state for them.
+
+        Collective over: world.
+        """
+        if self.owner_updates:
+            for block in self.blocks:
+                if not self.steps(block):
+                    for parameter in block.parameters:
+                        parameter.grad = None
+        with self.grid.trace.stage("optimizer"):
+            optimizer.step()
+        if self.owner_updates:
+            self._publish_weights()
+
+    def _publish_weights(self) -> None:
+        for block in self.blocks:
+            if self.steps(block):
+                block.read_values(self.arena[block.name])
+        self.grid.gather(self.arena.flat, self.arena.layout.bounds, "world", "publish weights")
+        for block in self.blocks:
+            if not self.steps(block):
+                block.write_values(self.arena[block.name])
+
+    @property
+    def owner_updates(self) -> bool:
+        """Whether a block is stepped by its owner only."""
+        return self.plan.strategy.update == "owner"
+
+    def steps(self, block: Block) -> bool:
+        """Whether this rank's optimizer steps `block`."""
+        return not self.owner_updates or self.plan.updaters[block.name] == self.grid.world.rank
+
+
+class DataParallel:
+    """First-order training: averages gradients over ranks and steps the optimizer.
+
+    The baseline that K-FAC is compared with; it uses the same arena and collectives.
+
+    Collective over: world. The model becomes rank 0's.
+
+    Raises:
+        UserError: ranks disagree on the model.
+
+    Attributes:
+        steps: completed steps.
+        trace: seconds and bytes of every stage.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, comm: Any, trace: Trace | None = None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.trace = trace or Trace()
+        self.steps = 0
+        blocks = uncovered(model)
+        itemsize = common_type(blocks)[0].itemsize
+        shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
+        self.plan = make_plan([], comm.size, Strategy.mem_opt(), shapes, itemsize=itemsize)
+        agree(comm, {"model": describe(model), "plan": self.plan.digest()})
+        broadcast(comm, list(model.state_dict().values()))
+        self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
+
+    def step(self) -> None:
+        """From local gradients to identical new weights on every rank.
+
+        Collective over: world.
+        """
+        self.gradients.read()
+        self.gradients.reduce()
+        self.gradients.write(self.gradients.blocks)
+        self.gradients.update(self.optimizer)
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's share of the state, by name: model, optimizer and number of steps."""
+        state = model_state(self.model, self.optimizer, self.gradients)
+        return state | {"trainer/steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes from `state` what this rank needs."""
+        load_model_state(self.model, self.optimizer, self.gradients, state)
+        self.steps = int(state["trainer/steps"])
+
+
+def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device that all blocks share.
+
+    Raises:
+        ValueError: nothing is trained, or a tensor that differs from the first.
+    """
+    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
+    if not tensors:
+        raise ValueError("the model has no parameter that requires a gradient")
+    name, first = tensors[0]
+    for other, tensor in tensors:
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
+                f"{first.device}; all trained parameters and buffers must share both"
+            )
+    return first.dtype, first.device
+
+
+def describe(model: nn.Module) -> str:
+    """A hash of the names, shapes and dtypes of a model's parameters and buffers."""
+    state = model.state_dict()
+    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def model_state(model: nn.Module, optimizer: Optimizer, gradients: Gradients) -> dict[str, Any]:
+    """Model and optimizer by name; of the optimizer's tensors those of blocks this rank steps."""
+    state: dict[str, Any] = {f"model/{name}": value for name, value in model.state_dict().items()}
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, (int, float)):
+                state[f"optimizer/groups/{index}/{key}"] = value
+    for name, parameter in _stepped(model, gradients):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                state[f"optimizer/state/{name}/{key}"] = value
+    return state
+
+
+def load_model_state(
+    model: nn.Module, optimizer: Optimizer, gradients: Gradients, state: Mapping[str, Any]
+) -> None:
+    """The inverse of `model_state`, at any number of ranks and any strategy."""
+    model.load_state_dict({name: state[f"model/{name}"] for name in model.state_dict()})
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            name = f"optimizer/groups/{index}/{key}"
+            if isinstance(value, (int, float)) and name in state:
+                group[key] = type(value)(state[name])
+    optimizer.state.clear()
+    for name, parameter in _stepped(model, gradients):
+        prefix = f"optimizer/state/{name}/"
+        for key in (key for key in state if key.startswith(prefix)):
+            value = state[key]
+            moved = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
+            optimizer.state[parameter][key.removeprefix(prefix)] = moved
+
+
+def _tensors(block: Block) -> Sequence[torch.Tensor]:
+    return block.parameters if isinstance(block, Layer) else [block.tensor]
+
+
+def _stepped(model: nn.Module, gradients: Gradients) -> Iterator[tuple[str, nn.Parameter]]:
+    """Names and parameters whose optimizer state this rank keeps."""
+    mine = {id(p) for block in gradients.blocks if gradients.steps(block) for p in block.parameters}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in mine:
+            yield name, parameter

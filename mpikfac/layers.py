@@ -1,0 +1,228 @@
+"""Each supported module as matrices, and everything else that travels with the gradients.
+
+A covered layer's weight and bias are one matrix `[outputs, inputs]`, the bias its last column.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpikfac import moments
+from mpikfac.plan import LayerShape, Shape
+
+
+class Layer:
+    """A module whose gradient K-FAC preconditions.
+
+    Attributes:
+        name: the module's name in the model.
+        shape: orders of its factors.
+        spatial: whether positions are pixels, as normalisations other than "expand" ask.
+    """
+
+    spatial = False
+
+    def __init__(self, name: str, module: nn.Linear | nn.Conv2d) -> None:
+        self.name = name
+        self.module = module
+        self.bias = module.bias is not None and module.bias.requires_grad
+        outputs, fan_in = module.weight.shape[0], module.weight[0].numel()
+        self.shape = LayerShape(name, fan_in + self.bias, outputs)
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The weight, and the bias if it is trained."""
+        bias = self.module.bias
+        return [self.module.weight, bias] if self.bias else [self.module.weight]  # type: ignore
+
+    def input_sum(self, x: Tensor) -> Tensor:
+        """`sum(a a^T)` `[inputs, inputs]` of one forward call's input."""
+        return moments.linear_input_sum(x, self.bias)
+
+    def output_sum(self, g: Tensor) -> Tensor:
+        """`sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
+        return moments.linear_output_sum(g)
+
+    def positions(self, g: Tensor) -> int:
+        """Number of vectors `a` (and `g`) in a call: batch times shared positions."""
+        return g.numel() // self.shape.outputs
+
+    def read_gradient(self, matrix: Tensor) -> None:
+        """Copies the gradients of weight and bias into `matrix` `[outputs, inputs]`."""
+        for part, parameter in zip(self._parts(matrix), self.parameters):
+            _read_gradient(part, parameter)
+
+    def write_gradient(self, matrix: Tensor) -> None:
+        """Makes `matrix` the gradients of weight and bias."""
+        for part, parameter in zip(self._parts(matrix), self.parameters):
+            _write_gradient(parameter, part)
+
+    def read_values(self, matrix: Tensor) -> None:
+        """Copies weight and bias into `matrix`."""
+        for part, parameter in zip(self._parts(matrix), self.parameters):
+            part.copy_(parameter.detach())
+
+    def write_values(self, matrix: Tensor) -> None:
+        """Makes `matrix` the weight and bias."""
+        for part, parameter in zip(self._parts(matrix), self.parameters):
+            parameter.detach().copy_(part)
+
+    def _parts(self, matrix: Tensor) -> list[Tensor]:
+        weight = matrix[:, : self.shape.inputs - self.bias].view(self.module.weight.shape)
+        return [weight, matrix[:, -1]] if self.bias else [weight]
+
+
+class ConvLayer(Layer):
+    """A `Conv2d`: inputs are its patches, positions its output pixels."""
+
+    spatial = True
+    module: nn.Conv2d
+
+    def __init__(self, name: str, module: nn.Conv2d) -> None:
+        super().__init__(name, module)
+        if module.groups != 1:
+            raise ValueError(
+                f"layer {name!r}: Conv2d with groups={module.groups} is not covered; "
+                f"add {name!r} to skip to train it first-order"
+            )
+        self._padding = _padding(module)
+        self._pads_by_zeros = module.padding_mode == "zeros"
+        self._window = moments.Window(
+            module.kernel_size,
+            module.stride,
+            self._padding if self._pads_by_zeros else ((0, 0), (0, 0)),
+            module.dilation,
+        )
+
+    def input_sum(self, x: Tensor) -> Tensor:
+        """`sum(a a^T)` over all patches, in the order of the weight's elements."""
+        if not self._pads_by_zeros:
+            (top, bottom), (left, right) = self._padding
+            x = F.pad(x, (left, right, top, bottom), mode=self.module.padding_mode)
+        return moments.conv_input_sum(x, self._window, self.bias)
+
+    def output_sum(self, g: Tensor) -> Tensor:
+        """`sum(g g^T)` over all output pixels."""
+        return moments.conv_output_sum(g)
+
+
+class Other:
+    """A parameter that no layer covers, or a floating buffer (BatchNorm's running statistics).
+
+    A parameter's gradient is averaged over ranks; a buffer's value is, so that all ranks hold the
+    same model after every step.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.parameters = [tensor] if isinstance(tensor, nn.Parameter) else []
+
+    def read_gradient(self, out: Tensor) -> None:
+        """Copies the parameter's gradient, or the buffer, into `out`."""
+        if self.parameters:
+            _read_gradient(out, self.tensor)
+        else:
+            self.read_values(out)
+
+    def write_gradient(self, value: Tensor) -> None:
+        """Makes `value` the parameter's gradient, or the buffer."""
+        if self.parameters:
+            _write_gradient(self.tensor, value)
+        else:
+            self.write_values(value)
+
+    def read_values(self, out: Tensor) -> None:
+        """Copies the tensor into `out`."""
+        out.copy_(self.tensor.detach())
+
+    def write_values(self, value: Tensor) -> None:
+        """Makes `value` the tensor's content."""
+        self.tensor.detach().copy_(value)
+
+
+def cover(model: nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[Other]]:
+    """The layers that K-FAC covers and everything else that is trained, both in model order.
+
+    `Linear` and `Conv2d` are covered, except where the weight is frozen or `skip` names the module
+    or a module that holds it.
+
+    Raises:
+        ValueError: a layer that cannot be covered exactly, or a name in `skip` that no module has.
+    """
+    skip = tuple(skip)
+    _check_skip(model, skip)
+    layers: list[Layer] = []
+    for name, module in model.named_modules():
+        kind = {nn.Linear: Layer, nn.Conv2d: ConvLayer}.get(type(module))
+        skipped = any(name == s or name.startswith(f"{s}.") for s in skip)
+        if kind and not skipped and module.weight.requires_grad:
+            layers.append(kind(name, module))
+    _check_shared(model, layers)
+    covered = {id(parameter) for layer in layers for parameter in layer.parameters}
+    return layers, uncovered(model, covered)
+
+
+def uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
+    """Trained parameters whose `id` is not in `covered`, and all floating buffers."""
+    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]
+    return [Other(n, t) for n, t in parameters + buffers if id(t) not in covered]
+
+
+def covered_shapes(
+    model: nn.Module, skip: Sequence[str] = ()
+) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
+    """What `make_plan` asks of a model: layer shapes, and names and shapes of all others."""
+    layers, others = cover(model, skip)
+    return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
+
+
+def _read_gradient(out: Tensor, parameter: Tensor) -> None:
+    if parameter.grad is None:
+        out.zero_()
+    else:
+        out.copy_(parameter.grad)
+
+
+def _write_gradient(parameter: Tensor, value: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = torch.empty_like(parameter)
+    parameter.grad.copy_(value)
+
+
+def _padding(module: nn.Conv2d) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Elements before and after each dimension; "same" puts an odd one after."""
+    if module.padding == "valid":
+        return (0, 0), (0, 0)
+    if module.padding == "same":
+        reach = [(k - 1) * d for k, d in zip(module.kernel_size, module.dilation)]
+        return tuple((r // 2, r - r // 2) for r in reach)  # type: ignore[return-value]
+    return tuple((p, p) for p in module.padding)  # type: ignore[return-value]
+
+
+def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for name in skip:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"skip names {name!r}, which is no module of the model{hint}")
+
+
+def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
+    """Tied weights have one gradient but would get two preconditioners."""
+    owner: dict[int, str] = {}
+    for layer in layers:
+        for parameter in layer.parameters:
+            other = owner.setdefault(id(parameter), layer.name)
+            if other != layer.name:
+                raise ValueError(
+                    f"layers {other!r} and {layer.name!r} share a parameter, which is not covered; "
+                    f"add both to skip to train it first-order"
+                )
