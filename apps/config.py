@@ -1,0 +1,243 @@
+"""Reads the options of a run from the command line and YAML files, and checks them.
+
+The first thing that is wrong ends the reading with one line: key, value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import math
+import operator
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonargparse
+import yaml
+from mpikfac_apps.models import MODELS
+from mpikfac_apps.options import DataOptions, KfacOptions, Options
+
+from mpikfac import Strategy
+
+COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    list[int]: "a list of whole numbers",
+    list[str]: "a list of names",
+    types.NoneType: "null",
+}
+
+
+def parse(argv: Sequence[str] | None, ranks: int) -> Options:
+    """The checked options of a command line, for a job of `ranks` ranks; `batch` is filled in.
+
+    Values come from the defaults, then `--config FILE`, then the rest of the command line.
+
+    Raises:
+        ValueError: something is wrong; one line that names key, value and what is allowed.
+        SystemExit: code 0, after --help or --print_config.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = jsonargparse.ArgumentParser(
+        prog="train_cnn.py", exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", action="config", help="A YAML file of options.")
+    parser.add_class_arguments(Options)
+    try:
+        for path in _config_files(arguments):
+            _check_file(path)
+        given = parser.parse_args(arguments).as_dict()
+    except argparse.ArgumentError as error:
+        raise ValueError(_explained(str(error))) from error
+    del given["config"]
+    groups = {"data": DataOptions(**given.pop("data")), "kfac": KfacOptions(**given.pop("kfac"))}
+    options = Options(**given, **groups)
+    _check_bounds(options)
+    _check_conflicts(options, ranks)
+    options.batch, options.batch_per_rank = _global_batch(options, ranks), None
+    return options
+
+
+def strategy(options: KfacOptions, ranks: int) -> Strategy:
+    """How K-FAC is distributed.
+
+    Raises:
+        ValueError: `workers` or `fraction` does not fit the placement or the number of ranks.
+    """
+    choices = {key: getattr(options, key) for key in ("reduction", "update", "balance", "colocate")}
+    if options.placement == "hybrid":
+        return Strategy.hybrid(ranks, options.workers, options.fraction, **choices)
+    for key in ("workers", "fraction"):
+        if getattr(options, key) is not None:
+            raise ValueError(
+                f"{key}={getattr(options, key)} needs placement=hybrid, not {options.placement}"
+            )
+    if options.placement == "mem_opt":
+        return Strategy.mem_opt(**choices)
+    return Strategy.comm_opt(ranks, **choices)
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    return parser.parse_known_args(arguments)[0].config
+
+
+def _check_file(path: str) -> None:
+    """Refuses what the YAML parser would let pass: duplicate keys, and groups that are values."""
+    try:
+        document = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise ValueError(f"config={path} cannot be read: {error.strerror}") from error
+    except (yaml.MarkedYAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "not UTF-8 text"
+        raise ValueError(f"config={path}{where} is no YAML: {reason}") from error
+    _check_keys(document, path, "")
+
+
+def _check_keys(node: yaml.Node | None, path: str, group: str) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        name = group.rstrip(".") or "the file"
+        raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
+    seen = set()
+    for name, value in node.value:
+        key = group + str(name.value)
+        where = f"config={path}, line {name.start_mark.line + 1}"
+        if key in seen:
+            raise ValueError(f"{where}: {key} is given twice; give it once")
+        seen.add(key)
+        if any(known.startswith(f"{key}.") for known in OPTIONS):
+            _check_keys(value, path, f"{key}.")
+        elif key not in OPTIONS:
+            raise ValueError(f"{where}: {_unknown(key)}")
+
+
+def _unknown(key: str) -> str:
+    close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.8)
+    if close:
+        return f"unknown key {key}; did you mean {close[0]}?"
+    group = key.rpartition(".")[0]
+    inside = [known for known in OPTIONS if known.rpartition(".")[0] == group]
+    return f"unknown key {key}; known are {', '.join(inside or OPTIONS)}"
+
+
+def _explained(text: str) -> str:
+    """The parser's message as one line: key, value, what is allowed."""
+    wrong = re.match(r'Parser key "([^"]+)":.*?(?:Got|Given) value: (.*)', text, re.DOTALL)
+    if wrong and wrong[1] in OPTIONS:
+        return f"{wrong[1]}={wrong[2]} must be {_allowed(wrong[1])}"
+    if group := re.match(r'Parser key "(\w+)":\s*Unable to load config (.*)', text):
+        return f"{group[1]}={group[2]} must be a file of options"
+    if bare := re.match(r"argument --(\S+): expected one argument", text):
+        kind = _allowed(bare[1]) if bare[1] in OPTIONS else "a file of options"
+        return f"{bare[1]} is given without a value; it must be {kind}"
+    if extra := re.match(r"unrecognized arguments: (\S+)", text):
+        if not extra[1].startswith("--"):
+            return f"{extra[1]!r} belongs to no option; write --key value"
+        return _unknown(extra[1].lstrip("-").partition("=")[0])
+    return " ".join(text.split())
+
+
+def _options(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Dotted key, type and bounds of every option."""
+    hints = typing.get_type_hints(group)
+    for option in dataclasses.fields(group):
+        kind = hints[option.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _options(kind, f"{prefix}{option.name}.")
+        else:
+            yield prefix + option.name, kind, option.metadata.get("bounds", ())
+
+
+OPTIONS = {key: (kind, bounds) for key, kind, bounds in _options(Options)}
+
+
+def _allowed(key: str) -> str:
+    """What an option may be, in words."""
+    kind, bounds = OPTIONS[key]
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    first, *others = (
+        f"one of {', '.join(typing.get_args(k))}" if typing.get_origin(k) is Literal else WORDS[k]
+        for k in kinds
+    )
+    return " or ".join([" ".join([first, " and ".join(bounds)]).strip(), *others])
+
+
+def _check_bounds(options: Options) -> None:
+    for key, (_, bounds) in OPTIONS.items():
+        value = operator.attrgetter(key)(options)
+        for number in value if isinstance(value, list) else [value]:
+            if not isinstance(number, int | float):
+                continue
+            inside = (COMPARE[sign](number, float(limit)) for sign, limit in map(str.split, bounds))
+            if not math.isfinite(number) or not all(inside):
+                raise ValueError(f"{key}={value} must be {_allowed(key)}")
+
+
+def _check_conflicts(options: Options, ranks: int) -> None:
+    """Refuses values that are right by themselves but not together."""
+    if options.model not in MODELS:
+        raise ValueError(f"model={options.model} is unknown; try one of {', '.join(MODELS)}")
+    if options.data.name == "cifar10" and options.data.path is None:
+        raise ValueError(
+            "data.path=null: cifar10 needs the directory in which its archive was unpacked"
+        )
+    for key in ("size", "classes"):
+        value = getattr(options.data, key)
+        if value is not None and options.data.name != "synthetic":
+            raise ValueError(
+                f"data.{key}={value} needs data.name=synthetic, not {options.data.name}"
+            )
+    _check_schedule(options)
+    if options.optimizer == "kfac":
+        try:
+            strategy(options.kfac, ranks)
+        except ValueError as error:
+            raise ValueError(f"kfac: {error}") from error
+    if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
+        raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
+    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
+
+
+def _check_schedule(options: Options) -> None:
+    epochs = options.decay_epochs
+    if (options.schedule == "step") != bool(epochs):
+        raise ValueError(
+            f"decay_epochs={epochs} with schedule={options.schedule}: step needs epochs at which "
+            "to decay, and the other schedules take []"
+        )
+    if any(later <= earlier for earlier, later in zip(epochs, epochs[1:])):
+        raise ValueError(f"decay_epochs={epochs} must increase")
+    if options.warmup_epochs >= options.epochs:
+        raise ValueError(
+            f"warmup_epochs={options.warmup_epochs} must be less than epochs={options.epochs}"
+        )
+
+
+def _global_batch(options: Options, ranks: int) -> int:
+    batch, per_rank = options.batch, options.batch_per_rank
+    if (batch is None) == (per_rank is None):
+        raise ValueError(
+            f"batch={batch} and batch_per_rank={per_rank}: give one of them, and null for the other"
+        )
+    total = batch or ranks * (per_rank or 0)
+    if total % ranks:
+        lower = total // ranks * ranks
+        raise ValueError(
+            f"batch={total} must be a multiple of the number of ranks ({ranks}); "
+            f"try {lower or ranks} or {lower + ranks}"
+        )
+    return total

@@ -1,0 +1,196 @@
+"""Data sets as whole tensors of bytes, read from their published files.
+
+`digits` comes with the program, `synthetic` is made up, and `cifar10` is read in either of its two
+official layouts. Nothing that is read is ever executed.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CIFAR_RECORDS = 10_000  # in each file
+CIFAR_PIXELS = 3 * 32 * 32
+CIFAR_CLASSES = 10
+TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    test_images: Tensor
+    test_labels: Tensor
+    classes: int
+
+
+def load(
+    name: str,
+    path: str | None = None,
+    train_images: int | None = None,
+    size: int | None = None,
+    classes: int | None = None,
+) -> Dataset:
+    """The data set called "digits", "cifar10" or "synthetic".
+
+    Args:
+        name: which one.
+        path: cifar10: the directory of its files, or the one above.
+        train_images: only the first so many; synthetic: how many to make.
+        size: synthetic: pixels of a side.
+        classes: synthetic: number of classes.
+
+    Raises:
+        ValueError: a file or an argument is wrong; the text names it and what would be right.
+        OSError: a file cannot be read.
+    """
+    if name == "synthetic":
+        return synthetic(train_images or 1024, size or 32, classes or 10)
+    if name == "digits":
+        whole = digits()
+    elif name == "cifar10":
+        whole = cifar10(Path(path or "."), train_images)
+    else:
+        raise ValueError(f"data.name={name!r} is unknown; try one of digits, cifar10, synthetic")
+    available = len(whole.train_images)
+    if train_images and train_images > available:
+        raise ValueError(f"data.train_images={train_images}: {name} has only {available}")
+    return replace(
+        whole,
+        train_images=whole.train_images[:train_images],
+        train_labels=whole.train_labels[:train_images],
+    )
+
+
+def digits() -> Dataset:
+    """1,797 handwritten digits of 8x8 pixels; every fifth of each class, 360 in all, for test."""
+    with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
+        images = torch.from_numpy(file["images"])[:, None]
+        labels = torch.from_numpy(file["labels"]).long()
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    test[labels.argsort(stable=True)[::5]] = True
+    return Dataset(images[~test], labels[~test], images[test], labels[test], 10)
+
+
+def synthetic(images: int, size: int = 32, classes: int = 10, channels: int = 3) -> Dataset:
+    """Noise around one 4x4 pattern per class: for trying things out; a quarter more is for test."""
+    generator = torch.Generator().manual_seed(0)
+    total = images + max(1, images // 4)
+    labels = torch.randint(classes, (total,), generator=generator)
+    pattern = torch.randint(128, (classes, channels, 4, 4), generator=generator, dtype=torch.uint8)
+    pattern = F.interpolate(pattern, size=(size, size), mode="nearest")
+    pixels = torch.randint(
+        128, (total, channels, size, size), generator=generator, dtype=torch.uint8
+    )
+    for i in range(0, total, 1024):  # in parts, since a copy of everything may not fit in memory
+        pixels[i : i + 1024] += pattern[labels[i : i + 1024]]
+    return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
+
+
+def cifar10(path: Path, images: int | None = None) -> Dataset:
+    """CIFAR-10 from its binary or its python layout; reads the files that hold `images` images."""
+    layouts = {
+        "cifar-10-batches-bin": (read_binary, ".bin"),
+        "cifar-10-batches-py": (read_python, ""),
+    }
+    candidates = [place for name in layouts for place in (path, path / name) if place.name == name]
+    found = [place for place in candidates if place.is_dir()]
+    if not found:
+        raise ValueError(
+            f"data.path={path} holds neither {' nor '.join(layouts)}; "
+            "give the directory in which the CIFAR-10 archive was unpacked"
+        )
+    read, suffix = layouts[found[0].name]
+    needed = TRAIN_FILES[: -(-images // CIFAR_RECORDS)] if images else TRAIN_FILES
+    train = [read(found[0] / f"{name}{suffix}") for name in needed]
+    test = read(found[0] / f"test_batch{suffix}")
+    return Dataset(
+        torch.from_numpy(np.concatenate([pixels for pixels, _ in train])).view(-1, 3, 32, 32),
+        torch.from_numpy(np.concatenate([labels for _, labels in train])),
+        torch.from_numpy(test[0]).view(-1, 3, 32, 32),
+        torch.from_numpy(test[1]),
+        CIFAR_CLASSES,
+    )
+
+
+def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels `[10000, 3072]` and labels `[10000]` of one file of records: label, then pixels."""
+    raw = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    expected = CIFAR_RECORDS * (1 + CIFAR_PIXELS)
+    if len(raw) != expected:
+        raise ValueError(f"{path} has {len(raw)} bytes instead of {expected}; unpack it again")
+    records = raw.reshape(CIFAR_RECORDS, 1 + CIFAR_PIXELS)
+    return records[:, 1:].copy(), checked_labels(path, records[:, 0])
+
+
+def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
+    wrong = np.flatnonzero((labels < 0) | (labels >= CIFAR_CLASSES))
+    if len(wrong):
+        raise ValueError(
+            f"{path}: label {labels[wrong[0]]} of image {wrong[0]} is not in 0..{CIFAR_CLASSES - 1}"
+        )
+    return labels.astype(np.int64)
+
+
+def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Pixels `[10000, 3072]` and labels `[10000]` of one pickle, read without executing it."""
+    try:
+        content = DataOnlyUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        _, shape, dtype, by_columns, raw = content[b"data"].state
+        labels = np.asarray(content[b"labels"])
+        pixels = np.frombuffer(raw, dtype=np.uint8)
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{path} is no batch of CIFAR-10: {reason}") from error
+    found = (shape, dtype.arguments[:1], bool(by_columns), pixels.size, labels.shape)
+    expected = (CIFAR_RECORDS, CIFAR_PIXELS)
+    if found != (expected, (b"u1",), False, math.prod(expected), (CIFAR_RECORDS,)):
+        raise ValueError(
+            f"{path} has {pixels.size} bytes of pixels as {shape} and {labels.size} labels "
+            f"instead of {math.prod(expected)} as {expected} and {CIFAR_RECORDS}; unpack it again"
+        )
+    if labels.dtype.kind != "i":
+        raise ValueError(f"{path}: labels are {labels.dtype}, not whole numbers")
+    return pixels.reshape(expected).copy(), checked_labels(path, labels)
+
+
+class Inert:
+    """Stands in for what a pickle builds: keeps what it is given, and does nothing."""
+
+    state: object = None
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+
+
+class DataOnlyUnpickler(pickle.Unpickler):
+    """Reads a pickle of plain data and numpy arrays; the latter come out as `Inert`.
+
+    A pickle is a program that may call whatever it can name. Here it can name `Inert` only.
+    """
+
+    ALLOWED = (
+        ("numpy.core.multiarray", "_reconstruct"),
+        ("numpy", "ndarray"),
+        ("numpy", "dtype"),
+    )
+
+    def find_class(self, module: str, name: str) -> type[Inert]:
+        if (module, name) not in self.ALLOWED:
+            raise ValueError(f"it asks for {module}.{name}, which images and labels never need")
+        return Inert

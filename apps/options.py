@@ -1,0 +1,133 @@
+"""The options of a training run: names, types, defaults and bounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def bounded(default: Any, *bounds: str) -> Any:
+    """A field whose value, unless it is null, lies within `bounds` such as "> 0"."""
+    return field(default=default, metadata={"bounds": bounds})
+
+
+@dataclass
+class DataOptions:
+    """What to train on.
+
+    Args:
+        name: digits comes with the program; synthetic is made up.
+        path: cifar10: where its archive was unpacked (cifar-10-batches-bin or -py).
+        train_images: use only the first so many training images (synthetic: make so many).
+        augment: pad by 4, crop and mirror at random.
+        size: synthetic: pixels of a side.
+        classes: synthetic: number of classes.
+    """
+
+    name: Literal["digits", "cifar10", "synthetic"] = "digits"
+    path: str | None = None
+    train_images: int | None = bounded(None, ">= 1")
+    augment: bool = False
+    size: int | None = bounded(None, ">= 4")
+    classes: int | None = bounded(None, ">= 2")
+
+
+@dataclass
+class KfacOptions:
+    """K-FAC; used with optimizer=kfac.
+
+    Args:
+        placement: how many ranks precondition a layer: all, one, or (hybrid) workers or fraction.
+        workers: hybrid: that number; must divide the number of ranks.
+        fraction: hybrid: the same as a fraction of the ranks.
+        reduction: factors are averaged on every rank, on their owners, or not at all (none:
+            each owner uses its own batch only).
+        update: every rank steps the whole model, or the owner of a layer steps it for all.
+        balance: what placement evens out over ranks.
+        colocate: both factors of a layer are decomposed on the same rank.
+        damping: Tikhonov damping.
+        factor_every: steps between two updates of the factors.
+        basis_every: steps between two decompositions.
+        decay: coefficient of the factors' running average.
+        kl_clip: bound on a step's squared Fisher norm; null for none.
+        solver: eigenbases, or damped inverses.
+        normalization: scaling of the factors.
+        start: running averages start at the first factor or at the identity.
+        skip: names of layers that are trained without K-FAC.
+    """
+
+    placement: Literal["comm_opt", "mem_opt", "hybrid"] = "comm_opt"
+    workers: int | None = bounded(None, ">= 1")
+    fraction: float | None = bounded(None, "> 0", "<= 1")
+    reduction: Literal["everyone", "owners", "none"] = "everyone"
+    update: Literal["everyone", "owner"] = "everyone"
+    balance: Literal["compute", "memory"] = "compute"
+    colocate: bool = True
+    damping: float = bounded(0.003, "> 0")
+    factor_every: int = bounded(1, ">= 1")
+    basis_every: int = bounded(10, ">= 1")
+    decay: float = bounded(0.95, ">= 0", "< 1")
+    kl_clip: float | None = bounded(0.001, "> 0")
+    solver: Literal["eigen", "inverse"] = "eigen"
+    normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
+    start: Literal["first", "identity"] = "first"
+    skip: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Options:
+    """Trains a CNN with K-FAC or SGD; start it under mpirun or srun.
+
+    Args:
+        optimizer: K-FAC preconditions SGD's gradient; SGD is the baseline.
+        model: see the README for the list.
+        data: the data set.
+        kfac: the settings of K-FAC.
+        batch: images of a step, of all ranks together; must be a multiple of their number.
+        batch_per_rank: the same per rank; give one of the two.
+        epochs: passes over the training images; schedules refer to this.
+        max_steps: stop early after so many steps; --resume auto goes on from there.
+        lr: learning rate.
+        scale_lr: multiply lr by the number of ranks; warm-up then starts at lr itself.
+        warmup_epochs: the learning rate rises linearly during these.
+        schedule: constant, multiplied by decay_factor at decay_epochs (step), or falling linearly
+            to 0 at the end.
+        decay_epochs: schedule=step: when.
+        decay_factor: schedule=step: by how much.
+        momentum: of SGD.
+        weight_decay: of SGD.
+        seed: of initial weights, order and augmentation.
+        run_dir: where configuration, log, metrics and checkpoints go.
+        resume: never, auto (from the newest checkpoint in run_dir if there is one), or the path of
+            a checkpoint to start from.
+        checkpoint_every: epochs between checkpoints; one is always written at the end.
+        log_every: steps between two lines of metrics.
+        device: auto takes a GPU where there is one.
+        threads: per rank; null shares a node's cores, or obeys OMP_NUM_THREADS.
+        tensorboard: write TensorBoard events too.
+    """
+
+    optimizer: Literal["kfac", "sgd"] = "kfac"
+    model: str = "digits_cnn"
+    data: DataOptions = field(default_factory=DataOptions)
+    kfac: KfacOptions = field(default_factory=KfacOptions)
+    batch: int | None = bounded(None, ">= 1")
+    batch_per_rank: int | None = bounded(None, ">= 1")
+    epochs: int = bounded(10, ">= 1")
+    max_steps: int | None = bounded(None, ">= 1")
+    lr: float = bounded(0.1, "> 0")
+    scale_lr: bool = False
+    warmup_epochs: float = bounded(0.0, ">= 0")
+    schedule: Literal["constant", "step", "linear"] = "linear"
+    decay_epochs: list[int] = field(default_factory=list, metadata={"bounds": (">= 1",)})
+    decay_factor: float = bounded(0.1, "> 0", "<= 1")
+    momentum: float = bounded(0.9, ">= 0", "< 1")
+    weight_decay: float = bounded(0.0005, ">= 0")
+    seed: int = bounded(0, ">= 0", "< 4294967296")
+    run_dir: str = "runs/train"
+    resume: str = "never"
+    checkpoint_every: int = bounded(10, ">= 1")
+    log_every: int = bounded(10, ">= 1")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: int | None = bounded(None, ">= 1")
+    tensorboard: bool = False
