@@ -1,0 +1,255 @@
+"""Prints the communication plan of a model on so many ranks: who computes and sends what. No MPI.
+
+mpikfac plan --model resnet50 --ranks 64 --workers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator
+from statistics import median
+from typing import NoReturn
+
+import torch
+from mpikfac_apps import models
+
+import mpikfac
+
+MIB = 2**20
+ITEMSIZE = 4  # float32
+IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
+TABLE = 60  # layers; longer models are listed several to a line
+LOOKED_AT = 128  # ranks; a larger job is judged by SAMPLE of them and the most loaded one
+SAMPLE = 16
+STEPS = (
+    ("Ordinary step", False, False),
+    ("Step with new factors", True, False),
+    ("Step with new factors and bases", True, True),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message and ends with code 2."""
+        self.exit(2, f"mpikfac plan: {message}\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the plan; returns 2 after printing what is wrong with the arguments."""
+    options = parse(argv)
+    try:
+        plan = plan_of(options)
+    except ValueError as error:
+        print(f"mpikfac plan: {error}", file=sys.stderr)
+        return 2
+    sections = [heading(options.model, plan), grid(plan), owners(plan), balance(plan)]
+    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in STEPS)]
+    print("\n\n".join("\n".join(section) for section in sections))
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked one by one."""
+    parser = Parser(prog="mpikfac plan", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--model", required=True, help=", ".join(models.MODELS))
+    add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
+    add("--ranks", type=count, required=True)
+    add("--workers", type=count, help="ranks that precondition a layer (all)")
+    add("--reduction", choices=("everyone", "owners", "none"), default="everyone")
+    add("--update", choices=("everyone", "owner"), default="everyone")
+    add("--balance", choices=("compute", "memory"), default="compute")
+    add("--colocate", action=argparse.BooleanOptionalAction, default=True)
+    add("--solver", choices=("eigen", "inverse"), default="eigen")
+    add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
+    return parser.parse_args(argv)
+
+
+def count(text: str) -> int:
+    """The positive number that `text` says."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
+    return int(text)
+
+
+def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
+    """The plan that training with these options would make."""
+    classes = options.classes or (1000 if options.model in IMAGENET else 10)
+    channels = 1 if options.model == "digits_cnn" else 3
+    with torch.device("meta"):  # shapes without numbers
+        model = models.build(options.model, classes, channels)
+    layers, others = mpikfac.covered_shapes(model, options.skip)
+    strategy = mpikfac.Strategy.hybrid(
+        options.ranks,
+        workers=options.workers or options.ranks,
+        reduction=options.reduction,
+        update=options.update,
+        balance=options.balance,
+        colocate=options.colocate,
+    )
+    return mpikfac.make_plan(layers, options.ranks, strategy, others, options.solver, ITEMSIZE)
+
+
+def heading(model: str, plan: mpikfac.Plan) -> list[str]:
+    """What is planned, in words."""
+    strategy, workers = plan.strategy, plan.strategy.workers
+    kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
+    return [
+        f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
+        f"{kind}: {number(workers, 'gradient worker')} per layer",
+        f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
+        f"colocate={strategy.colocate}",
+        f"plan {plan.digest()}",
+    ]
+
+
+def grid(plan: mpikfac.Plan) -> list[str]:
+    """The grid of ranks; a picture where it is small enough to see."""
+    lines = [
+        f"Grid: {number(plan.rows, 'row')} x {number(plan.columns, 'column')}; "
+        "the ranks of a column are the workers of its layers"
+    ]
+    if plan.columns > 16 or plan.rows > 16:
+        return lines
+    width = max(len(str(plan.ranks)), len(f"c{plan.columns}")) + 2
+    lines.append("     " + "".join(f"{f'c{column}':>{width}}" for column in range(plan.columns)))
+    for row in range(plan.rows):
+        ranks = range(row * plan.columns, (row + 1) * plan.columns)
+        lines.append(f"{f'r{row}':>5}" + "".join(f"{rank:>{width}}" for rank in ranks))
+    return lines
+
+
+def owners(plan: mpikfac.Plan) -> list[str]:
+    """Who decomposes the factors of each layer."""
+    if len(plan.layers) > TABLE:
+        return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
+    rows = [("layer", "order A", "order G", "column", "owner A", "owner G")]
+    for layer in plan.layers:
+        a, g = (plan.owners[name] for name, _ in layer.factors)
+        cells = (layer.inputs, layer.outputs, plan.columns_of[layer.name], a, g)
+        rows.append((layer.name, *map(str, cells)))
+    return ["Owners of factors", *table(rows)]
+
+
+def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
+    """Each layer and its owners, in two words."""
+    for layer in plan.layers:
+        a, g = (plan.owners[name] for name, _ in layer.factors)
+        yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
+
+
+def balance(plan: mpikfac.Plan) -> list[str]:
+    """How evenly decompositions are spread, and what bounds the gain of spreading them."""
+    loads = loads_of(plan)
+    total, longest = sum(loads), max(loads)
+    largest = max(plan.orders, key=plan.orders.__getitem__)
+    bound = total / plan.orders[largest] ** 3
+    return [
+        "Load of the decompositions, as the sum of n^3",
+        f"  all ranks together     {total:10.3g}",
+        f"  most loaded rank       {longest:10.3g}   rank {loads.index(longest)}",
+        f"  ranks that own nothing {loads.count(0):10}   of {plan.ranks}",
+        f"  makespan over ideal    {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
+        f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
+        f"{largest} has order {plan.orders[largest]}",
+    ]
+
+
+def loads_of(plan: mpikfac.Plan) -> list[int]:
+    """n^3 over the factors that each rank owns."""
+    loads = [0] * plan.ranks
+    for name, owner in plan.owners.items():
+        loads[owner] += plan.orders[name] ** 3
+    return loads
+
+
+def memory(plan: mpikfac.Plan) -> list[str]:
+    """What the ranks keep for K-FAC beside the model."""
+    held = [plan.memory(rank) for rank in looked_at(plan)]
+    held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
+    rows = [("", "least", "median", "most")]
+    for kind in held[0]:
+        rows.append((kind, *spread([kinds[kind] for kinds in held])))
+    return [f"Memory of a rank, MiB{sample_note(plan)}", *table(rows)]
+
+
+def messages(plan: mpikfac.Plan) -> list[str]:
+    """The heading of the tables of collectives."""
+    return [
+        f"Collectives of a step, MiB{sample_note(plan)}",
+        "  buffer: what a rank hands to MPI; wire: the most that a rank sends if MPI uses a ring",
+    ]
+
+
+def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
+    """The collectives of one kind of step, in order."""
+    steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
+    if not any(steps):
+        return [f"{title}: no messages"]
+    rows = [("stage", "collective", "over", "buffer: least", "median", "most", "wire")]
+    for same in zip(*steps):
+        sizes = spread([message.bytes for message in same])
+        wire = mib(max(message.wire for message in same))
+        rows.append((same[0].stage, same[0].primitive, same[0].over, *sizes, wire))
+    most = max(sum(message.wire for message in step) for step in steps)
+    rows.append(("together", "", "", "", "", "", mib(most)))
+    return [title, *table(rows, left=3)]
+
+
+def looked_at(plan: mpikfac.Plan) -> list[int]:
+    """All ranks of a small job; of a large one some, spread over rows and columns."""
+    if plan.ranks <= LOOKED_AT:
+        return list(range(plan.ranks))
+    golden = (5**0.5 - 1) / 2  # its multiples fall into no period of rows or columns
+    spread_out = {int(index * golden % 1 * plan.ranks) for index in range(SAMPLE)}
+    loads = loads_of(plan)
+    return sorted(spread_out | {loads.index(max(loads))})
+
+
+def sample_note(plan: mpikfac.Plan) -> str:
+    """Says so where not all ranks are looked at."""
+    looked = len(looked_at(plan))
+    return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""
+
+
+def spread(sizes: list[int]) -> tuple[str, str, str]:
+    """Least, median and most of sizes in bytes."""
+    return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))
+
+
+def mib(size: float) -> str:
+    """Bytes in MiB, to a hundredth."""
+    return "<0.01" if 0 < size < MIB / 100 else f"{size / MIB:.2f}"
+
+
+def number(of: int, what: str) -> str:
+    """ "1 rank", "2 ranks"."""
+    return f"{of} {what}" if of == 1 else f"{of} {what}s"
+
+
+def table(rows: list[tuple[str, ...]], left: int = 1) -> list[str]:
+    """Rows with aligned columns, the first `left` of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  "
+        + "  ".join(
+            f"{cell:<{width}}" if index < left else f"{cell:>{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
+    """Words in as many columns as asked."""
+    cells = list(words)
+    width = max(map(len, cells)) + 3
+    lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
+    return ["  " + "".join(f"{cell:<{width}}" for cell in line).rstrip() for line in lines]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
