@@ -29,7 +29,7 @@ from mpikfac.data_parallel import (
 )
 from mpikfac.layers import Layer, cover
 from mpikfac.moments import NORMALIZATIONS, Normalization, factor_scales
-from mpikfac.plan import Strategy, make_plan
+from mpikfac.plan import Solver, Strategy, make_plan
 from mpikfac.schedule import Schedule, evaluate, every
 from mpikfac.trace import Trace
 
@@ -51,8 +51,9 @@ class KFAC:
         basis_every: interval in steps between decompositions.
         decay: of the running average of factors, in [0, 1).
         kl_clip: bound on a step's squared Fisher norm; None for no bound.
-        solver: "eigen", or "inverse" for damped inverses, in which a change of damping takes
-            effect at the next decomposition.
+        solver: "eigen"; "inverse", damped inverses with the damping split between A and G, in
+            which a change of damping takes effect at the next decomposition; "unsplit-inverse",
+            the same with all of the damping added to each, as published codes do.
         normalization: scaling of factors, see `moments`.
         start: an average starts at the "first" factor or at the "identity".
         skip: names of modules that are trained first-order.
@@ -64,6 +65,7 @@ class KFAC:
     Attributes:
         plan: the communication plan.
         steps: completed steps.
+        kl_scale: what the last step was multiplied by, `[1]`, on the model's device.
         trace: seconds and bytes of every stage.
     """
 
@@ -79,7 +81,7 @@ class KFAC:
         basis_every: int | Schedule = 10,
         decay: float | Schedule = 0.95,
         kl_clip: float | Schedule | None = 0.001,
-        solver: Literal["eigen", "inverse"] = "eigen",
+        solver: Solver = "eigen",
         normalization: Normalization = "expand",
         start: Literal["first", "identity"] = "first",
         skip: Iterable[str] = (),
@@ -119,6 +121,7 @@ class KFAC:
         self.averages = Arena(self.plan.averages(rank), dtype, device)
         self.bases = Arena(self.plan.bases(rank), dtype, device)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
+        self.kl_scale = torch.ones(1, dtype=dtype, device=device)
         self._average_weight = 0.0
         self._has_bases = False
         if start == "identity":
@@ -187,7 +190,7 @@ class KFAC:
         with self.trace.stage("decompose"):
             for name in self.plan.owned(self.grid.world.rank):
                 factor = kron.unfold_triangle(self.averages[name])
-                if self.plan.solver == "inverse":
+                if self.plan.solver != "eigen":
                     self.bases[f"{name}.inverse"].copy_(self._damped_inverse(name, factor))
                 else:
                     values, vectors = kron.eigenbasis(factor)
@@ -205,7 +208,7 @@ class KFAC:
         with self.trace.stage("precondition"):
             for name in self.plan.preconditioned(self.grid.world.rank):
                 gradient, out = self.gradients.arena[name], self.directions[name]
-                if self.plan.solver == "inverse":
+                if self.plan.solver != "eigen":
                     a, g = self.bases[f"{name}.A.inverse"], self.bases[f"{name}.G.inverse"]
                     kron.precondition_by_inverse(gradient, a, g, out)
                 else:
@@ -223,7 +226,8 @@ class KFAC:
         with self.trace.stage("write back"):
             mine = [layer for layer in self.layers if layer.name in self.directions]
             if self.kl_clip is not None and self.layers:
-                self.directions.flat *= self._kl_scale(mine)
+                self.kl_scale = self._kl_scale(mine)
+                self.directions.flat *= self.kl_scale
             for layer in mine:
                 layer.write_gradient(self.directions[layer.name])
         self.gradients.write(self.gradients.blocks[len(self.layers) :])
@@ -286,10 +290,12 @@ class KFAC:
         return self.bases[f"{factor}.values"], self.bases[f"{factor}.vectors"]
 
     def _damped_inverse(self, name: str, factor: Tensor) -> Tensor:
+        damping = evaluate(self.damping, self.steps)
+        if self.plan.solver == "unsplit-inverse":
+            return kron.damped_inverse(factor, damping)
         layer, _, kind = name.rpartition(".")
         other = kron.unfold_triangle(self.averages[f"{layer}.{'G' if kind == 'A' else 'A'}"])
-        damping = evaluate(self.damping, self.steps)
-        return kron.damped_inverse(factor, other.trace(), len(other), damping)
+        return kron.damped_inverse(factor, kron.tikhonov_share(factor, other, damping))
 
     def _kl_scale(self, layers: list[Layer]) -> Tensor:
         """The KL clip's factor `[1]`, from the directions that this rank holds."""

@@ -70,21 +70,21 @@ def precondition(
     torch.mm(g_vectors @ rotated, a_vectors.T, out=out)
 
 
-def damped_inverse(factor: Tensor, other_trace: Tensor, other_order: int, damping: float) -> Tensor:
-    """Inverse `[n, n]` of `factor` with its share of the damping, by Cholesky.
-
-    The damping of the Kronecker product is split as `pi sqrt(damping)` for this factor and
-    `sqrt(damping) / pi` for the other, `pi^2` being the ratio of their mean eigenvalues
-    [Martens & Grosse 2015, sec. 6.3].
-
-    Args:
-        other_trace: trace of the layer's other factor, `[]`.
-        other_order: its order.
-    """
-    mean, other_mean = factor.trace() / len(factor), other_trace / other_order
-    share = torch.sqrt(damping * mean / other_mean)
-    damped = factor + share * torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
+    """`(factor + damping I)^-1` `[n, n]`, by Cholesky."""
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
     return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+
+
+def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:
+    """The part `[]` of the Kronecker product's damping that `factor` takes; `other` the rest.
+
+    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the ratio of the factors' mean
+    eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
+    """
+    mean, other_mean = (matrix.diagonal().mean() for matrix in (factor, other))
+    return torch.sqrt(damping * mean / other_mean)
 
 
 def precondition_by_inverse(

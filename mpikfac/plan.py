@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Shape = tuple[int, ...]
+Solver = Literal["eigen", "inverse", "unsplit-inverse"]
 ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not depend on offsets
 
 
@@ -176,7 +177,7 @@ class Plan:
     others: tuple[tuple[str, Shape], ...]
     ranks: int
     strategy: Strategy
-    solver: str
+    solver: Solver
     itemsize: int
     columns_of: dict[str, int]
     owners: dict[str, int]
@@ -312,10 +313,10 @@ class Plan:
         blocks: list[tuple[str, Shape]] = []
         for name in names:
             order = self.orders[name]
-            if self.solver == "inverse":
-                blocks.append((f"{name}.inverse", (order, order)))
-            else:
+            if self.solver == "eigen":
                 blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
+            else:
+                blocks.append((f"{name}.inverse", (order, order)))
         return blocks
 
     def _matrices(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
@@ -345,20 +346,20 @@ def make_plan(
     ranks: int,
     strategy: Strategy,
     others: Iterable[tuple[str, Shape]] = (),
-    solver: str = "eigen",
+    solver: Solver = "eigen",
     itemsize: int = 4,
 ) -> Plan:
     """The plan for `layers` on `ranks` ranks; the same on every rank.
 
     Args:
         others: names and shapes of parameters (and buffers) that no layer covers.
-        solver: "eigen" (eigenvectors and eigenvalues) or "inverse" (damped inverses).
+        solver: "eigen" (eigenvectors and eigenvalues) or one of the damped inverses.
         itemsize: bytes of one element.
 
     Raises:
         ValueError: a choice that cannot work, with what would.
     """
-    _one_of("solver", solver, ("eigen", "inverse"))
+    _one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     _check_divides(strategy.workers, ranks)
