@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+
+from mpikfac import UserError, latest_checkpoint, load_checkpoint, save_checkpoint, together
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
+
+
+@pytest.fixture
+def root(comm, tmp_path) -> Path:
+    """A directory that all ranks share."""
+    return comm.bcast(tmp_path)
+
+
+def whole_state(ranks: int) -> dict:
+    """What a run on `ranks` ranks holds altogether; every rank can compute it."""
+    state = {"trainer/steps": 120, "lr": 0.1, "config": "damping: 0.003 µ"}
+    for number, dtype in enumerate(DTYPES):
+        for shape in [(), (0,), (3, 0), (7,), (5, 3)]:
+            generator = torch.Generator().manual_seed(number)
+            values = torch.randint(0, 200, shape, generator=generator)
+            state[f"model/{dtype}{list(shape)}"] = values.to(dtype)
+    for rank in range(ranks):
+        state[f"factors/layer{rank}"] = torch.full((10 + rank,), float(rank))
+    return state
+
+
+def share(state: dict, rank: int, ranks: int) -> dict:
+    """Items of which some are held by all ranks, some by one, some by two."""
+    mine = {}
+    for number, (name, value) in enumerate(state.items()):
+        holders = [range(ranks), [number % ranks], [number % ranks, (number + 1) % ranks]]
+        if rank in holders[number % 3]:
+            mine[name] = value
+    return mine
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+def check(checkpoint, state: dict) -> None:
+    assert sorted(checkpoint) == sorted(state)
+    assert all(same(checkpoint[name], value) for name, value in state.items())
+
+
+def refused(comm, root: Path, items: dict, step: int) -> str:
+    """The text with which all ranks refuse to save; the same on all of them."""
+    with pytest.raises(UserError) as error:
+        save_checkpoint(comm, root, items, step)
+    texts = comm.allgather(str(error.value))
+    assert len(set(texts)) == 1 and "\n" not in texts[0]
+    return texts[0]
+
+
+def test_round_trip_with_different_holders(comm, root) -> None:
+    """Oracle: the state that every rank can compute by itself."""
+    state = whole_state(comm.size)
+    path = save_checkpoint(comm, root, share(state, comm.rank, comm.size), 120)
+    assert path == root / "step-000000120"
+    check(load_checkpoint(comm, path), state)
+
+
+def test_items_of_several_ranks_are_stored_once_and_spread(comm, root) -> None:
+    """Oracle: the datasets found by plain h5py; equal items, so equal shares."""
+    items = {f"model/{number}": torch.zeros(64) for number in range(3 * comm.size)}
+    path = save_checkpoint(comm, root, items, 1)
+    counts = []
+    for shard in path.glob("shard-*.h5"):
+        with h5py.File(shard) as file:
+            counts.append(len(file))
+    assert counts == [3] * comm.size
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_written_by_all_ranks_read_by_fewer(comm, root, readers) -> None:
+    """Oracle: the state that was saved, on groups of `readers` ranks."""
+    state = whole_state(comm.size)
+    path = save_checkpoint(comm, root, share(state, comm.rank, comm.size), 5)
+    check(load_checkpoint(comm.Split(comm.rank // readers), path), state)
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3])
+def test_written_by_few_ranks_read_by_all(comm, root, writers) -> None:
+    """Oracle: the state that was saved by the first `writers` ranks."""
+    writers = min(writers, comm.size)
+    state = whole_state(writers)
+    some = comm.Split(comm.rank >= writers)
+    if comm.rank < writers:
+        save_checkpoint(some, root, share(state, some.rank, some.size), 5)
+    comm.Barrier()
+    check(load_checkpoint(comm, root / "step-000000005"), state)
+
+
+def test_rank_0_says_which_checkpoint(comm, root) -> None:
+    """Oracle: the step that rank 0 named, whatever the other ranks see as newest."""
+    for step in (1, 2):
+        save_checkpoint(comm, root, {"x": step}, step)
+    checkpoint = load_checkpoint(comm, root / f"step-{1 if comm.rank == 0 else 2:09d}")
+    assert checkpoint["x"] == checkpoint.step == 1
+
+
+@pytest.mark.parametrize("failing", ["first", "last"])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_failing_write_on_one_rank_is_known_to_all(
+    comm, root, monkeypatch, call, failing
+) -> None:
+    """Oracle: the older checkpoint; nothing but it is left, and the next save works."""
+    older = save_checkpoint(comm, root, {"x": 1}, 1)
+    rank = 0 if failing == "first" or call == "replace" else comm.size - 1
+    # every rank has something of its own to write, so that every rank can fail
+    items = {f"factors/{comm.rank}": torch.ones(9)}
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if comm.rank == rank:
+            patch.setattr(os, call, full)
+        text = refused(comm, root, items, 2)
+    assert "step-000000002" in text and "No space left on device" in text
+    assert comm.bcast(os.listdir(root)) == [older.name]
+    assert comm.bcast(latest_checkpoint(root)) == older
+    assert load_checkpoint(comm, older)["x"] == 1
+    path = save_checkpoint(comm, root, items, 2)
+    assert len(load_checkpoint(comm, path)) == comm.size
+
+
+def test_an_item_that_cannot_be_stored_on_one_rank_is_known_to_all(comm, root) -> None:
+    """Oracle: the item's name in every rank's error; nothing was written."""
+    items = {"x": [1] if comm.rank == comm.size - 1 else 1}
+    assert "item 'x' is a list" in refused(comm, root, items, 1)
+    assert comm.bcast(os.listdir(root)) == []
+
+
+def test_ranks_that_disagree_are_told(comm, root) -> None:
+    """Oracle: the message names what differs; nothing was written."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    assert "step" in refused(comm, root, {}, comm.rank)
+    text = refused(comm, root, {"x": torch.zeros(3 + (comm.rank == 1))}, 1)
+    assert "item 'x'" in text and "rank 1" in text
+    text = refused(comm, root, {"trainer/epoch": comm.rank}, 1)
+    assert "item 'trainer/epoch'" in text
+    assert comm.bcast(os.listdir(root)) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_a_damaged_shard_is_refused_by_all(comm, root, damage) -> None:
+    """Oracle: one line that names the file, on every rank, though only one rank needs the item."""
+    name = f"factors/{comm.rank}"
+    path = save_checkpoint(comm, root, {name: torch.ones(500)}, 1)
+    victim = path / f"shard-{comm.size - 1}.h5"
+    if comm.rank == 0:
+        content = bytearray(victim.read_bytes())
+        content[len(content) // 2] ^= 1
+        if damage == "missing":
+            victim.unlink()
+        else:
+            victim.write_bytes(content if damage == "flipped" else content[:-7])
+    comm.Barrier()
+    checkpoint = load_checkpoint(comm, path)
+    with pytest.raises(UserError, match=str(victim)), together(comm, f"resuming from {path}"):
+        checkpoint[name]
+
+
+def test_a_missing_manifest_is_refused_by_all(comm, root) -> None:
+    """Oracle: the message names the file."""
+    path = save_checkpoint(comm, root, {"x": 1}, 1)
+    comm.Barrier()
+    if comm.rank == 0:
+        (path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=f"{path / 'manifest.json'} is missing"):
+        load_checkpoint(comm, path)
+
+
+def test_the_manifest_is_written_after_all_shards(comm, root, monkeypatch) -> None:
+    """Oracle: what is in the temporary directory when rank 0 opens the manifest."""
+    seen = []
+    fsync = os.fsync
+
+    def look(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.name == "manifest.json":
+            seen.extend(sorted(found.name for found in path.parent.glob("shard-*")))
+            shards = json.loads(path.read_text())["shards"]
+            sizes = {name: (path.parent / name).stat().st_size for name in seen}
+            assert sizes == {name: shard["size"] for name, shard in shards.items()}
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", look)
+    save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(500)}, 1)
+    assert comm.bcast(seen) == [f"shard-{rank}.h5" for rank in range(comm.size)]

@@ -1,0 +1,444 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import UserError, latest_checkpoint, load_checkpoint, save_checkpoint
+from mpikfac.checkpoint import _assign, _digest
+
+ITEMS = {
+    "model/conv1.weight": torch.linspace(-1, 1, 24).reshape(2, 3, 4),
+    "factors/conv1.A": torch.linspace(0, 1e300, 7, dtype=torch.float64),
+    "bases/conv1.A.vectors": torch.tensor([[1.5, -0.0], [float("nan"), float("inf")]]).bfloat16(),
+    "half": torch.tensor([65504.0, 6e-8]).half(),
+    "transposed": torch.arange(6.0).reshape(2, 3).T,
+    "counts": torch.tensor([-(2**63), 2**63 - 1]),
+    "mask": torch.tensor([True, False, True]),
+    "random": torch.arange(256, dtype=torch.uint8),
+    "scalar": torch.tensor(0.1, dtype=torch.float64),
+    "empty": torch.empty(0, 5),
+    "nothing": torch.empty(0, dtype=torch.bool),
+    "trainer/steps": 120,
+    "optimizer/groups/0/lr": 0.1,
+    "negative zero": -0.0,
+    "largest": 2**63 - 1,
+    "text": "Größe\n\u2603",
+    "text/empty": "",
+    "text/zeros": "a\0b\0\0",
+    "a/../b/%2F": 1,
+    "..": 2,
+}
+
+
+@pytest.fixture
+def comm():
+    """A communicator of one rank."""
+    return mpikfac.world()
+
+
+def bits(value):
+    """What must not change: the type, and for tensors dtype, shape and bytes."""
+    if isinstance(value, torch.Tensor):
+        flat = value.contiguous().reshape(-1).view(torch.uint8)
+        return value.dtype, value.shape, bytes(flat.tolist())
+    return type(value), repr(value)
+
+
+def check_items(checkpoint, items):
+    assert sorted(checkpoint.keys()) == sorted(items)
+    for name, value in items.items():
+        assert bits(checkpoint[name]) == bits(value), name
+
+
+def seal(path: Path, manifest: dict) -> None:
+    manifest.pop("sha256", None)
+    path.write_text(json.dumps(manifest | {"sha256": _digest(manifest)}))
+
+
+def refusal(comm, path, name="x") -> str:
+    """The one line that refuses the checkpoint, at opening it or at reading an item."""
+    with pytest.raises(UserError) as refused:
+        load_checkpoint(comm, path)[name]
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_round_trip_of_all_kinds_of_items(comm, tmp_path) -> None:
+    """Oracle: the bits that were saved; signs of zero, NaN and strange names included."""
+    path = save_checkpoint(comm, tmp_path / "made" / "here", ITEMS, 120)
+    assert path.name == "step-000000120"
+    checkpoint = load_checkpoint(comm, path)
+    check_items(checkpoint, ITEMS)
+    assert checkpoint.step == 120
+    assert "mask" in checkpoint and "unknown" not in checkpoint
+    assert checkpoint.get("unknown") is None
+    assert checkpoint.get("trainer/steps") == 120
+
+
+def test_what_was_loaded_belongs_to_the_caller(comm, tmp_path) -> None:
+    """Oracle: the saved value, read again after the first copy was overwritten."""
+    path = save_checkpoint(comm, tmp_path, {"x": torch.ones(3)}, 0)
+    checkpoint = load_checkpoint(comm, path)
+    checkpoint["x"].zero_()
+    assert checkpoint["x"].tolist() == [1, 1, 1]
+
+
+def test_parameters_and_numpy_floats_are_stored_as_what_they_hold(comm, tmp_path) -> None:
+    """Oracle: the plain tensor and number."""
+    items = {"weight": torch.nn.Parameter(torch.ones(2)), "lr": np.float64(0.25), "flag": True}
+    checkpoint = load_checkpoint(comm, save_checkpoint(comm, tmp_path, items, 0))
+    check_items(checkpoint, {"weight": torch.ones(2), "lr": 0.25, "flag": 1})
+    assert not checkpoint["weight"].requires_grad
+
+
+def test_no_items(comm, tmp_path) -> None:
+    """Oracle: an empty mapping; no shard is written."""
+    path = save_checkpoint(comm, tmp_path, {}, 0)
+    assert names(path) == ["manifest.json"]
+    assert len(load_checkpoint(comm, path)) == 0
+
+
+def test_the_same_state_gives_the_same_files(comm, tmp_path) -> None:
+    """Oracle: the bytes of a second checkpoint of the same items, given in another order."""
+    first = save_checkpoint(comm, tmp_path / "a", ITEMS, 7)
+    second = save_checkpoint(comm, tmp_path / "b", dict(reversed(ITEMS.items())), 7)
+    assert names(first) == names(second)
+    for name in names(first):
+        assert (first / name).read_bytes() == (second / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        ({"x": None}, "item 'x' is a NoneType"),
+        ({"x": [1, 2]}, "item 'x' is a list"),
+        ({"x": torch.zeros(2, dtype=torch.complex64)}, "item 'x' has dtype complex64"),
+        ({"x": 2**63}, "more than 64 bits"),
+        ({".": 1}, "cannot name a dataset"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(comm, tmp_path, item, text) -> None:
+    """Oracle: the message names the item; nothing is written."""
+    with pytest.raises(UserError, match=text):
+        save_checkpoint(comm, tmp_path, item, 0)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(("step", "keep"), [(-1, 2), (0, 0)])
+def test_bad_step_or_keep(comm, tmp_path, step, keep) -> None:
+    """Oracle: the message shows both values."""
+    with pytest.raises(ValueError, match=f"step={step}.*keep={keep}"):
+        save_checkpoint(comm, tmp_path, {}, step, keep)
+
+
+def test_latest_ignores_what_is_not_complete(comm, tmp_path) -> None:
+    """Oracle: the only directory with both a final name and a manifest."""
+    assert latest_checkpoint(tmp_path / "missing") is None
+    assert latest_checkpoint(tmp_path) is None
+    good = save_checkpoint(comm, tmp_path, {"x": 1}, 9)
+    shutil.copytree(good, tmp_path / ".step-000000010.partial")
+    (tmp_path / "step-000000011").mkdir()
+    (tmp_path / "step-12").mkdir()
+    (tmp_path / "step-000000013").touch()
+    (tmp_path / "notes.txt").touch()
+    assert latest_checkpoint(tmp_path) == good
+
+
+def test_latest_compares_steps_as_numbers(comm, tmp_path) -> None:
+    """Oracle: 2,000,000,000 is more than 999,999,999, whatever the names' order."""
+    save_checkpoint(comm, tmp_path, {"x": 1}, 999_999_999)
+    latest = save_checkpoint(comm, tmp_path, {"x": 1}, 2_000_000_000)
+    assert latest_checkpoint(tmp_path) == latest
+
+
+def test_the_newest_are_kept(comm, tmp_path) -> None:
+    """Oracle: the last `keep` steps."""
+    for step in range(5):
+        save_checkpoint(comm, tmp_path, {"x": step}, step)
+        assert names(tmp_path) == [f"step-{kept:09d}" for kept in range(max(0, step - 1), step + 1)]
+    save_checkpoint(comm, tmp_path, {"x": 5}, 5, keep=1)
+    assert names(tmp_path) == ["step-000000005"]
+
+
+def test_a_run_that_went_back_deletes_no_later_checkpoint_and_not_its_own(comm, tmp_path) -> None:
+    """Oracle: steps 100 and 120 from before, and the new 50; only 40 is beyond `keep` before 50."""
+    for step in (30, 40, 100, 120):
+        save_checkpoint(comm, tmp_path, {"x": step}, step, keep=9)
+    save_checkpoint(comm, tmp_path, {"x": -50}, 50, keep=1)
+    assert [int(name[5:]) for name in names(tmp_path)] == [50, 100, 120]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(comm, tmp_path) -> None:
+    """Oracle: the value saved last; the older step is still kept."""
+    save_checkpoint(comm, tmp_path, {"x": 1}, 3)
+    save_checkpoint(comm, tmp_path, {"x": 2}, 4)
+    path = save_checkpoint(comm, tmp_path, {"x": 3}, 4)
+    assert load_checkpoint(comm, path)["x"] == 3
+    assert names(tmp_path) == ["step-000000003", "step-000000004"]
+
+
+def test_leftovers_of_a_killed_run_are_removed(comm, tmp_path) -> None:
+    """Oracle: nothing but the new checkpoint; a stale shard must not end up in it."""
+    leftover = tmp_path / ".step-000000004.partial"
+    leftover.mkdir()
+    (leftover / "shard-7.h5").write_bytes(b"half")
+    path = save_checkpoint(comm, tmp_path, {"x": 1}, 4)
+    assert names(tmp_path) == ["step-000000004"]
+    assert names(path) == ["manifest.json", "shard-0.h5"]
+
+
+class FileCalls:
+    """Counts fsync, replace and rmtree, notes them in order, and raises at one of them."""
+
+    def __init__(self, monkeypatch, error: BaseException | None = None, at: int = -1) -> None:
+        self.log: list[str] = []
+        fsync, replace, rmtree = os.fsync, os.replace, shutil.rmtree
+
+        def note(text: str) -> None:
+            self.log.append(text)
+            if error is not None and len(self.log) - 1 == at:
+                raise error
+
+        def noted_fsync(descriptor: int) -> None:
+            note(f"fsync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).name}")
+            fsync(descriptor)
+
+        def noted_replace(old: Path, new: Path) -> None:
+            note(f"rename {old.name} {new.name}")
+            replace(old, new)
+
+        def noted_rmtree(path: Path, ignore_errors: bool = False) -> None:
+            if not ignore_errors:
+                note(f"delete {path.name}")
+            rmtree(path, ignore_errors)
+
+        monkeypatch.setattr(os, "fsync", noted_fsync)
+        monkeypatch.setattr(os, "replace", noted_replace)
+        monkeypatch.setattr(shutil, "rmtree", noted_rmtree)
+
+
+def test_order_of_operations(comm, tmp_path, monkeypatch) -> None:
+    """Oracle: everything is on disk before the name, the name before anything is deleted."""
+    save_checkpoint(comm, tmp_path, {"x": 1}, 1)
+    calls = FileCalls(monkeypatch)
+    save_checkpoint(comm, tmp_path, {"x": 2}, 2, keep=1)
+    assert calls.log == [
+        "fsync shard-0.h5",
+        "fsync manifest.json",
+        "fsync .step-000000002.partial",
+        "rename .step-000000002.partial step-000000002",
+        f"fsync {tmp_path.name}",
+        "rename step-000000001 .step-000000001.partial",
+        "delete .step-000000001.partial",
+    ]
+
+
+# every call of a save on top of steps 1 and 2: of step 2 once more, and of step 3
+CALLS = [(2, at) for at in range(8)] + [(3, at) for at in range(7)]
+
+
+@pytest.mark.parametrize(("step", "at"), CALLS)
+def test_a_full_disk_at_any_call_costs_no_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
+    """Oracle: the values saved before, until the new name is there; then the new ones."""
+    for old in (1, 2):
+        save_checkpoint(comm, tmp_path, {"x": old}, old)
+    with monkeypatch.context() as patch:
+        calls = FileCalls(patch, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), at)
+        with pytest.raises(UserError, match=f"step-00000000{step}.*No space left on device"):
+            save_checkpoint(comm, tmp_path, {"x": 10}, step)
+    committed = f"fsync {tmp_path.name}" in calls.log
+    assert load_checkpoint(comm, latest_checkpoint(tmp_path))["x"] == (10 if committed else 2)
+    if not committed:
+        assert load_checkpoint(comm, tmp_path / "step-000000001")["x"] == 1
+        assert not list(tmp_path.glob(".*"))
+    save_checkpoint(comm, tmp_path, {"x": 11}, step)
+    assert names(tmp_path) == [f"step-00000000{kept}" for kept in (step - 1, step)]
+
+
+@pytest.mark.parametrize(("step", "at"), CALLS)
+def test_a_kill_at_any_call_leaves_a_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
+    """Oracle: the values saved before, or the new ones; the next save cleans up."""
+    for old in (1, 2):
+        save_checkpoint(comm, tmp_path, {"x": old}, old)
+    with monkeypatch.context() as patch:
+        calls = FileCalls(patch, KeyboardInterrupt(), at)
+        with pytest.raises(KeyboardInterrupt):
+            save_checkpoint(comm, tmp_path, {"x": 10}, step)
+    committed = f"fsync {tmp_path.name}" in calls.log
+    assert load_checkpoint(comm, latest_checkpoint(tmp_path))["x"] == (10 if committed else 2)
+    save_checkpoint(comm, tmp_path, {"x": 11}, step)
+    assert load_checkpoint(comm, latest_checkpoint(tmp_path))["x"] == 11
+    assert names(tmp_path) == [f"step-00000000{kept}" for kept in (step - 1, step)]
+
+
+def test_a_file_size_limit_of_the_system_is_one_clear_line(comm, tmp_path) -> None:
+    """Oracle: the kernel's own refusal of a write, and the older checkpoint."""
+    save_checkpoint(comm, tmp_path, {"x": 1}, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(UserError, match=r"step-000000002: .*File too large"):
+            save_checkpoint(comm, tmp_path, {"x": torch.zeros(100_000)}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["step-000000001"]
+    assert load_checkpoint(comm, latest_checkpoint(tmp_path))["x"] == 1
+
+
+def test_a_missing_item_is_named(comm, tmp_path) -> None:
+    """Oracle: the message holds the item and the checkpoint."""
+    path = save_checkpoint(comm, tmp_path, {"x": 1}, 1)
+    message = refusal(comm, path, "factors/conv1.A")
+    assert "'factors/conv1.A'" in message and str(path) in message
+
+
+def test_damaged_shards_are_refused_by_name(comm, tmp_path, monkeypatch) -> None:
+    """Oracle: the message names the file; h5py never sees the bytes."""
+    path = save_checkpoint(comm, tmp_path, {"x": torch.arange(300.0)}, 1)
+    shard = path / "shard-0.h5"
+    good = shard.read_bytes()
+    monkeypatch.setattr(h5py, "File", None)
+    damaged = [good[:-1], good[: len(good) // 2], b"", good + b"\0"]
+    for position in range(0, len(good), 97):
+        flipped = bytearray(good)
+        flipped[position] ^= 1 << position % 8
+        damaged.append(bytes(flipped))
+    for content in damaged:
+        shard.write_bytes(content)
+        assert f"{shard} is damaged" in refusal(comm, path)
+    shard.unlink()
+    assert f"{shard} is missing" in refusal(comm, path)
+
+
+def test_any_flipped_bit_of_a_manifest_is_refused(comm, tmp_path) -> None:
+    """Oracle: the message names the manifest, for each of its bits."""
+    path = save_checkpoint(comm, tmp_path, {"x": torch.arange(3.0)}, 1)
+    manifest = path / "manifest.json"
+    good = manifest.read_bytes()
+    for position in range(len(good)):
+        flipped = bytearray(good)
+        flipped[position] ^= 1 << position % 8
+        manifest.write_bytes(flipped)
+        assert str(manifest) in refusal(comm, path)
+    manifest.write_bytes(good[:-10])
+    assert f"{manifest} is damaged" in refusal(comm, path)
+    manifest.unlink()
+    assert f"{manifest} is missing" in refusal(comm, path)
+
+
+def test_other_versions_and_formats_are_refused(comm, tmp_path) -> None:
+    """Oracle: the message says what was found and what is read."""
+    path = save_checkpoint(comm, tmp_path, {"x": 1}, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    seal(path / "manifest.json", manifest | {"version": 2})
+    assert "checkpoint 2; this program reads mpikfac checkpoint 1" in refusal(comm, path)
+    for other in ({"format": "other"}, {}, [], 3, None):
+        (path / "manifest.json").write_text(json.dumps(other))
+        assert "manifest.json" in refusal(comm, path)
+
+
+def forge(path: Path, build, **changes) -> None:
+    """Replaces the shard by one that `build` fills, with a manifest that vouches for it."""
+    image = io.BytesIO()
+    with h5py.File(image, "w") as file:
+        build(file)
+    content = image.getvalue()
+    (path / "shard-0.h5").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    digest = hashlib.sha256(content).hexdigest()
+    manifest["shards"]["shard-0.h5"] = {"size": len(content), "sha256": digest}
+    manifest["items"]["x"] |= changes
+    seal(path / "manifest.json", manifest)
+
+
+def test_only_plain_datasets_of_the_file_itself_are_read(comm, tmp_path) -> None:
+    """Oracle: each shard is as its manifest says, but an item is no plain dataset of its dtype."""
+    path = save_checkpoint(comm, tmp_path / "root", {"x": torch.zeros(4)}, 1)
+    with h5py.File(tmp_path / "other.h5", "w") as other:
+        other["x"] = np.zeros(4, "f4")
+    raw = tmp_path / "raw"
+    raw.write_bytes(bytes(16))
+    virtual = h5py.VirtualLayout((4,), "f4")
+    virtual[:] = h5py.VirtualSource(str(tmp_path / "other.h5"), "x", (4,))
+    forgeries = [
+        (lambda file: file.create_group("x"), "not a dataset of this file"),
+        (
+            lambda file: file.__setitem__("x", h5py.ExternalLink(tmp_path / "other.h5", "x")),
+            "not a dataset of this file",
+        ),
+        (
+            lambda file: (file.__setitem__("y", np.zeros(4, "f4")), link(file, "/y")),
+            "not a dataset of this file",
+        ),
+        (
+            lambda file: file.create_dataset("x", (4,), "f4", external=[(raw, 0, 16)]),
+            "not stored in one piece",
+        ),
+        (lambda file: file.create_virtual_dataset("x", virtual), "not stored in one piece"),
+        (lambda file: file.create_dataset("x", (4,), "f4", chunks=(2,)), "not stored in one piece"),
+        (lambda file: file.create_dataset("x", (4,), "f8"), "is float64"),
+        (lambda file: file.create_dataset("x", (5,), "f4"), r"(5,), not float32 (4,)"),
+        (lambda file: file.create_dataset("x", (4,), h5py.string_dtype()), "is object"),
+        (lambda file: file.create_dataset("y", (4,), "f4"), "item 'x'"),
+    ]
+    for build, reason in forgeries:
+        forge(path, build)
+        message = refusal(comm, path)
+        assert reason in message and str(path / "shard-0.h5") in message
+    forge(path, lambda file: file.create_dataset("x", (2**38,), "f4"), shape=[2**38])
+    assert "larger than its file" in refusal(comm, path)
+    forge(path, lambda file: file.create_dataset("x", (4,), "f4"), shape=[4])
+    assert load_checkpoint(comm, path)["x"].tolist() == [0, 0, 0, 0]
+
+
+def link(file: h5py.File, target: str) -> None:
+    file["x"] = h5py.SoftLink(target)
+
+
+def test_a_manifest_cannot_point_out_of_its_directory(comm, tmp_path) -> None:
+    """Oracle: the message shows the name; the file it points to exists."""
+    path = save_checkpoint(comm, tmp_path / "root", {"x": 1}, 1)
+    manifest = json.loads((path / "manifest.json").read_text())
+    shutil.copy(path / "shard-0.h5", tmp_path / "shard-0.h5")
+    manifest["shards"]["../../shard-0.h5"] = manifest["shards"].pop("shard-0.h5")
+    manifest["items"]["x"]["shard"] = "../../shard-0.h5"
+    seal(path / "manifest.json", manifest)
+    assert "'../../shard-0.h5'" in refusal(comm, path)
+
+
+def held(**sizes: int) -> dict:
+    return {
+        name: {"dtype": "uint8", "shape": [size], "bytes": size} for name, size in sizes.items()
+    }
+
+
+def test_who_writes_what() -> None:
+    """Oracle: by hand. What one rank holds is its own load; the rest goes to the least loaded."""
+    assert _assign([held(a=5), held(a=5), held(a=5)]) == [["a"], [], []]
+    assert _assign([held(own=9, a=5, b=4), held(a=5, b=4)]) == [["own"], ["a", "b"]]
+    assert _assign([held(a=1, b=1, c=1, d=1)] * 2) == [["a", "c"], ["b", "d"]]
+    assert _assign([{}, held(a=1), {}]) == [[], ["a"], []]
+
+
+def test_holders_that_differ_are_named() -> None:
+    """Oracle: the message holds the item and both ranks."""
+    with pytest.raises(
+        ValueError, match=r"item 'a' is .*\[5\].* on rank 1 but .*\[6\].* on rank 2"
+    ):
+        _assign([held(b=1), held(a=5), held(a=6)])
