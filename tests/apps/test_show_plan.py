@@ -1,0 +1,94 @@
+"""The plan program: its numbers are the plan's own, its errors one line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+import mpikfac
+from mpikfac_apps import show_plan
+
+
+def words(text: str, line: str) -> list[str]:
+    """The words of the first line that starts with `line`, without it."""
+    return next(found for found in text.splitlines() if found.strip().startswith(line)).split()
+
+
+def test_numbers_are_those_of_hand_counts(capsys):
+    """Oracle: ResNet-20's gradients and factors counted by hand from its layer shapes."""
+    assert show_plan.main(["--model", "resnet20", "--ranks", "4", "--workers", "2"]) == 0
+    text = capsys.readouterr().out
+    orders = [(27, 16), *[(144, 16)] * 6, (144, 32), *[(288, 32)] * 5]
+    orders += [(288, 64), *[(576, 64)] * 5, (65, 10)]
+    triangles = sum(n * (n + 1) // 2 for pair in orders for n in pair) * 4 / 2**20
+    assert float(words(text, "statistics")[-1]) == pytest.approx(triangles, abs=0.01)
+    reduced = words(text, "reduce statistics  Allreduce")
+    assert float(reduced[-2]) == pytest.approx(triangles, abs=0.01)
+    assert float(reduced[-1]) == pytest.approx(2 * 3 / 4 * triangles, abs=0.01)
+    work = sum(n**3 for pair in orders for n in pair)
+    assert float(words(text, "all ranks together")[3]) == pytest.approx(work, rel=0.01)
+    assert f"at most {work / 576**3:.2f}x" in text
+
+
+@pytest.mark.parametrize(("model", "layers"), [("resnet56", 56), ("resnet152", 156)])
+def test_every_layer_is_listed_once(model, layers, capsys):
+    """Oracle: the layers of each network in its paper, shortcuts included; the second is brief."""
+    show_plan.main(["--model", model, "--ranks", "8", "--workers", "8"])
+    owners = capsys.readouterr().out.partition("Owners")[2].partition("Load")[0]
+    assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
+
+
+def test_a_large_job_is_planned_in_seconds(capsys):
+    """4,096 ranks: a sample of the ranks is looked at, and the text says so."""
+    assert show_plan.main(["--model", "resnet50", "--ranks", "4096", "--workers", "64"]) == 0
+    assert "among 4096 ranks" in capsys.readouterr().out
+
+
+def test_one_rank_sends_nothing(capsys):
+    show_plan.main(["--model", "digits_cnn", "--ranks", "1"])
+    assert capsys.readouterr().out.count("no messages") == 3
+
+
+def test_mpi_is_not_imported():
+    """A laptop without MPI prints the plan of a cluster's job."""
+    program = (
+        "import sys; from mpikfac.__main__ import main; "
+        "code = main(['plan', '--model', 'digits_cnn', '--ranks', '4']); "
+        "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--model resnet5 --ranks 2", "resnet20"),
+        ("--model resnet20 --ranks 6 --workers 4", "[1, 2, 3, 6]"),
+        ("--model resnet20 --ranks 0", "at least 1"),
+        ("--model resnet20 --ranks x", "whole number"),
+        ("--model resnet20 --ranks 2 --reduction all", "everyone"),
+        ("--model resnet20 --ranks 2 --depth 3", "--depth"),
+        ("--model resnet20 --ranks 2 --skip nothing", "nothing"),
+        ("--ranks 2", "--model"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, told, capsys):
+    try:
+        code = show_plan.main(arguments.split())
+    except SystemExit as ended:
+        code = ended.code
+    output = capsys.readouterr()
+    assert (code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert told in output.err
+
+
+def test_sampled_ranks_include_the_most_loaded_one():
+    layers = [mpikfac.LayerShape(f"l{i}", 10, 10) for i in range(4)]
+    layers += [mpikfac.LayerShape("large", 500, 500)]
+    plan = mpikfac.make_plan(layers, 1000, mpikfac.Strategy.mem_opt())
+    looked = show_plan.looked_at(plan)
+    assert plan.owners["large.A"] in looked
+    assert len(set(looked)) == len(looked) <= show_plan.SAMPLE + 1
