@@ -53,12 +53,13 @@ print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/
 # install EXTRA...: runs pip unless the same requirements were installed here before.
 install() {
     local extras stamp wanted
-    extras=$(IFS=, && echo "$*")
-    stamp=$VENV/installed-${extras:-base}
+    extras=$(IFS=, && echo "${*:+[$*]}")
+    stamp=$VENV/installed$extras
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt" - <<<"$ROOT" | cksum)
     [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && return
-    echo "installing mpikfac[$extras] into $VENV (minutes the first time: torch is large)"
-    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --constraint constraints.txt --editable ".[$extras]") ||
+    echo "installing mpikfac$extras into $VENV (minutes the first time: torch is large)"
+    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check \
+        --constraint constraints.txt --editable ".$extras") ||
         die "pip could not install the project; see above"
     echo "$wanted" >"$stamp"
 }
