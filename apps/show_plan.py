@@ -12,9 +12,9 @@ from statistics import median
 from typing import NoReturn
 
 import torch
-from mpikfac_apps import models
 
 import mpikfac
+from mpikfac_apps import models
 
 MIB = 2**20
 ITEMSIZE = 4  # float32

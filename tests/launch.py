@@ -20,9 +20,7 @@ def launch(
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; no process of the job is left.
     """
-    beside_python = Path(sys.executable).with_name("mpirun")
-    mpirun = os.environ.get("MPIRUN") or str(beside_python if beside_python.exists() else "mpirun")
-    flags = os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
+    mpirun, flags = launcher()
     command = [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args]
     with subprocess.Popen(
         command,
@@ -40,6 +38,13 @@ def launch(
             expired.add_note(f"{output}\n{errors}")
             raise
     return subprocess.CompletedProcess(command, job.returncode, output, errors)
+
+
+def launcher() -> tuple[str, list[str]]:
+    """Returns the mpirun that tests use, and its options."""
+    beside_python = Path(sys.executable).with_name("mpirun")
+    mpirun = os.environ.get("MPIRUN") or str(beside_python if beside_python.exists() else "mpirun")
+    return mpirun, os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
 
 
 def _environment() -> dict[str, str]:
