@@ -2,8 +2,7 @@
 
     root/step-000000120/shard-0.h5, shard-1.h5, ..., manifest.json
 
-The manifest names every item's shard, dtype and shape and every shard's size and SHA-256. A
-directory gets its final name only when all of it is on disk, and only then are older ones deleted.
+The manifest names every item's shard, dtype and shape and every shard's size and SHA-256.
 The only importer of h5py, which works on images in memory: libhdf5 crashes on a full disk, and does
 not notice damage by itself, so bytes are written plainly and checked before it parses them.
 """
@@ -13,10 +12,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 import re
 import reprlib
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,13 +24,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mpikfac import durable
 from mpikfac.comm import agree, together
 from mpikfac.errors import UserError
 
 Value = Tensor | int | float | str
 
 FORMAT, VERSION = "mpikfac checkpoint", 1
-MANIFEST = "manifest.json"
 SAME = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
 # dtype in the manifest (torch's, or "int" and "float" of Python) -> dtype in HDF5
 STORED = {name: np.dtype(name) for name in SAME} | {
@@ -68,7 +65,7 @@ def save_checkpoint(
         raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
     agree(comm, {"root": str(root), "step": step, "keep": keep})
     final = Path(root) / f"step-{step:09d}"
-    partial = _partial(final)
+    partial = durable.partial(final)
     doing = f"writing checkpoint {final}"
     with together(comm, doing):
         described = {name: _describe(name, value) for name, value in items.items()}
@@ -77,9 +74,7 @@ def save_checkpoint(
     with together(comm, doing):
         if comm.rank == 0:
             shares = _assign(held)
-            for leftover in final.parent.glob(".step-*.partial"):
-                shutil.rmtree(leftover)
-            partial.mkdir(parents=True)
+            durable.begin(final)
     names = comm.scatter(shares)
     try:
         with together(comm, doing):
@@ -87,14 +82,15 @@ def save_checkpoint(
         shards = comm.gather(shard)
         with together(comm, doing):
             if comm.rank == 0:
-                _commit(final, _manifest(step, held, shares, shards))
+                manifest = _manifest(step, held, shares, shards)
+                durable.commit(final, json.dumps(manifest, indent=1).encode())
     except UserError:
         if comm.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
+            durable.abandon(final)
         raise
     with together(comm, f"deleting checkpoints older than {final}"):
         if comm.rank == 0:
-            _prune(final, keep)
+            durable.prune(final, keep)
     return final
 
 
@@ -103,7 +99,7 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
     Collective over: none.
     """
-    complete = _complete(Path(root))
+    complete = durable.complete(Path(root))
     return complete[-1] if complete else None
 
 
@@ -120,7 +116,7 @@ def load_checkpoint(comm: Any, path: str | Path) -> Checkpoint:
     found = None
     with together(comm, f"reading checkpoint {path}"):
         if comm.rank == 0:
-            found = Path(path), _read_manifest(Path(path) / MANIFEST)
+            found = Path(path), _read_manifest(Path(path) / durable.MANIFEST)
     return Checkpoint(*comm.bcast(found))
 
 
@@ -151,6 +147,7 @@ class Checkpoint(Mapping[str, Value]):
         return name in self._items
 
     def get(self, name: str, default: Any = None) -> Any:
+        """The item, or `default` if the checkpoint has none of that name."""
         return self[name] if name in self else default  # noqa: SIM401 (it would call itself)
 
     def __getitem__(self, name: str) -> Value:
@@ -218,7 +215,7 @@ def _write_shard(
         for name in sorted(names):
             file.create_dataset(_key(name), data=_encode(items[name]))
     content = image.getbuffer()
-    _write(path, content)
+    durable.write(path, content)
     return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
@@ -238,34 +235,6 @@ def _manifest(
         },
     }
     return manifest | {"sha256": _digest(manifest)}
-
-
-def _commit(final: Path, manifest: dict[str, Any]) -> None:
-    partial, replaced = _partial(final), _replaced(final)
-    _write(partial / MANIFEST, json.dumps(manifest, indent=1).encode())
-    _sync(partial)
-    if final.exists():
-        _remove(replaced)
-        os.replace(final, replaced)
-    os.replace(partial, final)
-    _sync(final.parent)
-
-
-def _prune(final: Path, keep: int) -> None:
-    complete = _complete(final.parent)
-    older = [path for path in complete[: complete.index(final)] if path != _replaced(final)]
-    for path in [_replaced(final), *older[: max(0, len(older) - keep + 1)]]:
-        _remove(path)
-
-
-def _complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first."""
-    found = {}
-    for path in root.iterdir() if root.exists() else ():
-        match = re.fullmatch(r"step-(\d{9,})(\.replaced)?", path.name)
-        if match and (path / MANIFEST).exists():
-            found[int(match[1]), match[2] is None] = path
-    return [found[key] for key in sorted(found)]
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -340,33 +309,3 @@ def _decode(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
 
 def _digest(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: Path, content: bytes | memoryview) -> None:
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _partial(path: Path) -> Path:
-    return path.with_name(f".{path.name}.partial")
-
-
-def _replaced(path: Path) -> Path:
-    return path.with_name(f"{path.name}.replaced")
-
-
-def _remove(path: Path) -> None:
-    """Deletes a checkpoint; a half-deleted one must not look complete."""
-    if path.exists():
-        os.replace(path, _partial(path))
-        shutil.rmtree(_partial(path))

@@ -1,0 +1,90 @@
+"""Checkpoint directories: each has its final name only when all of it is on disk.
+
+    root/.step-000000120.partial    being written, or left by a run that was killed
+    root/step-000000120             complete
+    root/step-000000100.replaced    complete; a newer checkpoint of that step was about to follow
+
+All functions are for one rank, except `partial` and `write`. Collective over: none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+
+
+def begin(final: Path) -> None:
+    """Makes the temporary directory of `final`, and removes those that killed runs left."""
+    for leftover in final.parent.glob(".step-*.partial"):
+        shutil.rmtree(leftover)
+    partial(final).mkdir(parents=True)
+
+
+def write(path: Path, content: bytes | memoryview) -> None:
+    """The file holds `content`, on disk."""
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def commit(final: Path, manifest: bytes) -> None:
+    """Gives the temporary directory, whose other files are written, its manifest and its name."""
+    write(partial(final) / MANIFEST, manifest)
+    _sync(partial(final))
+    if final.exists():
+        _remove(_replaced(final))
+        os.replace(final, _replaced(final))
+    os.replace(partial(final), final)
+    _sync(final.parent)
+
+
+def abandon(final: Path) -> None:
+    """Removes the temporary directory of `final`, if it can be removed."""
+    shutil.rmtree(partial(final), ignore_errors=True)
+
+
+def prune(final: Path, keep: int) -> None:
+    """Deletes what `final` replaced and, of the older ones, all but the last `keep` - 1."""
+    found = complete(final.parent)
+    older = [path for path in found[: found.index(final)] if path != _replaced(final)]
+    for path in [_replaced(final), *older[: max(0, len(older) - keep + 1)]]:
+        _remove(path)
+
+
+def complete(root: Path) -> list[Path]:
+    """The complete checkpoints under `root`, oldest first."""
+    found = {}
+    for path in root.iterdir() if root.exists() else ():
+        match = re.fullmatch(r"step-(\d{9,})(\.replaced)?", path.name)
+        if match and (path / MANIFEST).exists():
+            found[int(match[1]), match[2] is None] = path
+    return [found[key] for key in sorted(found)]
+
+
+def partial(final: Path) -> Path:
+    """The temporary directory in which `final` is made."""
+    return final.with_name(f".{final.name}.partial")
+
+
+def _replaced(final: Path) -> Path:
+    return final.with_name(f"{final.name}.replaced")
+
+
+def _sync(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Takes the name away first: what is half deleted must not look complete."""
+    if path.exists():
+        os.replace(path, partial(path))
+        shutil.rmtree(partial(path))
