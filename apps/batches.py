@@ -24,7 +24,7 @@ def mixed(*numbers: int) -> int:
 class Normalise:
     """Bytes to floats of mean 0 and variance 1 per channel, over the images first given."""
 
-    def __init__(self, images: Tensor) -> None:
+    def __init__(self, images: Tensor, device: torch.device) -> None:
         levels = torch.arange(256, dtype=torch.float64)
         counts = torch.stack(
             [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]
@@ -32,9 +32,10 @@ class Normalise:
         weights = counts / counts.sum(1, keepdim=True)
         mean = weights @ levels
         variance = weights @ levels**2 - mean**2
-        shape = (1, -1, 1, 1)
-        self.mean = mean.float().view(shape).to(images.device)
-        self.scale = variance.clamp(min=1e-12).rsqrt().float().view(shape).to(images.device)
+        scale = variance.clamp(min=1e-12).rsqrt()
+        self.mean, self.scale = (
+            value.float().view(1, -1, 1, 1).to(device) for value in (mean, scale)
+        )
 
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().sub_(self.mean).mul_(self.scale)
@@ -63,8 +64,8 @@ class Batches:
     ) -> None:
         self.images, self.labels = images, labels
         self.batch, self.seed, self.augment = batch, seed, augment
-        self.share = batch // ranks
-        self.start = rank * self.share
+        self.per_rank = batch // ranks
+        self.start = rank * self.per_rank
         self._epoch = -1
 
     def __len__(self) -> int:
@@ -76,7 +77,7 @@ class Batches:
         if epoch != self._epoch:
             self._draw(epoch)
         first = index * self.batch + self.start
-        positions = slice(first, first + self.share)
+        positions = slice(first, first + self.per_rank)
         chosen = self.order[positions]
         images = self.images[chosen]
         if self.augment:

@@ -15,16 +15,16 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonargparse
 import yaml
+
+from mpikfac import Strategy, schedule
 from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import DataOptions, KfacOptions, Options
-
-from mpikfac import Strategy
 
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 WORDS = {
@@ -85,6 +85,21 @@ def strategy(options: KfacOptions, ranks: int) -> Strategy:
     if options.placement == "mem_opt":
         return Strategy.mem_opt(**choices)
     return Strategy.comm_opt(ranks, **choices)
+
+
+def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
+    """The learning rate as a function of the step."""
+    peak = options.lr * (ranks if options.scale_lr else 1)
+    rate = schedule.constant(peak)
+    if options.schedule == "step":
+        at = [epoch * steps_per_epoch for epoch in options.decay_epochs]
+        rate = schedule.step_decay(peak, at, options.decay_factor)
+    elif options.schedule == "linear":
+        rate = schedule.linear(peak, 0.0, options.epochs * steps_per_epoch)
+    warm = round(options.warmup_epochs * steps_per_epoch)
+    if warm:
+        rate = schedule.warmup(rate, warm, 1 / ranks if options.scale_lr else 1 / (warm + 1))
+    return rate
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:

@@ -50,7 +50,7 @@ class KfacOptions:
         basis_every: steps between two decompositions.
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
-        solver: eigenbases, or damped inverses.
+        solver: eigenbases, or damped inverses with the damping split between both factors or not.
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
         skip: names of layers that are trained without K-FAC.
@@ -68,7 +68,7 @@ class KfacOptions:
     basis_every: int = bounded(10, ">= 1")
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
-    solver: Literal["eigen", "inverse"] = "eigen"
+    solver: Literal["eigen", "inverse", "unsplit-inverse"] = "eigen"
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
     skip: list[str] = field(default_factory=list)

