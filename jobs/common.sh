@@ -92,8 +92,8 @@ use_site_mpi() {
     local prefix
     prefix=$(dirname "$(dirname "$(readlink -f "$(type -P "$MPIRUN")")")")
     # mpi4py looks into .venv/lib first, where an earlier run may have put the wheel's library.
-    # The last, empty entry is the system's loader with LD_LIBRARY_PATH.
-    export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64:}"
+    # The empty entry is the system's loader with LD_LIBRARY_PATH.
+    export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64::$VENV/lib}"
     use_mpirun
 }
 
