@@ -6,6 +6,7 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -47,7 +48,11 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = [heading(options.model, plan), grid(plan), owners(plan), balance(plan)]
     sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in STEPS)]
-    print("\n\n".join("\n".join(section) for section in sections))
+    text = "\n\n".join("\n".join(section) for section in sections)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
