@@ -82,6 +82,12 @@ def test_a_broken_mpirun_on_the_path_gives_way_to_the_wheel(project, tmp_path):
     assert (installed, chosen) == ("install mpi", f"run {wheel}")
 
 
+def test_a_launcher_that_fails_with_code_0_is_not_used(project, tmp_path):
+    site = program(tmp_path / "site" / "mpirun", "exit 0")
+    program(project / ".venv" / "bin" / "mpirun", "true")
+    assert f"not using {site}" in choose(project, path=str(site.parent)).stdout
+
+
 def test_singletons_are_not_taken_for_a_job(project, tmp_path):
     """An mpirun of another MPI starts two jobs of one rank: mpi4py's size says so."""
     text = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"'
