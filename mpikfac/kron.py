@@ -84,7 +84,10 @@ def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:
     eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
     """
     mean, other_mean = (matrix.diagonal().mean() for matrix in (factor, other))
-    return torch.sqrt(damping * mean / other_mean)
+    ratio = mean / other_mean
+    # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
+    comparable = ratio.isfinite() & (ratio > 0)
+    return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))
 
 
 def precondition_by_inverse(
