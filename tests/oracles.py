@@ -1,0 +1,179 @@
+"""What tests compare with: K-FAC from its definitions, by im2col and dense solves, in one process.
+
+Nothing here is fast, distributed, or taken from the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+def kfac_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every `Linear` and `Conv2d` by name."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+
+
+def input_vectors(module: nn.Module, x: Tensor) -> Tensor:
+    """All vectors `a` `[vectors, inputs]` of an input, by im2col, with a 1 for a bias."""
+    if isinstance(module, nn.Conv2d):
+        columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
+        x = columns.transpose(1, 2)
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if module.bias is None else torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+
+
+def output_vectors(g: Tensor, outputs: int) -> Tensor:
+    """All vectors `g` `[vectors, outputs]` of the gradient at a layer's output."""
+    return (g.permute(0, 2, 3, 1) if g.dim() == 4 else g).reshape(-1, outputs)
+
+
+def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
+    """A and G of every layer: means over all vectors; leaves the gradients of the mean loss."""
+    calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+        output.retain_grad()
+        calls.setdefault(name, []).append((input_vectors(module, inputs[0].detach()), output))
+        return output.clone()  # an in-place activation behind the layer leaves the kept one alone
+
+    modules = kfac_modules(model)
+    hooks = [m.register_forward_hook(partial(keep, name)) for name, m in modules.items()]
+    x, y = batch
+    loss(model(x), y).backward()
+    for hook in hooks:
+        hook.remove()
+    found = {}
+    for name, seen in calls.items():
+        a = torch.cat([a for a, _ in seen])
+        g = torch.cat([output_vectors(o.grad, len(modules[name].weight)) for _, o in seen])
+        found[f"{name}.A"] = a.T @ a / len(a)
+        found[f"{name}.G"] = len(x) * g.T @ g
+    return found
+
+
+def running_average(history: Sequence[Tensor], decay: float, start: str = "first") -> Tensor:
+    """Weighted mean of all factors so far, each `decay` times the weight of the next."""
+    terms = [(decay**age, factor) for age, factor in enumerate(reversed(history))]
+    if start == "identity":
+        eye = torch.eye(len(history[0]), dtype=history[0].dtype)
+        terms.append((decay ** len(history) / (1 - decay), eye))
+    return sum(w * factor for w, factor in terms) / sum(w for w, _ in terms)
+
+
+def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """`(G (x) A + damping I)^-1 gradient`, with the product written out."""
+    matrix = torch.kron(g, a) + damping * torch.eye(gradient.numel(), dtype=gradient.dtype)
+    return torch.linalg.solve(matrix, gradient.reshape(-1)).view_as(gradient)
+
+
+def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """Factored Tikhonov, `pi sqrt(damping)` for A and `sqrt(damping) / pi` for G [Martens & Grosse]."""
+    pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
+    damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
+    damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)
+    return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
+
+
+def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """`(G + damping I)^-1 gradient (A + damping I)^-1`."""
+    damped_a, damped_g = (m + damping * torch.eye(len(m), dtype=m.dtype) for m in (a, g))
+    return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
+
+
+SOLVES: dict[str, Callable[..., Tensor]] = {
+    "eigen": kronecker_solve,
+    "inverse": tikhonov_solve,
+    "unsplit-inverse": unsplit_solve,
+}
+
+
+def gradient_matrix(module: nn.Module) -> Tensor:
+    """Gradients of weight and bias as one matrix `[outputs, inputs]`."""
+    parts = [module.weight.grad.flatten(1)]
+    if module.bias is not None:
+        parts.append(module.bias.grad[:, None])
+    return torch.cat(parts, 1)
+
+
+def set_gradient(module: nn.Module, matrix: Tensor) -> None:
+    """The inverse of `gradient_matrix`."""
+    if module.bias is not None:
+        module.bias.grad = matrix[:, -1].clone()
+        matrix = matrix[:, :-1]
+    module.weight.grad = matrix.reshape(module.weight.shape).clone()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    steps: Sequence[Sequence[Batch]],
+    *,
+    damping: float,
+    factor_every: int,
+    basis_every: int,
+    decay: float,
+    kl_clip: float | None,
+    solver: str = "eigen",
+    start: str = "first",
+    sources: Mapping[str, int] | None = None,
+) -> list[float]:
+    """Trains on the joined shards of each step; returns the KL clip's factors.
+
+    Args:
+        sources: the one shard from which each factor is computed; all of them if None.
+    """
+    history: list[dict[str, Tensor]] = []
+    used: dict[str, Tensor] = {}
+    scales = []
+    for step, shards in enumerate(steps):
+        if step % factor_every == 0:
+            history.append(_factors_of(model, shards, sources))
+        optimizer.zero_grad()
+        factors(model, _joined(shards))
+        if step % basis_every == 0:
+            names = history[0]
+            used = {n: running_average([h[n] for h in history], decay, start) for n in names}
+        scales.append(_precondition(model, optimizer, used, damping, kl_clip, SOLVES[solver]))
+        optimizer.step()
+    return scales
+
+
+def _factors_of(
+    model: nn.Module, shards: Sequence[Batch], sources: Mapping[str, int] | None
+) -> dict[str, Tensor]:
+    if sources is None:
+        return factors(model, _joined(shards))
+    of_shard = [factors(model, shard) for shard in shards]
+    return {name: of_shard[shard][name] for name, shard in sources.items()}
+
+
+def _joined(shards: Sequence[Batch]) -> Batch:
+    return torch.cat([x for x, _ in shards]), torch.cat([y for _, y in shards])
+
+
+def _precondition(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    used: Mapping[str, Tensor],
+    damping: float,
+    kl_clip: float | None,
+    solve: Callable[..., Tensor],
+) -> float:
+    lr_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    modules = kfac_modules(model)
+    directions, divergence = {}, 0.0
+    for name, module in modules.items():
+        gradient = gradient_matrix(module)
+        directions[name] = solve(gradient, used[f"{name}.A"], used[f"{name}.G"], damping)
+        divergence += float((directions[name] * gradient).sum()) * lr_of[id(module.weight)] ** 2
+    scale = 1.0 if kl_clip is None else min(1.0, (kl_clip / abs(divergence)) ** 0.5)
+    for name, module in modules.items():
+        set_gradient(module, scale * directions[name])
+    return scale

@@ -1,0 +1,67 @@
+"""The small problem that tests train on, in float64: 12 images of 2 x 8 x 8 at every step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+SETTINGS = {"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001}
+STEPS = 6  # factors at 0, 2, 4; decompositions at 0 and 3: all four kinds of step
+EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
+
+
+def network() -> nn.Module:
+    """Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(9)
+    norm.running_mean.uniform_(-0.5, 0.5)
+    norm.running_var.uniform_(0.5, 2.0)
+    return nn.Sequential(
+        nn.Conv2d(2, 9, 3, padding=1, bias=False),
+        norm.eval(),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(9, 4, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    ).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Momentum and weight decay, and another learning rate for the last layer."""
+    groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The images and labels of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
+    return images, torch.randint(0, 5, (EXAMPLES,), generator=generator)
+
+
+def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """`batch(step)` dealt out to ranks."""
+    images, labels = batch(step)
+    return list(zip(images.chunk(ranks), labels.chunk(ranks)))
+
+
+def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
+    """Trains on this rank's shards; returns the model's whole state as one vector."""
+    for step in steps:
+        images, labels = shards(step, comm.size)[comm.rank]
+        trainer.optimizer.zero_grad()
+        F.cross_entropy(trainer.model(images), labels).backward()
+        trainer.step()
+    return state(trainer.model)
+
+
+def state(model: nn.Module) -> Tensor:
+    """All parameters and buffers as one vector."""
+    return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])

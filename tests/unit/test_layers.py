@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from mpikfac import LayerShape, layers
+
+
+def covered(model, **options):
+    return [layer.name for layer in layers.cover(model, **options)[0]]
+
+
+def others(model, **options):
+    return [other.name for other in layers.cover(model, **options)[1]]
+
+
+def vectors(module, x):
+    """All `a` `[vectors, inputs]`: the derivative of each output by its weight and bias."""
+    weights = [p for p in (module.weight, module.bias) if p is not None]
+
+    def first_channel(*given):
+        named = dict(zip(("weight", "bias"), given))
+        return torch.func.functional_call(module, named, x)[:, 0].reshape(-1)
+
+    jacobians = torch.autograd.functional.jacobian(first_channel, tuple(weights))
+    return torch.cat([j[:, 0].reshape(len(j), -1) for j in jacobians], 1)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        {"kernel_size": 3},
+        {"kernel_size": (3, 2), "stride": (2, 1), "padding": (1, 2), "dilation": (1, 3)},
+        {"kernel_size": 3, "padding": "valid"},
+        {"kernel_size": 3, "padding": "same"},
+        {"kernel_size": (4, 2), "padding": "same"},
+        {"kernel_size": (2, 3), "padding": "same", "dilation": 3},
+        {"kernel_size": 3, "padding": 1, "padding_mode": "reflect"},
+        {"kernel_size": 4, "padding": "same", "padding_mode": "reflect"},
+        {"kernel_size": 3, "padding": (2, 0), "padding_mode": "replicate", "stride": 2},
+        {"kernel_size": 3, "padding": (1, 2), "padding_mode": "circular"},
+        {"kernel_size": (2, 4), "padding": "same", "padding_mode": "circular"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("channels", [2, 8])
+@pytest.mark.filterwarnings("ignore:Using padding='same'")
+def test_inputs_of_a_convolution_are_what_its_weight_multiplies(geometry, channels, bias):
+    """Oracle: autograd's derivative of the module's own output by its weight."""
+    torch.manual_seed(0)
+    module = nn.Conv2d(channels, 2, bias=bias, **geometry).double()
+    x = torch.randn(2, channels, 6, 7).double()
+    a = vectors(module, x)
+    layer = layers.ConvLayer("conv", module)
+    torch.testing.assert_close(layer.input_sum(x), a.T @ a, rtol=1e-10, atol=1e-10)
+    assert layer.positions(module(x)) == len(a)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    "make", [lambda b: nn.Linear(3, 4, b), lambda b: nn.Conv2d(2, 4, 3, bias=b)]
+)
+def test_gradients_and_weights_as_matrices(make, bias):
+    """Oracle: weight and bias side by side, the bias last."""
+    module = make(bias)
+    (layer,), _ = layers.cover(nn.Sequential(module))
+    shape = layer.shape.outputs, layer.shape.inputs
+    parts = [module.weight.detach().flatten(1)] + ([module.bias.detach()[:, None]] if bias else [])
+    expected, matrix = torch.cat(parts, 1), torch.empty(shape)
+    layer.read_values(matrix)
+    assert torch.equal(matrix, expected)
+
+    layer.read_gradient(matrix)
+    assert not matrix.any()  # no gradient yet
+    gradient = torch.randn(shape)
+    layer.write_gradient(gradient)
+    layer.read_gradient(matrix)
+    assert torch.equal(matrix, gradient)
+    assert torch.equal(module.weight.grad.flatten(1), gradient[:, : shape[1] - bias])
+    assert not bias or torch.equal(module.bias.grad, gradient[:, -1])
+
+    layer.write_values(2 * expected)
+    layer.read_values(matrix)
+    assert torch.equal(matrix, 2 * expected)
+
+
+def test_orders_of_factors():
+    """Oracle: channels times kernel, and 1 for the bias."""
+    model = nn.Sequential(nn.Conv2d(3, 8, (3, 5)), nn.Linear(7, 4, bias=False))
+    shapes, rest = layers.covered_shapes(model)
+    assert shapes == [LayerShape("0", 46, 8), LayerShape("1", 7, 4)]
+    assert rest == []
+    assert layers.covered_shapes(model, skip=["0"])[1] == [
+        ("0.weight", (8, 3, 3, 5)),
+        ("0.bias", (8,)),
+    ]
+
+
+def test_what_is_frozen_is_neither_covered_nor_trained():
+    """Oracle: a frozen bias is no coordinate; a frozen weight leaves its bias to the optimizer."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
+    model[0].bias.requires_grad_(False)
+    model[1].weight.requires_grad_(False)
+    model[2].requires_grad_(False)
+    assert layers.covered_shapes(model) == ([LayerShape("0", 3, 4)], [("1.bias", (5,))])
+
+
+class Subclass(nn.Linear):
+    """What it computes is not known."""
+
+
+def test_everything_else_is_trained_as_it_is():
+    """Oracle: parameters, then floating buffers, in model order."""
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 3, 1), Subclass(2, 2, bias=False))
+    names = ["0.weight", "0.bias", "2.weight", "0.running_mean", "0.running_var"]
+    assert (covered(model), others(model)) == (["1"], names)
+
+
+def test_skip_takes_a_module_and_all_in_it():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), *[nn.Linear(2, 2)] * 10)
+    model = nn.ModuleDict({"body": model[0], "body2": nn.Linear(2, 2)})
+    assert covered(model) == ["body.0", "body.1", "body2"]
+    assert covered(model, skip=["body"]) == ["body2"]
+    assert covered(model, skip=["body.1", "body2"]) == ["body.0"]
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "skip", "text"),
+    [
+        (
+            nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)),
+            [],
+            "layer '0': Conv2d with groups=2 is not covered; add '0' to skip",
+        ),
+        (nn.ModuleDict({"conv1": nn.Linear(2, 2)}), ["conv2"], "did you mean 'conv1'?"),
+        (nn.Sequential(nn.Linear(2, 2)), ["head"], "skip names 'head', which is no module"),
+        (
+            tied(),
+            [],
+            "layers '0' and '1' share a parameter, which is not covered; add both to skip",
+        ),
+    ],
+)
+def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        layers.cover(model, skip)
+
+
+def test_what_was_refused_may_be_skipped():
+    """Oracle: the parameters are trained first-order, a tied one once."""
+    assert others(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), skip=["0"]) == ["0.weight", "0.bias"]
+    assert others(tied(), skip=["0", "1"]) == ["0.weight", "0.bias", "1.bias"]

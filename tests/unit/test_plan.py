@@ -1,0 +1,235 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import LayerShape, Strategy, divisors, make_plan
+from mpikfac_apps import models
+
+# n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
+LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
+OTHERS = [("bn.weight", (4,)), ("bn.bias", (4,)), ("scale", ())]
+
+
+def plan(ranks, *choices, others=OTHERS, **options):
+    return make_plan(LAYERS, ranks, Strategy(*choices), others, **options)
+
+
+def test_longest_job_goes_first_to_the_least_loaded_rank():
+    """Oracle: n^3 by hand; the third layer goes to 1024 rather than to 1064."""
+    p = plan(2)
+    assert p.owners == {"conv.A": 0, "conv.G": 0, "fc.A": 1, "fc.G": 1, "out.A": 1, "out.G": 1}
+    assert [p.load(rank) for rank in (0, 1)] == [1064, 1248]
+
+
+def test_memory_balance_places_by_the_square():
+    """Oracle: n^2 by hand; fc is the largest job now."""
+    p = make_plan(LAYERS, 2, Strategy(balance="memory"))
+    assert (p.owners["fc.A"], p.owners["conv.A"], p.owners["out.A"]) == (0, 1, 1)
+
+
+def test_separate_owners_share_out_the_factors():
+    """Oracle: longest first over six factors by hand: 1000 | 512 + 512, then 216, 64 and 8."""
+    p = make_plan(LAYERS, 2, Strategy(2, colocate=False))
+    assert p.owners == {"conv.A": 0, "conv.G": 1, "fc.A": 1, "fc.G": 1, "out.A": 0, "out.G": 1}
+
+
+def test_separate_owners_stay_in_the_layers_column():
+    """Oracle: by hand on the grid 0 1 / 2 3; a second factor goes to its column's ranks only."""
+    p = make_plan(LAYERS, 4, Strategy(2, colocate=False))
+    assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 1, "fc.G": 3, "out.A": 2, "out.G": 2}
+    assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
+    assert p.preconditioned(3) == ["fc"]
+    assert p.preconditioned(2) == ["conv", "out"]
+
+
+def test_uncovered_parameters_go_to_the_rank_with_the_fewest_elements():
+    """Oracle: 5 | 4, then 3 beside the 4, then 2 beside the 5, by hand."""
+    p = make_plan([], 2, Strategy(), [("a", (2,)), ("b", (4,)), ("c", (3,)), ("d", (5,))])
+    assert p.updaters == {"d": 0, "b": 1, "c": 1, "a": 0}
+
+
+@pytest.mark.parametrize("ranks", range(1, 13))
+def test_every_divisor_makes_a_grid(ranks):
+    """Oracle: rank r sits at row r // columns and column r % columns."""
+    for workers in divisors(ranks):
+        p = plan(ranks, workers)
+        assert p.rows * p.columns == ranks
+        assert [p.position(r) for r in range(ranks)] == [
+            (row, column) for row in range(workers) for column in range(ranks // workers)
+        ]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_statistics_are_aligned_triangles():
+    """Oracle: n (n + 1) / 2 elements rounded up to 16, by hand: 55, 10, 36, 36, 21, 3."""
+    offsets = {"conv.A": 0, "conv.G": 64, "fc.A": 80, "fc.G": 128, "out.A": 176, "out.G": 208}
+    layout = plan(2).statistics(0)
+    assert (layout.offsets, layout.bounds) == (offsets, (0, 224))
+    by_owner = plan(2, 1, "owners").statistics(0)
+    assert by_owner.bounds == (0, 80, 224)
+    assert by_owner.counts() == (80, 144)
+    assert list(plan(2, 1, "none").statistics(0).shapes) == ["conv.A", "conv.G"]
+    assert list(plan(2, 1, "owners").averages(1).shapes) == ["fc.A", "fc.G", "out.A", "out.G"]
+
+
+def test_gradients_and_bases_by_hand():
+    """Oracle: element counts by hand, rounded up to 16."""
+    p = plan(2, 2)
+    assert p.gradients().shapes["conv"] == (4, 10)
+    assert p.gradients().size == 48 + 64 + 16 + 3 * 16
+    assert p.bases(0).counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16)
+    inverse = make_plan(LAYERS, 2, Strategy(2), solver="inverse")
+    assert inverse.bases(0).shapes["out.A.inverse"] == (6, 6)
+    assert p.memory(0)["bases"] == 4 * p.bases(0).size
+
+
+EVERYWHERE = ("reduce statistics", "Allreduce", "world")
+TO_OWNERS = ("reduce statistics", "Reduce_scatter", "world")
+BASES = ("publish bases", "Allgatherv", "column")
+GRADIENTS = ("reduce gradients", "Allreduce", "world")
+TO_UPDATERS = ("reduce gradients", "Reduce_scatter", "world")
+DIRECTIONS = ("publish gradients", "Allgatherv", "row")
+CLIP = ("clip", "Allreduce", "world")
+WEIGHTS = ("publish weights", "Allgatherv", "world")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "full", "ordinary"),
+    [
+        (Strategy(4), [EVERYWHERE, BASES, GRADIENTS], [GRADIENTS]),
+        (Strategy(1), [EVERYWHERE, GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
+        (Strategy(2), [EVERYWHERE, BASES, GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
+        (Strategy(4, "owners"), [TO_OWNERS, BASES, GRADIENTS], [GRADIENTS]),
+        (Strategy(1, "none"), [GRADIENTS, DIRECTIONS], [GRADIENTS, DIRECTIONS]),
+        (
+            Strategy(4, "owners", "owner"),
+            [TO_OWNERS, TO_UPDATERS, CLIP, WEIGHTS],
+            [TO_UPDATERS, CLIP, WEIGHTS],
+        ),
+        (
+            Strategy(2, "everyone", "owner", colocate=False),
+            [EVERYWHERE, BASES, TO_UPDATERS, CLIP, WEIGHTS],
+            [TO_UPDATERS, CLIP, WEIGHTS],
+        ),
+    ],
+)
+def test_what_travels(strategy, full, ordinary):
+    """Oracle: the strategies' definitions [Pauloski et al. SC20, TPDS22; Zhang et al. 2022]."""
+
+    def seen(p, statistics, refresh, **clip):
+        messages = p.messages(0, statistics, refresh, **clip)
+        return [(m.stage, m.primitive, m.over) for m in messages]
+
+    p = make_plan(LAYERS, 4, strategy, OTHERS)
+    assert seen(p, True, True) == full
+    assert seen(p, False, False) == ordinary
+    assert seen(p, False, False, clip=False) == [m for m in ordinary if m != CLIP]
+    assert make_plan(LAYERS, 1, dataclasses.replace(strategy, workers=1)).messages(0, 1, 1) == []
+
+
+def test_sizes_of_messages():
+    """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
+    p = plan(2, 2, "owners")
+    statistics, bases, gradients = p.messages(1, True, True)
+    assert (statistics.bytes, statistics.wire) == (4 * 224, 4 * 224 // 2)
+    assert (bases.bytes, bases.wire) == (4 * 256, 4 * (160 + 256) // 2)
+    assert (gradients.bytes, gradients.wire) == (4 * 176, 4 * 176)
+    row = plan(2, 1).messages(0, False, False)[1]
+    assert (row.bytes, row.wire) == (4 * 48, 4 * (48 + 80) // 2)
+    assert plan(2, 1, itemsize=8).messages(0, False, False)[1].bytes == 8 * 48
+
+
+def test_the_digest_tells_any_two_plans_apart():
+    """Oracle: plans that differ in one argument each."""
+    first, *rest = LAYERS
+    layers = [LAYERS, LAYERS[::-1], rest]
+    layers += [[dataclasses.replace(first, **c), *rest] for c in ({"name": "x"}, {"inputs": 11})]
+    choices = {
+        "layers": [*layers, [dataclasses.replace(first, outputs=5), *rest]],
+        "ranks": [2, 4],
+        "strategy": [
+            Strategy(),
+            Strategy(2),
+            Strategy(reduction="owners"),
+            Strategy(update="owner"),
+            Strategy(balance="memory"),
+            Strategy(colocate=False),
+        ],
+        "others": [[], OTHERS, OTHERS[:2]],
+        "solver": ["eigen", "inverse"],
+        "itemsize": [4, 8],
+    }
+    base = {name: values[0] for name, values in choices.items()}
+    given = [base | {name: value} for name, values in choices.items() for value in values[1:]]
+    digests = [make_plan(**arguments).digest() for arguments in [base, *given]]
+    assert len(set(digests)) == len(digests)
+    assert make_plan(**base).digest() == digests[0]
+
+
+def test_published_sizes_of_resnet50():
+    """Oracle: 586.9 MiB of factors, 293.6 of triangles, 97.3 of weights; a bound of 4.6x."""
+    with torch.device("meta"):
+        layers, others = mpikfac.covered_shapes(models.build("resnet50", classes=1000))
+    orders = [order for layer in layers for _, order in layer.factors]
+    assert mib(sum(n * n for n in orders)) == 586.9
+    assert mib(sum(n * (n + 1) // 2 for n in orders)) == 293.6
+    assert mib(sum(layer.inputs * layer.outputs for layer in layers)) == 97.3
+
+    p = make_plan(layers, 512, Strategy.comm_opt(512, colocate=False), others)
+    assert mib(p.statistics(0).size) == 293.6
+    loads = [p.load(rank) for rank in range(512)]
+    assert round(sum(loads) / max(loads), 1) == 4.6
+
+
+def mib(elements):
+    return round(4 * elements / 2**20, 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: plan(6, 4),
+            "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+        ),
+        (lambda: plan(0), "ranks=0 must be at least 1"),
+        (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'inverse'"),
+        (
+            lambda: make_plan(LAYERS, 2, Strategy(2, "owners", colocate=False), solver="inverse"),
+            "with reduction='owners' both need one owner; use colocate=True",
+        ),
+        (lambda: Strategy(0), "workers=0 must be at least 1"),
+        (
+            lambda: Strategy(reduction="all"),
+            "reduction='all' must be one of 'everyone', 'owners', 'none'",
+        ),
+        (lambda: Strategy(update="all"), "update='all' must be one of 'everyone', 'owner'"),
+        (lambda: Strategy(balance="n"), "balance='n' must be one of 'compute', 'memory'"),
+        (lambda: Strategy.hybrid(4), "give either workers (None) or fraction (None)"),
+        (lambda: Strategy.hybrid(4, 2, 0.5), "give either workers (2) or fraction (0.5)"),
+        (
+            lambda: Strategy.hybrid(4, fraction=0.3),
+            "fraction=0.3 of 4 ranks is no whole number of workers; try one of [0.25, 0.5, 1.0]",
+        ),
+        (lambda: Strategy.hybrid(4, fraction=0.75), "workers=3 must divide the number of ranks"),
+        (lambda: Strategy.hybrid(4, workers=3), "workers=3 must divide the number of ranks"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_what_would(make, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        make()
+
+
+def test_strategies_by_name():
+    """Oracle: COMM-OPT has all ranks as workers, MEM-OPT one, HYBRID-OPT what it is told."""
+    assert Strategy.comm_opt(6, update="owner") == Strategy(6, update="owner")
+    assert Strategy.mem_opt(colocate=False) == Strategy(1, colocate=False)
+    halves = Strategy.hybrid(6, workers=3), Strategy.hybrid(6, fraction=0.5)
+    assert halves == (Strategy(3), Strategy(3))
+    assert len(set(itertools.chain(halves, [Strategy(2)]))) == 2
