@@ -26,28 +26,28 @@ def _length(steps: int) -> int:
     return steps
 
 
-def evaluate(value: float | Schedule, step: int) -> float:
+def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
     """The number in force at `step`, of a plain number or of a schedule.
 
     Raises:
-        ValueError: it is negative, infinite or not a number.
+        ValueError: it is negative, infinite or not a number; the text calls it `name`.
     """
     if callable(value):
-        return _number(f"schedule value at step {step}", value(step))
-    return _number("value", value)
+        return _number(f"schedule {name} at step {step}", value(step))
+    return _number(name, value)
 
 
-def every(interval: float | Schedule, step: int) -> bool:
+def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
     """True when `step` is a multiple of the interval (in steps) in force at that step.
 
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number of at least 1.
+        ValueError: the interval is not a whole number of at least 1; the text calls it `name`.
     """
-    steps = evaluate(interval, step)
+    steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
-        raise ValueError(f"interval={steps!r} at step {step} must be a whole number of at least 1")
+        raise ValueError(f"{name}={steps!r} at step {step} must be a whole number of at least 1")
     return step % int(steps) == 0
 
 
