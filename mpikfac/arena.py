@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from mpikfac.plan import Layout
 
 
-class Arena:
-    """All tensors of one kind in one flat buffer that MPI can send without a copy.
+class Arena(dict[str, Tensor]):
+    """All tensors of one kind, by name: views of one flat buffer that MPI sends without a copy.
 
     Attributes:
         layout: where each block lies.
@@ -22,23 +21,11 @@ class Arena:
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         self.layout = layout
         self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
-        self._views = {name: self._view(name) for name in layout.shapes}
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The block `name`, a view that shares memory with `flat`."""
-        return self._views[name]
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._views
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
+        for name, shape in layout.shapes.items():
+            start = layout.offsets[name]
+            self[name] = self.flat[start : start + math.prod(shape)].view(shape)
 
     def segment(self, index: int) -> Tensor:
         """Segment `index` of the layout, a view."""
         start, stop = self.layout.bounds[index : index + 2]
         return self.flat[start:stop]
-
-    def _view(self, name: str) -> Tensor:
-        start, shape = self.layout.offsets[name], self.layout.shapes[name]
-        return self.flat[start : start + math.prod(shape)].view(shape)

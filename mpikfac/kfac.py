@@ -96,7 +96,6 @@ class KFAC:
         self.kl_clip = kl_clip
         self.normalization = normalization
         self.trace = trace or Trace()
-        self.steps = 0
         self._check_settings(start)
 
         self.layers, others = cover(model, skip)
@@ -127,6 +126,7 @@ class KFAC:
         if start == "identity":
             self._start_at_identity()
         self._watch(model)
+        self._begin(0)
         if comm.rank == 0 and others:
             names = ", ".join(other.name for other in others if other.parameters)
             log.info("trained first-order, as no layer covers them: %s", names or "none")
@@ -145,7 +145,7 @@ class KFAC:
         self._publish_directions()
         self._clip_and_write_back()
         self.gradients.update(self.optimizer)
-        self.steps += 1
+        self._begin(self.steps + 1)
 
     def precondition(self) -> None:
         """Preconditions gradients that the caller has averaged and will step with.
@@ -162,10 +162,14 @@ class KFAC:
         self._precondition()
         self._publish_directions()
         self._clip_and_write_back()
-        self.steps += 1
+        self._begin(self.steps + 1)
+
+    def _begin(self, step: int) -> None:
+        self.steps = step
+        self._recording = every(self.factor_every, step) or self._average_weight == 0
 
     def _refresh_curvature(self) -> None:
-        if self._takes_statistics():
+        if self._recording:
             self._reduce_statistics()
         if every(self.basis_every, self.steps) or not self._has_bases:
             self._decompose_owned()
@@ -249,7 +253,7 @@ class KFAC:
     def _on_forward(self, layer: Layer, module: nn.Module, inputs: Any, output: Tensor) -> None:
         # The hook sits on the output tensor, not on the module: an in-place activation behind a
         # layer breaks module backward hooks, and a pass without a backward records nothing.
-        if self._takes_statistics() and module.training and output.requires_grad:
+        if self._recording and module.training and output.requires_grad:
             x = inputs[0].detach()
             output.register_hook(partial(self._record, layer, x, self._passes))
 
@@ -281,9 +285,6 @@ class KFAC:
                 if name in self.statistics:
                     self.statistics[name].mul_(scale / sharers)
 
-    def _takes_statistics(self) -> bool:
-        return every(self.factor_every, self.steps) or self._average_weight == 0
-
     # -- details of the stages -------------------------------------------------------------------
 
     def _eigenbasis(self, factor: str) -> tuple[Tensor, Tensor]:
@@ -309,9 +310,8 @@ class KFAC:
         return kron.kl_scale(divergence, evaluate(self.kl_clip, self.steps))  # type: ignore
 
     def _start_at_identity(self) -> None:
-        for name in self.averages:
-            eye = torch.eye(self.plan.orders[name])
-            kron.add_triangle(self.averages[name], eye.to(self.averages.flat))
+        for name, average in self.averages.items():
+            kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
         self._average_weight = 1.0
 
     # -- checks ----------------------------------------------------------------------------------
@@ -372,9 +372,9 @@ class KFAC:
         """
         state = model_state(self.model, self.optimizer, self.gradients)
         state |= {"trainer/steps": self.steps, "kfac/average_weight": self._average_weight}
-        state |= {f"kfac/factors/{name}": self.averages[name] for name in self.averages}
+        state |= {f"kfac/factors/{name}": average for name, average in self.averages.items()}
         if self._has_bases:
-            state |= {f"kfac/bases/{name}": self.bases[name] for name in self.bases}
+            state |= {f"kfac/bases/{name}": basis for name, basis in self.bases.items()}
             state["kfac/solver"] = self.plan.solver
         return state
 
@@ -384,16 +384,15 @@ class KFAC:
         A first-order run's state is taken too: statistics and bases are then made at the next step.
         """
         load_model_state(self.model, self.optimizer, self.gradients, state)
-        self.steps = int(state["trainer/steps"])
-        if "kfac/average_weight" not in state:
-            return
-        self._average_weight = float(state["kfac/average_weight"])
-        for name in self.averages:
-            self.averages[name].copy_(state[f"kfac/factors/{name}"])
+        if "kfac/average_weight" in state:
+            self._average_weight = float(state["kfac/average_weight"])
+            for name, average in self.averages.items():
+                average.copy_(state[f"kfac/factors/{name}"])
         self._has_bases = "kfac/solver" in state and state["kfac/solver"] == self.plan.solver
         if self._has_bases:
-            for name in self.bases:
-                self.bases[name].copy_(state[f"kfac/bases/{name}"])
+            for name, basis in self.bases.items():
+                basis.copy_(state[f"kfac/bases/{name}"])
+        self._begin(int(state["trainer/steps"]))
 
 
 @dataclass

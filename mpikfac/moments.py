@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -53,13 +54,10 @@ class Window:
     padding: Sequence[tuple[int, int]]
     dilation: Sequence[int]
 
-    def reach(self, dim: int) -> int:
-        """Distance between the first and the last element of the kernel."""
-        return (self.kernel[dim] - 1) * self.dilation[dim]
-
-    def outputs(self, dim: int, size: int) -> int:
-        """Number of output positions along a dimension of `size` input elements."""
-        return (size + sum(self.padding[dim]) - self.reach(dim) - 1) // self.stride[dim] + 1
+    @cached_property
+    def reach(self) -> tuple[int, ...]:
+        """Distance between the first and the last element of the kernel, by dimension."""
+        return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilation))
 
 
 def linear_input_sum(x: Tensor, bias: bool) -> Tensor:
@@ -94,8 +92,8 @@ def conv_input_sum(x: Tensor, window: Window, bias: bool) -> Tensor:
     if not bias:
         return total
     # Summing over the batch commutes with taking patches.
-    positions = len(x) * window.outputs(0, x.shape[2]) * window.outputs(1, x.shape[3])
-    return with_bias(total, _patches(x.sum(0, keepdim=True), window).sum(1), positions)
+    patches = _patches(x.sum(0, keepdim=True), window)
+    return with_bias(total, patches.sum(1), len(x) * patches.shape[1])
 
 
 def with_bias(total: Tensor, sums: Tensor, count: int) -> Tensor:
@@ -120,13 +118,10 @@ def _pad(x: Tensor, window: Window) -> Tensor:
 
 def _patches(x: Tensor, window: Window) -> Tensor:
     """All patches as columns, `[channels * kernel, batch * positions]`: the im2col copy."""
-    (kh, kw), (sh, sw), (dh, dw) = window.kernel, window.stride, window.dilation
-    out_h, out_w = window.outputs(0, x.shape[2]), window.outputs(1, x.shape[3])
-    x = _pad(x, window).transpose(0, 1).contiguous()
-    channel, example, row, column = x.stride()
-    shape = (len(x), kh, kw, x.shape[1], out_h, out_w)
-    strides = (channel, row * dh, column * dw, example, row * sh, column * sw)
-    return x.as_strided(shape, strides).reshape(len(x) * kh * kw, -1)
+    (rows, columns), (sh, sw), (dh, dw) = window.reach, window.stride, window.dilation
+    x = _pad(x, window).transpose(0, 1)
+    views = x.unfold(2, rows + 1, sh).unfold(3, columns + 1, sw)[..., ::dh, ::dw]
+    return views.permute(0, 4, 5, 1, 2, 3).flatten(3).flatten(0, 2)
 
 
 def _worth_correlating(x: Tensor, window: Window) -> bool:
@@ -134,8 +129,8 @@ def _worth_correlating(x: Tensor, window: Window) -> bool:
 
     With fewer than 8 channels the patches' product is as fast (measured on CPU cores).
     """
-    inside = all(max(window.padding[dim]) <= window.reach(dim) for dim in (0, 1))
-    large = all(x.shape[2 + dim] > window.reach(dim) for dim in (0, 1))
+    inside = all(max(window.padding[dim]) <= window.reach[dim] for dim in (0, 1))
+    large = all(x.shape[2 + dim] > window.reach[dim] for dim in (0, 1))
     return inside and large and x.shape[1] >= 8
 
 
@@ -158,12 +153,12 @@ def _correlated(x: Tensor, window: Window) -> Tensor:
 def _autocorrelation(x: Tensor, window: Window) -> Tensor:
     """`sum_u x[c, u] x[d, u + delta]` as `[c, d, kh, 2 kw - 1]` for row differences >= 0."""
     channels, (kh, kw) = x.shape[1], window.kernel
-    below = F.pad(x, (0, 0, 0, window.reach(0)))
+    below = F.pad(x, (0, 0, 0, window.reach[0]))
     return conv2d_weight(
         below,
         (channels, channels, kh, 2 * kw - 1),
         x,
-        padding=(0, window.reach(1)),
+        padding=(0, window.reach[1]),
         dilation=window.dilation,
     )
 
@@ -183,10 +178,10 @@ def _toeplitz(correlation: Tensor, kh: int, kw: int) -> Tensor:
 
 def _subtract_frame(total: Tensor, x: Tensor, window: Window) -> None:
     """Subtracts from `total` the patches at positions around the layer's output positions."""
-    every_column = (window.reach(1), window.reach(1))
+    every_column = (window.reach[1], window.reach[1])
     for dim, side in ((0, 0), (0, 1), (1, 0), (1, 1)):
         pad, dilation = window.padding[dim][side], window.dilation[dim]
-        thickness = window.reach(dim) - pad
+        thickness = window.reach[dim] - pad
         if thickness == 0:
             continue
         # So far out, the kernel's far taps still see x; the `hidden` ones see only zeros.

@@ -46,9 +46,11 @@ def close(found: torch.Tensor, stored: np.ndarray) -> None:
 @pytest.mark.parametrize(("world", "scaling", "solver", "clip"), CASES)
 def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: str) -> None:
     """Oracle: three stored steps of kfac-pytorch at 1 and 2 ranks, to 1e-9."""
+    if comm.size < world:
+        pytest.skip(f"needs {world} ranks")
     sub = comm.Split(0 if comm.rank < world else 1, comm.rank)
-    if comm.size < world or comm.rank >= world:
-        return  # the job is too small for this case, or this rank is beyond its world
+    if comm.rank >= world:
+        return
     stored = np.load(STORED)
     inputs = f"inputs/world{world}"
     net = Net().double()
