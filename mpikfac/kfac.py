@@ -166,12 +166,13 @@ class KFAC:
 
     def _begin(self, step: int) -> None:
         self.steps = step
-        self._recording = every(self.factor_every, step) or self._average_weight == 0
+        due = every(self.factor_every, step, "factor_every")
+        self._recording = due or self._average_weight == 0
 
     def _refresh_curvature(self) -> None:
         if self._recording:
             self._reduce_statistics()
-        if every(self.basis_every, self.steps) or not self._has_bases:
+        if every(self.basis_every, self.steps, "basis_every") or not self._has_bases:
             self._decompose_owned()
             self._publish_bases()
 
@@ -184,7 +185,7 @@ class KFAC:
             flat = self.statistics.segment(self.grid.world.rank)
         elif self.plan.strategy.reduction == "everyone":
             self.grid.sum_everywhere(flat, "reduce statistics")
-        decay = evaluate(self.decay, self.steps)
+        decay = evaluate(self.decay, self.steps, "decay")
         self._average_weight = decay * self._average_weight + 1 - decay
         self.averages.flat.lerp_(flat, (1 - decay) / self._average_weight)
         self.statistics.flat.zero_()
@@ -208,7 +209,7 @@ class KFAC:
 
     def _precondition(self) -> None:
         """Preconditions the gradients of the layers that this rank works on."""
-        damping = evaluate(self.damping, self.steps)
+        damping = evaluate(self.damping, self.steps, "damping")
         with self.trace.stage("precondition"):
             for name in self.plan.preconditioned(self.grid.world.rank):
                 gradient, out = self.gradients.arena[name], self.directions[name]
@@ -291,7 +292,7 @@ class KFAC:
         return self.bases[f"{factor}.values"], self.bases[f"{factor}.vectors"]
 
     def _damped_inverse(self, name: str, factor: Tensor) -> Tensor:
-        damping = evaluate(self.damping, self.steps)
+        damping = evaluate(self.damping, self.steps, "damping")
         if self.plan.solver == "unsplit-inverse":
             return kron.damped_inverse(factor, damping)
         layer, _, kind = name.rpartition(".")
@@ -307,7 +308,8 @@ class KFAC:
             divergence += torch.dot(direction.view(-1), gradient.view(-1)) * lr**2
         if self.gradients.owner_updates:
             self.grid.sum_everywhere(divergence, "clip")
-        return kron.kl_scale(divergence, evaluate(self.kl_clip, self.steps))  # type: ignore
+        kl_clip = evaluate(self.kl_clip, self.steps, "kl_clip")  # type: ignore[arg-type]
+        return kron.kl_scale(divergence, kl_clip)
 
     def _start_at_identity(self) -> None:
         for name, average in self.averages.items():
@@ -322,13 +324,14 @@ class KFAC:
             raise ValueError(f"normalization={self.normalization!r} must be one of {allowed}")
         if start not in ("first", "identity"):
             raise ValueError(f"start={start!r} must be 'first' or 'identity'")
-        if not 0 <= evaluate(self.decay, 0) < 1:
+        if not 0 <= evaluate(self.decay, 0, "decay") < 1:
             raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1")
         for name in ("damping", "kl_clip"):
             value = getattr(self, name)
-            if value is not None and evaluate(value, 0) == 0:
+            if value is not None and evaluate(value, 0, name) == 0:
                 raise ValueError(f"{name}={value!r} must be positive")
-        every(self.factor_every, 0), every(self.basis_every, 0)
+        every(self.factor_every, 0, "factor_every")
+        every(self.basis_every, 0, "basis_every")
 
     def _check_optimizer(self) -> None:
         group_of = {
