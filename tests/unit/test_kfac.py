@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import logging
+import math
+import re
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import kron, schedule
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4, bias=False)).double()
+
+
+def sgd(model, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": 0.1} | options)
+
+
+def learn(kfac, step):
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(10, 6, generator=generator).double()
+    kfac.optimizer.zero_grad()
+    F.cross_entropy(kfac.model(x), torch.arange(10) % 4).backward()
+    return kfac.model[0].weight.grad.clone()
+
+
+def factor(kfac, name):
+    return kron.unfold_triangle(kfac.state_dict()[f"kfac/factors/{name}"])
+
+
+@pytest.mark.parametrize("start", ["first", "identity"])
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("clip", [{"kl_clip": 0.001}, {"kl_clip": None, "damping": 1.0}])
+def test_training_is_the_textbooks(comm, solver, start, clip):
+    """Oracle: im2col factors, written-out averages, dense solves and the clip's formula."""
+    settings = problem.SETTINGS | {"solver": solver, "start": start} | clip
+    expected = problem.network()
+    steps = [problem.shards(step, 1) for step in range(problem.STEPS)]
+    scales = oracles.train(expected, problem.sgd(expected), steps, **settings)
+    assert clip["kl_clip"] is None or max(scales) < 1  # or it would not be tested
+
+    model = problem.network()
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    found = problem.run(kfac, comm)
+    torch.testing.assert_close(found, problem.state(expected), rtol=0, atol=1e-10)
+    assert kfac.kl_scale.item() == pytest.approx(scales[-1])
+    assert kfac.steps == problem.STEPS
+
+
+def test_new_damping_needs_no_new_basis(comm):
+    """Oracle: the dense solve with the old factors and the damping of the step."""
+    damping = schedule.step_decay(0.1, at=[2], factor=0.01)
+    model = linear()
+    settings = {"basis_every": 100, "factor_every": 100, "kl_clip": None}
+    kfac = mpikfac.KFAC(model, sgd(model, lr=0), comm, damping=damping, **settings)
+    for step in range(4):
+        gradient = learn(kfac, step)
+        kfac.precondition()
+        expected = oracles.kronecker_solve(
+            gradient, factor(kfac, "0.A"), factor(kfac, "0.G"), damping(step)
+        )
+        torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-10, atol=1e-10)
+    assert kfac.trace.calls["decompose"] == 1
+
+
+def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
+    """Oracle: the dense solve with the damping of the last multiple of `basis_every`."""
+    model = linear()
+    settings = {"basis_every": 2, "factor_every": 100, "kl_clip": None, "solver": "inverse"}
+    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=lambda step: 0.1 + step, **settings)
+    for step in range(4):
+        gradient = learn(kfac, step)
+        kfac.precondition()
+        expected = oracles.tikhonov_solve(
+            gradient, factor(kfac, "0.A"), factor(kfac, "0.G"), 0.1 + step // 2 * 2
+        )
+        torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("factor_every", "basis_every", "factors", "bases"),
+    [
+        (1, 1, range(12), range(12)),
+        (1, 5, range(12), [0, 5, 10]),
+        (5, 1, [0, 5, 10], range(12)),
+        (2, 3, [0, 2, 4, 6, 8, 10], [0, 3, 6, 9]),
+        (lambda step: 1 if step < 3 else 6, 4, [0, 1, 2, 6], [0, 4, 8]),
+    ],
+)
+def test_factors_and_bases_have_their_own_intervals(
+    comm, factor_every, basis_every, factors, bases
+):
+    """Oracle: the multiples by hand, seen in how often a stage ran."""
+    intervals = {"factor_every": factor_every, "basis_every": basis_every}
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, **intervals)
+    calls = []
+    for step in range(12):
+        learn(kfac, step)
+        kfac.step()
+        calls.append((kfac.trace.calls["statistics"], kfac.trace.calls["decompose"]))
+        kfac.trace.clear()
+    assert [step for step, (seen, _) in enumerate(calls) if seen] == list(factors)
+    assert [step for step, (_, seen) in enumerate(calls) if seen] == list(bases)
+
+
+def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
+    """Oracle: numerator and weight of the average, step by step."""
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, decay=lambda step: step / (step + 1))
+    total, weight = 0, 0
+    for step in range(4):
+        learn(kfac, step)
+        x = torch.randn(10, 6, generator=torch.Generator().manual_seed(step)).double()
+        decay = step / (step + 1)
+        total = decay * total + (1 - decay) * x.T @ x / 10
+        weight = decay * weight + 1 - decay
+        kfac.step()
+        torch.testing.assert_close(factor(kfac, "0.A"), total / weight)
+
+
+def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
+    """Oracle: the uninterrupted run; it stops between two decompositions."""
+
+    def fresh():
+        model = problem.network()
+        return mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+
+    expected = problem.run(fresh(), comm)
+    first, second = fresh(), fresh()
+    problem.run(first, comm, range(4))
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(problem.run(second, comm, range(4, problem.STEPS)), expected)
+    assert second.steps == problem.STEPS
+
+
+def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
+    """Oracle: the dense solve with the loaded factors; only decompositions are made again."""
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None)
+    learn(kfac, 0)
+    kfac.step()
+    settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
+    model = linear()
+    other = mpikfac.KFAC(model, sgd(model), comm, solver="inverse", **settings)
+    other.load_state_dict(kfac.state_dict())
+    gradient = learn(other, 1)
+    other.precondition()
+    expected = oracles.tikhonov_solve(gradient, factor(kfac, "0.A"), factor(kfac, "0.G"), 0.01)
+    torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-10, atol=1e-10)
+    assert other.trace.calls["statistics"] == 0
+
+
+def test_a_first_order_run_goes_on_with_kfac(comm):
+    """Oracle: statistics and bases are made at once, whatever the intervals."""
+    first_order = linear()
+    baseline = mpikfac.DataParallel(first_order, sgd(first_order, momentum=0.9), comm)
+    learn(baseline, 0)
+    baseline.step()
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model, momentum=0.9), comm, factor_every=100, basis_every=100)
+    kfac.load_state_dict(baseline.state_dict())
+    assert torch.equal(model[0].weight, first_order[0].weight)
+    learn(kfac, 1)
+    kfac.step()
+    assert kfac.steps == 2
+    assert kfac.trace.calls["statistics"] == kfac.trace.calls["decompose"] == 1
+
+
+def test_what_no_layer_covers_is_logged_once(comm, caplog):
+    caplog.set_level(logging.INFO, "mpikfac")
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, skip=["2"])
+    learn(kfac, 0)
+    kfac.step()
+    assert caplog.messages == [
+        "trained first-order, as no layer covers them: 1.weight, 1.bias, 2.weight, 2.bias"
+    ]
+
+
+def test_precondition_leaves_the_step_to_the_caller(comm):
+    """Oracle: `step` on a model with the same gradients."""
+    one, two = problem.network(), problem.network()
+    whole = mpikfac.KFAC(one, problem.sgd(one), comm, **problem.SETTINGS)
+    habit = mpikfac.KFAC(two, problem.sgd(two), comm, **problem.SETTINGS)
+    for step in range(3):
+        problem.run(whole, comm, [step])
+        images, labels = problem.batch(step)
+        habit.optimizer.zero_grad()
+        F.cross_entropy(two(images), labels).backward()
+        habit.precondition()
+        habit.optimizer.step()
+    assert torch.equal(problem.state(two), problem.state(one))
+
+
+def test_precondition_refuses_owners_that_step(comm):
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy(update="owner"))
+    learn(kfac, 0)
+    with pytest.raises(ValueError, match="update='owner' steps the model itself; call step"):
+        kfac.precondition()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        *(
+            ({name: value}, f"{name}={value!r} must be")
+            for name in ("damping", "kl_clip", "decay", "factor_every", "basis_every")
+            for value in (-1, math.nan, math.inf, "0.1")
+        ),
+        ({"damping": 0}, "damping=0 must be positive"),
+        ({"kl_clip": 0.0}, "kl_clip=0.0 must be positive"),
+        ({"decay": 1.0}, "decay=1.0 must be at least 0 and below 1"),
+        ({"factor_every": 0}, "factor_every=0 at step 0 must be a whole number of at least 1"),
+        ({"basis_every": 2.5}, "basis_every=2.5 at step 0 must be a whole number of at least 1"),
+        ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
+        ({"solver": "cg"}, "solver='cg' must be one of 'eigen', 'inverse', 'unsplit-inverse'"),
+        ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
+        ({"start": "zero"}, "start='zero' must be 'first' or 'identity'"),
+        ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
+        (
+            {"strategy": mpikfac.Strategy(2)},
+            "workers=2 must divide the number of ranks (1); try one of [1]",
+        ),
+    ],
+)
+def test_bad_settings_are_refused_by_name(comm, settings, text):
+    model = linear()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mpikfac.KFAC(model, sgd(model), comm, **settings)
+
+
+def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
+    model = linear()
+    damping = {0: 0.1, 1: math.nan}
+    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=damping.get)
+    learn(kfac, 0)
+    kfac.step()
+    learn(kfac, 1)
+    with pytest.raises(ValueError, match="schedule damping at step 1=nan must be"):
+        kfac.step()

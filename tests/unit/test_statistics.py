@@ -1,0 +1,235 @@
+"""What hooks record in passes of all kinds, seen in the factors of a step."""
+
+from __future__ import annotations
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import kron
+
+
+def trainer(comm, model, **settings):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mpikfac.KFAC(model, optimizer, comm, **settings)
+
+
+def factors(kfac):
+    """A and G of every layer, as the state holds them."""
+    prefix = "kfac/factors/"
+    state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
+    return {name: kron.unfold_triangle(packed) for name, packed in state.items()}
+
+
+def learn(kfac, batch, loss=F.cross_entropy):
+    images, labels = batch
+    loss(kfac.model(images), labels).backward()
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
+
+
+def tanh_network():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3), nn.Tanh(), nn.Flatten(), nn.Linear(108, 4), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(4, 5)).double()
+
+
+def test_factors_are_means_over_examples(comm):
+    """Oracle: one autograd call for every example, at the loss of that example alone."""
+    model, (images, labels) = tanh_network(), problem.batch(0)
+    expected = {}
+    for image, label in zip(images, labels):
+        outputs, x = {}, image[None]
+        for name, module in model.named_children():
+            inputs, x = x, module(x)
+            if name in oracles.kfac_modules(model):
+                outputs[name] = inputs.detach(), x
+        gradients = torch.autograd.grad(
+            F.cross_entropy(x, label[None]), [output for _, output in outputs.values()]
+        )
+        for (name, (inputs, output)), g in zip(outputs.items(), gradients):
+            module = model[int(name)]
+            a = oracles.input_vectors(module, inputs)
+            g = oracles.output_vectors(g, output.shape[1])
+            for factor, moment in ((f"{name}.A", a.T @ a / len(a)), (f"{name}.G", g.T @ g)):
+                expected[factor] = expected.get(factor, 0) + moment / len(images)
+    kfac = trainer(comm, model)
+    learn(kfac, (images, labels))
+    kfac.step()
+    assert_same(factors(kfac), expected)
+
+
+LINEAR_NETS = {
+    "three linear layers": lambda: [nn.Linear(4, 3), nn.Linear(3, 5, bias=False), nn.Linear(5, 2)],
+    "a convolution with one position": lambda: [
+        nn.Conv2d(4, 3, 1),
+        nn.Flatten(),
+        nn.Linear(3, 4),
+        nn.Linear(4, 2, bias=False),
+    ],
+}
+
+
+@pytest.mark.parametrize("net", LINEAR_NETS)
+def test_in_deep_linear_nets_the_product_is_the_gauss_newton_block(comm, net):
+    """Oracle: the mean of J^T J over examples, by autograd, for half the squared error.
+
+    Each example comes once for every output c, its label off by sqrt(outputs) in c: the labels'
+    second moments are those of the model's own N(f(x), I), so the Fisher has no sampling error.
+    """
+    torch.manual_seed(0)
+    model = nn.Sequential(*LINEAR_NETS[net]()).double()
+    x = torch.randn(7, 4).double()
+    x = x[:, :, None, None] if isinstance(model[0], nn.Conv2d) else x
+    outputs = 2
+    repeated = x.repeat_interleave(outputs, 0)
+    noise = outputs**0.5 * torch.eye(outputs).double().repeat(len(x), 1)
+    labels = model(repeated).detach() + noise
+
+    kfac = trainer(comm, model)
+    learn(kfac, (repeated, labels), lambda f, y: F.mse_loss(f, y, reduction="sum") / len(y) / 2)
+    kfac.precondition()  # the weights stay where the Jacobian is taken
+    found = factors(kfac)
+    for name, module in oracles.kfac_modules(model).items():
+        parameters = [p for p in (module.weight, module.bias) if p is not None]
+        rows = []
+        for output in model(x).reshape(-1):
+            gradients = torch.autograd.grad(output, parameters, retain_graph=True)
+            rows.append(torch.cat([g.reshape(len(g), -1) for g in gradients], 1).reshape(-1))
+        jacobian = torch.stack(rows)
+        block = jacobian.T @ jacobian / len(x)
+        product = torch.kron(found[f"{name}.G"], found[f"{name}.A"])
+        torch.testing.assert_close(product, block, rtol=1e-10, atol=1e-10)
+
+
+class Twice(nn.Module):
+    """One layer called twice, behind and before in-place activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.head = nn.Linear(6, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.head(F.relu_(self.shared(F.relu_(self.shared(x)))))
+
+
+def vectors(examples=12, shape=(6,)):
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(examples, *shape, generator=generator).double()
+    return x, torch.randint(0, 5, (examples,), generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (Twice, vectors()),
+        (lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Linear(7, 5)), vectors()),
+        (
+            lambda: nn.Sequential(nn.Linear(6, 7), nn.AdaptiveAvgPool2d((1, 5)), nn.Flatten()),
+            vectors(shape=(3, 6)),
+        ),
+        (lambda: nn.Linear(6, 5), vectors()),
+        (problem.network, problem.batch(0)),
+    ],
+    ids=["a layer called twice", "in-place ReLU", "tokens", "a single layer", "convolutions"],
+)
+def test_factors_are_means_over_vectors(comm, model, batch):
+    """Oracle: all calls' vectors one below the other, by im2col."""
+    torch.manual_seed(0)
+    model = model().double()
+    expected = oracles.factors(model, batch)
+    model.zero_grad()
+    kfac = trainer(comm, model)
+    learn(kfac, batch)
+    kfac.step()
+    assert_same(factors(kfac), expected)
+
+
+def test_micro_batches_add_up_to_the_joined_batch(comm):
+    """Oracle: the joined batch in one pass; the loss of each micro-batch is divided by 3."""
+    torch.manual_seed(0)
+    x, y = vectors()
+    joined, split = Twice().double(), Twice().double()
+    split.load_state_dict(joined.state_dict())
+    joined, split = trainer(comm, joined), trainer(comm, split)
+    learn(joined, (x, y))
+    for micro_batch in zip(x.split((2, 4, 6)), y.split((2, 4, 6))):
+        learn(split, micro_batch, lambda f, t: F.cross_entropy(f, t, reduction="sum") / len(x))
+    joined.step()
+    split.step()
+    assert_same(factors(split), factors(joined))
+    torch.testing.assert_close(problem.state(split.model), problem.state(joined.model))
+
+
+@pytest.mark.parametrize("extra", ["no backward", "no grad", "inference", "eval"])
+def test_only_training_passes_count(comm, extra):
+    """Oracle: the same step without the extra pass, to the last bit."""
+
+    def stepped(passes):
+        model = problem.network()
+        kfac = trainer(comm, model)
+        if passes == "no backward":
+            model(problem.batch(1)[0])
+        elif passes == "no grad":
+            with torch.no_grad():
+                model(problem.batch(1)[0])
+        elif passes == "inference":
+            with torch.inference_mode():
+                model(problem.batch(1)[0])
+        elif passes == "eval":
+            model.eval()
+            learn(kfac, problem.batch(1))
+            kfac.optimizer.zero_grad()
+            model.train()
+            model[1].eval()
+        learn(kfac, problem.batch(0))
+        kfac.step()
+        return problem.state(kfac.model)
+
+    assert torch.equal(stepped(extra), stepped(None))
+
+
+def test_steps_between_statistics_record_nothing(comm):
+    """Oracle: the factors of step 0, to the last bit, and 3 layers recorded once."""
+    kfac = trainer(comm, problem.network(), factor_every=3)
+    problem.run(kfac, comm, [0])
+    first = factors(kfac)
+    problem.run(kfac, comm, [1, 2])
+    assert all(torch.equal(first[name], found) for name, found in factors(kfac).items())
+    assert kfac.trace.calls["statistics"] == 3
+
+
+def test_a_layer_without_statistics_is_named(comm):
+    model = Twice().double()
+    model.unused = nn.Linear(3, 3).double()
+    kfac = trainer(comm, model)
+    learn(kfac, vectors())
+    with pytest.raises(RuntimeError, match="layer 'unused' took no part .* add it to skip"):
+        kfac.step()
+
+
+def test_a_step_without_a_training_pass_is_refused(comm):
+    kfac = trainer(comm, Twice().double())
+    with pytest.raises(RuntimeError, match="layer 'shared' took no part .* before step 0"):
+        kfac.step()
+
+
+def test_a_skipped_layer_may_be_unused(comm):
+    """Oracle: the step without it; its parameters stay where they are."""
+    torch.manual_seed(0)
+    model = Twice().double()
+    model.unused = nn.Linear(3, 3).double()
+    before = model.unused.weight.clone()
+    kfac = trainer(comm, model, skip=["unused"])
+    learn(kfac, vectors())
+    kfac.step()
+    assert torch.equal(model.unused.weight, before)
+    assert not torch.equal(factors(kfac)["shared.A"], torch.zeros(7, 7))
