@@ -114,11 +114,11 @@ def _check_file(path: str) -> None:
         document = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
     except OSError as error:
         raise ValueError(f"config={path} cannot be read: {error.strerror}") from error
-    except (yaml.MarkedYAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "not UTF-8 text"
-        raise ValueError(f"config={path}{where} is no YAML: {reason}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1
+        raise ValueError(f"config={path}, line {line} is no YAML: {error.problem}") from error
+    except (yaml.reader.ReaderError, UnicodeDecodeError) as error:
+        raise ValueError(f"config={path} is no YAML: {error.reason}") from error
     _check_keys(document, path, "")
 
 

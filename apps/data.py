@@ -152,7 +152,7 @@ def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
     except OSError:
         raise
     except Exception as error:  # a damaged pickle may raise anything
-        reason = str(error) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path} is no batch of CIFAR-10: {reason}") from error
     found = (shape, dtype.arguments[:1], bool(by_columns), pixels.size, labels.shape)
     expected = (CIFAR_RECORDS, CIFAR_PIXELS)

@@ -44,9 +44,8 @@ def start_log() -> logging.handlers.MemoryHandler:
     """Sends the log to the screen; the handler returned keeps it for the file that comes later."""
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
-    library.addHandler(Screen())
     kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
-    library.addHandler(kept)
+    library.handlers[:] = [Screen(), kept]  # none of an earlier run in this process
     return kept
 
 

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from mpikfac_apps import config
+from mpikfac_apps.options import Options
+
+RANKS = 6
+CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
+
+# Command line (batch=12 unless given; text ending in a newline is the content of a YAML file), then
+# what the one line has to name.
+BAD = {
+    "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
+    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.placem"),
+    "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
+    "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
+    "no option": ("train", "'train' belongs to no option; write --key value"),
+    "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
+    "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
+    "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
+    "not a bool": ("--kfac.colocate=maybe", "kfac.colocate=maybe must be true or false"),
+    "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
+    "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
+    "not a choice": ("--optimizer=adam", "optimizer=adam must be one of kfac, sgd"),
+    "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
+    "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
+    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number > 0"),
+    "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
+    "decay of 1": ("--kfac.decay=1", "kfac.decay=1.0 must be a finite number >= 0 and < 1"),
+    "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be a finite number > 0 or null"),
+    "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
+    "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
+    "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, res"),
+    "workers": (
+        "--kfac.placement=hybrid --kfac.workers=4",
+        "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+    ),
+    "fraction": (
+        "--kfac.placement=hybrid --kfac.fraction=0.4",
+        "fraction=0.4 of 6 ranks is no whole number of workers",
+    ),
+    "workers and fraction": (
+        "--kfac.placement=hybrid --kfac.workers=2 --kfac.fraction=0.5",
+        "either workers (2) or fraction (0.5)",
+    ),
+    "neither": ("--kfac.placement=hybrid", "either workers (None) or fraction (None)"),
+    "workers elsewhere": ("--kfac.workers=2", "workers=2 needs placement=hybrid, not comm_opt"),
+    "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
+    "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
+    "no batch": ("--batch=null", "batch=None and batch_per_rank=None: give one of them"),
+    "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
+    "wrong data": ("--data.size=16", "data.size=16 needs data.name=synthetic, not digits"),
+    "falling epochs": (
+        "--schedule=step --decay_epochs=[7,3]",
+        "decay_epochs=[7, 3] must increase",
+    ),
+    "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: step needs"),
+    "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: step needs epochs"),
+    "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
+    "resume": ("--resume=yes", "resume=yes must be never, auto or a checkpoint's directory"),
+    "missing file": ("--config=none.yaml", "config=none.yaml cannot be read: No such file"),
+    "directory for a file": ("--config=.", "config=. cannot be read: Is a directory"),
+    "missing group file": ("--kfac=none.yaml", "kfac='none.yaml' must be a file of options"),
+    "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
+    "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
+    "control character": ("lr: \x07\n", "bad.yaml is no YAML: special characters are not"),
+    "duplicate key": ("lr: 1\nlr: 2\n", "bad.yaml, line 2: lr is given twice; give it once"),
+    "nested duplicate": ("kfac: {decay: 0, decay: 0}\n", "line 1: kfac.decay is given twice"),
+    "value for a group": ("kfac: 3\n", "bad.yaml: kfac must hold lines of the form `key: value`"),
+    "list for a file": ("- 1\n", "bad.yaml: the file must hold lines of the form `key: value`"),
+    "empty file": ("\n", "bad.yaml: the file must hold lines of the form `key: value`"),
+    "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
+    "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1: unknown key"),
+    "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
+    "number for a name": ("optimizer: 1\n", "optimizer=1 must be one of kfac, sgd"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_allowed(
+    name, tmp_path, monkeypatch
+):
+    given, message = BAD[name]
+    monkeypatch.chdir(tmp_path)
+    if given.endswith("\n"):
+        Path("bad.yaml").write_bytes(given.encode(errors="surrogateescape"))
+        given = "--config=bad.yaml"
+    arguments = given.split() if "--batch=" in given else ["--batch=12", *given.split()]
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        config.parse(arguments, RANKS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_configurations_of_the_project_are_valid(path, ranks):
+    options = config.parse([f"--config={path}", "--data.path=somewhere"], ranks)
+    assert options.optimizer in path.stem
+    assert options.batch % ranks == 0
+
+
+def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
+    options = config.parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
+    assert (options.lr, options.kfac.damping, options.kfac.decay) == (0.01, 2.0, 0.5)
+    assert (options.batch, options.batch_per_rank) == (12, None)
+    assert options.momentum == Options.momentum
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as leave:
+        config.parse(["--help"], ranks=1)
+    assert not leave.value.code
+    shown = capsys.readouterr().out
+    assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in config.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [
+        ("", 4),
+        ("--kfac.placement=mem_opt", 1),
+        ("--kfac.placement=hybrid --kfac.workers=2", 2),
+        ("--kfac.placement=hybrid --kfac.fraction=0.5", 2),
+    ],
+)
+def test_placements_become_strategies(given, workers):
+    options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
+    strategy = config.strategy(options.kfac, 4)
+    assert (strategy.workers, strategy.update) == (workers, "owner")
+
+
+def rates(ranks, steps, **chosen):
+    options = Options(**({"lr": 0.1, "epochs": 10} | chosen))
+    rate = config.learning_rate(options, steps_per_epoch=2, ranks=ranks)
+    return [rate(step) for step in steps]
+
+
+def test_the_linear_schedule_ends_at_0_with_the_last_epoch():
+    assert rates(4, [0, 10, 19, 20]) == pytest.approx([0.1, 0.05, 0.005, 0])
+
+
+def test_the_step_schedule_decays_at_its_epochs():
+    chosen = {"schedule": "step", "decay_epochs": [3, 7]}
+    assert rates(1, [0, 5, 6, 13, 14], **chosen) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
+
+
+def test_a_rate_scaled_by_ranks_warms_up_from_the_unscaled_rate():
+    chosen = {"schedule": "constant", "scale_lr": True, "warmup_epochs": 2}
+    assert rates(4, [0, 2, 4, 19], **chosen) == pytest.approx([0.1, 0.25, 0.4, 0.4])
+    assert rates(1, [0, 2, 4, 19], **chosen) == pytest.approx([0.1] * 4)
+
+
+def test_a_warm_up_never_has_rate_0():
+    assert min(rates(2, range(4), warmup_epochs=2)) > 0

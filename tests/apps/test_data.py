@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+
+import numpy as np
+import pytest
+import torch
+
+from mpikfac_apps import data
+
+RECORDS = 20
+FILES = [*data.TRAIN_FILES, "test_batch"]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch):
+    monkeypatch.setattr(data, "CIFAR_RECORDS", RECORDS)
+
+
+@pytest.fixture
+def records():
+    """Labels and pixels of each file."""
+    draw = np.random.default_rng(0)
+    return {
+        name: (
+            draw.integers(10, size=RECORDS, dtype=np.uint8),
+            draw.integers(256, size=(RECORDS, data.CIFAR_PIXELS), dtype=np.uint8),
+        )
+        for name in FILES
+    }
+
+
+def write_binary(path, records):
+    folder = path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name, (labels, pixels) in records.items():
+        (folder / f"{name}.bin").write_bytes(np.hstack([labels[:, None], pixels]).tobytes())
+    return folder
+
+
+def python2_pickle(labels, pixels):
+    """The opcodes that Python 2 wrote into the official files."""
+
+    def text(raw):
+        return b"U" + bytes([len(raw)]) + raw
+
+    def number(value):
+        return b"J" + struct.pack("<i", value)
+
+    pixels = pixels.tobytes()
+    dtype = b"cnumpy\ndtype\n" + text(b"u1") + b"K\x00K\x01\x87R"
+    dtype += b"(K\x03" + text(b"|") + b"NNN" + number(-1) + number(-1) + b"K\x00tb"
+    shape = number(len(labels)) + number(len(pixels) // max(1, len(labels))) + b"\x86"
+    array = b"cnumpy.core.multiarray\n_reconstruct\n"
+    array += b"cnumpy\nndarray\n" + b"K\x00\x85" + text(b"b") + b"\x87R"
+    array += b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", len(pixels)) + pixels + b"tb"
+    listed = b"](" + b"".join(number(int(label)) for label in labels) + b"e"
+    items = text(b"batch_label") + text(b"training batch 1 of 5")
+    items += text(b"labels") + listed + text(b"data") + array
+    return b"\x80\x02}(" + items + b"u."
+
+
+def write_python(path, records):
+    folder = path / "cifar-10-batches-py"
+    folder.mkdir()
+    for name, (labels, pixels) in records.items():
+        (folder / name).write_bytes(python2_pickle(labels, pixels))
+    return folder
+
+
+def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(records):
+    """Oracle: `pickle` and numpy themselves."""
+    labels, pixels = records["test_batch"]
+    content = pickle.loads(python2_pickle(labels, pixels), encoding="bytes")
+    assert content[b"labels"] == labels.tolist()
+    assert np.array_equal(content[b"data"], pixels)
+
+
+@pytest.mark.parametrize("write", [write_binary, write_python])
+@pytest.mark.parametrize("inside", [False, True])
+def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, inside):
+    folder = write(tmp_path, records)
+    found = data.load("cifar10", str(folder if inside else tmp_path))
+    labels = np.concatenate([records[name][0] for name in data.TRAIN_FILES])
+    pixels = np.concatenate([records[name][1] for name in data.TRAIN_FILES])
+    assert found.train_images.dtype == torch.uint8
+    assert np.array_equal(found.train_images.numpy(), pixels.reshape(-1, 3, 32, 32))
+    assert np.array_equal(found.train_labels.numpy(), labels)
+    assert np.array_equal(found.test_labels.numpy(), records["test_batch"][0])
+    assert found.test_labels.dtype == torch.int64
+
+
+def test_the_first_images_are_used_and_further_files_are_not_needed(tmp_path, records):
+    folder = write_binary(tmp_path, records)
+    (folder / "data_batch_3.bin").unlink()
+    found = data.load("cifar10", str(tmp_path), train_images=RECORDS + 5)
+    assert len(found.train_images) == len(found.train_labels) == RECORDS + 5
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("data_batch_2.bin", None, "No such file.*data_batch_2.bin"),
+        ("data_batch_2.bin", lambda raw: raw[:-1], "data_batch_2.bin has 61459 bytes instead of"),
+        ("data_batch_2.bin", lambda raw: raw[:-3073], "has 58387 bytes instead of 61460"),
+        ("test_batch.bin", lambda raw: raw + b"\0", "test_batch.bin has 61461 bytes instead of"),
+        ("test_batch.bin", lambda raw: b"\x0a" + raw[1:], "label 10 of image 0 is not in 0..9"),
+        ("test_batch.bin", lambda raw: b"", "test_batch.bin has 0 bytes"),
+    ],
+)
+def test_a_damaged_binary_file_is_refused_in_one_line(tmp_path, records, name, content, message):
+    path = write_binary(tmp_path, records) / name
+    raw = path.read_bytes()
+    path.unlink() if content is None else path.write_bytes(content(raw))
+    with pytest.raises((ValueError, OSError), match=message) as caught:
+        data.load("cifar10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+class Hostile:
+    def __init__(self, call, *arguments):
+        self.call = call, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", range(6))
+@pytest.mark.parametrize("place", ["all", "value", "key"])
+def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path, records, protocol, place):
+    folder = write_python(tmp_path, records)
+    victim = tmp_path / "victim"
+    hostile = Hostile(os.mkdir, str(victim))
+    content = {"all": hostile, "value": {b"data": hostile}, "key": {hostile: 1}}[place]
+    (folder / "data_batch_1").write_bytes(pickle.dumps(content, protocol))
+    with pytest.raises(ValueError, match=r"data_batch_1 is no batch of CIFAR-10: it asks for"):
+        data.load("cifar10", str(tmp_path))
+    assert not victim.exists()
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        b"cbuiltins\neval\n(U\x011tR.",
+        b"(ibuiltins\neval\n.",
+        b"(cbuiltins\neval\nU\x011o.",
+        b"cnumpy.core.multiarray\nscalar\n.",
+        b"cnumpy\nload\n.",
+        b"Pid\n.",
+        b"\x82\x01.",
+        b"}U\x04dataN(s.",
+        b"N.",
+        b"",
+        b"not a pickle",
+    ],
+)
+def test_odd_pickles_are_refused(tmp_path, records, opcodes):
+    folder = write_python(tmp_path, records)
+    (folder / "test_batch").write_bytes(opcodes)
+    with pytest.raises(ValueError, match="test_batch is no batch of CIFAR-10") as caught:
+        data.load("cifar10", str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 5, 40, 100, 150, 300, 30_000, -1])
+def test_a_truncated_pickle_is_refused(tmp_path, records, kept):
+    path = write_python(tmp_path, records) / "data_batch_4"
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match="data_batch_4 is no batch of CIFAR-10"):
+        data.load("cifar10", str(tmp_path))
+
+
+def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, records):
+    folder = write_python(tmp_path, records)
+    labels, pixels = records["test_batch"]
+    (folder / "test_batch").write_bytes(python2_pickle(labels[1:], pixels[1:]))
+    with pytest.raises(ValueError, match=r"58368 bytes of pixels as \(19, 3072\) and 19 labels"):
+        data.load("cifar10", str(tmp_path))
+    (folder / "test_batch").write_bytes(python2_pickle(labels + 10, pixels))
+    with pytest.raises(ValueError, match="of image 0 is not in 0..9"):
+        data.load("cifar10", str(tmp_path))
+
+
+def test_a_wrong_directory_or_number_of_images_is_refused(tmp_path, records):
+    with pytest.raises(ValueError, match=f"data.path={tmp_path} holds neither cifar-10-batches-bi"):
+        data.load("cifar10", str(tmp_path))
+    write_binary(tmp_path, records)
+    with pytest.raises(ValueError, match="data.train_images=101: cifar10 has only 100"):
+        data.load("cifar10", str(tmp_path), train_images=5 * RECORDS + 1)
+    with pytest.raises(ValueError, match="data.train_images=1438: digits has only 1437"):
+        data.load("digits", train_images=1438)
+    with pytest.raises(ValueError, match="'mnist' is unknown; try one of digits, cifar10"):
+        data.load("mnist")
+
+
+def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
+    """Oracle: the repository's counts of the ten digits in these 1,797 images."""
+    found = data.load("digits")
+    assert found.train_images.shape == (1437, 1, 8, 8)
+    assert found.test_images.shape == (360, 1, 8, 8)
+    counts = found.train_labels.bincount() + found.test_labels.bincount()
+    assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
+    assert set(found.test_labels.bincount().tolist()) <= {35, 36, 37}
+    assert int(torch.cat([found.train_images, found.test_images]).max()) == 16
+
+
+def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():
+    first = data.load("synthetic", train_images=40, size=8, classes=5)
+    again = data.load("synthetic", train_images=40, size=8, classes=5)
+    assert first.train_images.shape == (40, 3, 8, 8)
+    assert len(first.test_images) == 10
+    assert first.classes == 5 > int(first.train_labels.max())
+    assert torch.equal(first.train_images, again.train_images)
