@@ -74,7 +74,7 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 
 
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Factored Tikhonov, `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G [Martens & Grosse]."""
+    """Factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
     damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
     damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)

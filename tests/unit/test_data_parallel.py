@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import problem
+import pytest
+import torch
+from torch import nn
+
+import mpikfac
+
+
+def baseline(comm, optimizer=problem.sgd):
+    model = problem.network()
+    return mpikfac.DataParallel(model, optimizer(model), comm)
+
+
+def adamw(model):
+    groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
+    return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
+
+
+@pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw])
+def test_one_rank_trains_as_plain_torch_does(comm, optimizer):
+    """Oracle: backward and `optimizer.step`, to the last bit."""
+    model = problem.network()
+    plain = optimizer(model)
+    for step in range(4):
+        images, labels = problem.batch(step)
+        plain.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        plain.step()
+    found = problem.run(baseline(comm, optimizer), comm, range(4))
+    assert torch.equal(found, problem.state(model))
+
+
+@pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_an_interrupted_run_goes_on_to_the_last_bit(comm, optimizer, steps_before):
+    """Oracle: the uninterrupted run, whose learning rate was changed on the way."""
+    first, second = baseline(comm, optimizer), baseline(comm, optimizer)
+    problem.run(first, comm, range(steps_before))
+    first.optimizer.param_groups[0]["lr"] = 0.007
+    saved = {n: v.clone() if torch.is_tensor(v) else v for n, v in first.state_dict().items()}
+    expected = problem.run(first, comm, range(steps_before, 6))
+    second.load_state_dict(saved)
+    assert torch.equal(problem.run(second, comm, range(steps_before, 6)), expected)
+    assert second.steps == 6
+
+
+def test_items_of_the_state_are_named_by_parameter(comm):
+    trainer = baseline(comm)
+    problem.run(trainer, comm, [0])
+    state = trainer.state_dict()
+    assert state["trainer/steps"] == 1
+    assert state["optimizer/groups/1/lr"] == 0.03
+    assert state["optimizer/state/5.weight/momentum_buffer"].shape == (5, 36)
+    assert state["model/1.running_mean"].shape == (9,)
+
+
+def test_nothing_to_train_is_refused(comm):
+    model = nn.Linear(2, 2).requires_grad_(False)
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    with pytest.raises(ValueError, match="has no parameter that requires a gradient"):
+        mpikfac.DataParallel(model, optimizer, comm)
+
+
+@pytest.mark.parametrize("make", [mpikfac.DataParallel, mpikfac.KFAC])
+def test_mixed_dtypes_are_refused_by_name(comm, make):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    optimizer = torch.optim.SGD(model.parameters())
+    text = r"1(.weight)? is torch.float64 on cpu but 0(.weight)? is torch.float32 on cpu; all trai"
+    with pytest.raises(ValueError, match=text):
+        make(model, optimizer, comm)
+
+
+def test_a_covered_weight_must_be_in_the_optimizer(comm):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model[0].parameters())
+    with pytest.raises(ValueError, match="layer '1' is covered but its weight is not in the opt"):
+        mpikfac.KFAC(model, optimizer, comm)
+    mpikfac.KFAC(model, optimizer, comm, skip=["1"])
+
+
+def test_moments_are_loaded_into_the_parameters_dtype(comm):
+    """Oracle: the state that was saved; a step after loading sees float64 throughout."""
+    first, second = baseline(comm, problem.adam), baseline(comm, problem.adam)
+    problem.run(first, comm, [0])
+    second.load_state_dict(first.state_dict())
+    weight = second.model[5].weight
+    state = second.optimizer.state[weight]
+    assert state["exp_avg"].dtype == torch.float64
+    assert torch.equal(state["exp_avg"], first.optimizer.state[first.model[5].weight]["exp_avg"])
+    assert state["step"] == 1

@@ -1,0 +1,127 @@
+"""How a job ends when a rank fails, and how one that never was one job does."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+import mpikfac
+from launch import launch
+
+HEADER = """
+import sys, torch, mpikfac
+from mpikfac import UserError, together
+comm = mpikfac.world()
+rank = comm.rank
+
+def trainer(**settings):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mpikfac.KFAC(model, optimizer, comm, **settings)
+
+with mpikfac.ending(comm):
+"""
+
+
+def end(tmp_path, body):
+    """How a program whose `ending` block is `body` ends."""
+    program = tmp_path / "program.py"
+    program.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    "))
+    return launch(2, str(program), timeout=60)
+
+
+CRASHES = {
+    "alone": ("if rank == 1: raise KeyError('lost')\ncomm.Barrier()", "KeyError: 'lost'"),
+    "by leaving": ("if rank == 1: sys.exit(0)\ncomm.Barrier()", "SystemExit: 0"),
+    "in a step": (
+        """
+        kfac = trainer()
+        loss = kfac.model(torch.ones(5, 4)).sum()
+        if rank == 0:
+            loss.backward()
+        kfac.step()
+        """,
+        "RuntimeError: layer '0' took no part",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", CRASHES)
+def test_a_crash_ends_the_job_with_one_traceback(tmp_path, how):
+    """Oracle: exit code 1, rank 1's own report and no other, and no hang."""
+    body, text = CRASHES[how]
+    job = end(tmp_path, body)
+    assert job.returncode == 1
+    assert job.stderr.count("Traceback (most recent call last)") == 1
+    assert "rank 1 of 2:\nTraceback" in job.stderr
+    assert text in job.stderr
+
+
+MISTAKES = {
+    "in a file on one rank": (
+        """
+        with together(comm, "reading checkpoint x"):
+            if rank:
+                raise OSError(f"no room for rank {rank}")
+        """,
+        "mpikfac: reading checkpoint x: no room for rank 1",
+    ),
+    "settings that differ": (
+        "trainer(damping=0.1 if rank else 0.2)",
+        "mpikfac: ranks disagree on damping: 0.2 on rank 0, 0.1 on rank 1; start all ranks with "
+        "the same code, configuration and versions",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_users_mistake_is_one_line(tmp_path, what):
+    """Oracle: exit code 2, and of the program's own output that line alone."""
+    body, line = MISTAKES[what]
+    job = end(tmp_path, body)
+    assert job.returncode == 2
+    assert [s for s in job.stderr.splitlines() if "mpikfac" in s] == [line]
+    assert "Traceback" not in job.stderr
+    assert job.stdout == ""
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """An environment without any launcher's marks."""
+    names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("size", "rank"),
+    [
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+        ("PMI_SIZE", "PMI_RANK"),
+        ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+        ("SLURM_NTASKS", "SLURM_PROCID"),
+    ],
+)
+def test_a_launcher_that_made_single_ranks_is_told_apart(bare, capfd, size, rank):
+    """Oracle: exit code 2 on all, and one message, from the first, with the remedy."""
+    bare.setenv(size, "4")
+    for number in (0, 1):
+        bare.setenv(rank, str(number))
+        with pytest.raises(SystemExit) as left:
+            mpikfac.world()
+        assert left.value.code == 2
+    printed = "".join(capfd.readouterr())
+    assert printed.count("mpikfac:") == 1
+    assert f"{size}=4 but MPI sees 1 rank" in printed
+    assert f"unset {size}" in printed
+
+
+@pytest.mark.parametrize("environment", [{}, {"OMPI_COMM_WORLD_SIZE": "1", "SLURM_NTASKS": "4"}])
+def test_one_rank_may_be_alone(bare, environment):
+    """Oracle: the innermost launcher's word counts: `mpirun -n 1` inside a larger allocation."""
+    for name, value in environment.items():
+        bare.setenv(name, value)
+    assert mpikfac.world().size == 1
