@@ -1,4 +1,4 @@
-"""The same numbers on GPUs as on CPUs, with device buffers given to MPI and through pinned memory."""
+"""GPUs give the same numbers as CPUs, device buffers going to MPI directly or through the host."""
 
 from __future__ import annotations
 
