@@ -230,9 +230,9 @@ class Run:
     def _summary(self) -> str:
         options = self.options
         return (
-            f"{options.model} on {options.data.name} with {options.optimizer}: {self.comm.size} "
-            f"ranks, batch {options.batch}, steps {self.trainer.steps} to {self.steps} "
-            f"({len(self.batches)} per epoch)"
+            f"{options.model} on {options.data.name} with {options.optimizer}; "
+            f"ranks {self.comm.size}, batch {options.batch}, "
+            f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch"
         )
 
     # -- checkpoints -----------------------------------------------------------------------------
@@ -284,9 +284,7 @@ class Run:
     def _check_identity(self, saved: dict[str, Any]) -> None:
         for key, value in self._identity().items():
             if saved.get(key) != value:
-                raise ValueError(
-                    f"it was written with {key}={saved.get(key)}, this run has {value}"
-                )
+                raise ValueError(f"it was saved with {key}={saved.get(key)}; this run has {value}")
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:

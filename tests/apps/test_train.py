@@ -1,0 +1,163 @@
+"""The training program from its command line to the files that it leaves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch import launch
+from mpikfac_apps import record, train_cnn
+
+APPS = Path(train_cnn.__file__).parent
+TIMES = ("seconds", "images_per_second", "communication")
+QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")
+
+
+def arguments(run_dir, *more):
+    return [*QUICK, f"--run_dir={run_dir}", *more]
+
+
+def rows(run_dir):
+    """Lines of metrics without what a clock measured."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: row[key] for key in row if key not in TIMES} for row in lines]
+
+
+def last(run_dir, key):
+    return [row[key] for row in rows(run_dir) if key in row][-1]
+
+
+def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
+    config = APPS.parent / "jobs" / "configs" / "digits_kfac.yaml"
+    run = tmp_path / "run"
+    program = str(APPS / "train_cnn.py")
+    job = launch(2, program, f"--config={config}", f"--run_dir={run}", "--epochs=4", timeout=110)
+    assert job.returncode == 0, job.stderr
+    assert "epoch 4: " in job.stdout
+    assert last(run, "test_accuracy") > 0.95
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert (saved["optimizer"], saved["epochs"]) == ("kfac", 4)
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["ranks"] == sum(environment["ranks_per_host"].values()) == 2
+    assert "complete after" in (run / "log.txt").read_text()
+    assert (run / "checkpoints").is_dir()
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    keys = set().union(*(line.keys() for line in lines))
+    assert {"step", "epoch", "lr", "loss", "test_loss", *TIMES} <= keys
+    again = launch(2, program, f"--config={config}", f"--run_dir={run}", timeout=60)
+    assert again.returncode == 2
+    assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+@pytest.mark.parametrize("stop", [3, 4, 7])
+def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, stop):
+    """Oracle: the run that was not interrupted. 3 steps are an epoch; a basis lives for 2 steps."""
+    chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_cnn.main(arguments(whole, *chosen)) == 0
+    assert train_cnn.main(arguments(parts, *chosen, f"--max_steps={stop}")) == 0
+    with open(parts / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 99, "written after": "the checkpoint"}\n')
+    assert train_cnn.main(arguments(parts, *chosen, "--resume=auto")) == 0
+    assert rows(parts) == rows(whole)
+
+
+def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
+    """Oracle: the uninterrupted run of one rank, up to what BatchNorm's smaller shares change."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert train_cnn.main(arguments(one, "--max_steps=6")) == 0
+    (checkpoint,) = (one / "checkpoints").iterdir()
+    more = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
+    job = launch(2, str(APPS / "train_cnn.py"), *arguments(two, *more), timeout=110)
+    assert job.returncode == 0, job.stderr
+    assert train_cnn.main(arguments(one, "--resume=auto")) == 0
+    assert rows(two)[0]["step"] == 8
+    assert last(two, "train_loss") == pytest.approx(last(one, "train_loss"), rel=0.3)
+    assert last(two, "test_accuracy") == pytest.approx(last(one, "test_accuracy"), abs=0.05)
+
+
+def test_a_complete_run_has_nothing_to_resume(tmp_path):
+    assert train_cnn.main(arguments(tmp_path)) == 0
+    before = rows(tmp_path)
+    assert train_cnn.main(arguments(tmp_path, "--resume=auto")) == 0
+    assert rows(tmp_path) == before
+
+
+def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    assert train_cnn.main(arguments(tmp_path, "--resume=auto", "--max_steps=2")) == 0
+    assert [row["step"] for row in rows(tmp_path)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("--batch=60 --resume=auto", "it was saved with batch=120; this run has 60"),
+        ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1"),
+        ("", "is not empty; give another one, or resume=auto to go on with it"),
+        ("--data.train_images=2000 --resume=auto", "data.train_images=2000: digits has only 1437"),
+        ("--batch=720 --resume=auto", "batch=720 is more than the 360 images"),
+        ("--kfac.skip=[nine] --resume=auto", "nine"),
+    ],
+)
+def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd, more, message):
+    assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as leave:
+        train_cnn.main(arguments(tmp_path, *more.split()))
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("mpikfac: ")
+    assert message in line
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
+    chosen = ("--optimizer=sgd", "--lr=1e30")
+    with pytest.raises(SystemExit) as leave:
+        train_cnn.main(arguments(tmp_path, *chosen))
+    assert leave.value.code == 2
+    assert "mpikfac: the loss is nan after step 2; try a smaller lr" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--lr=-1", "options: lr=-1.0 must be a finite number > 0"),
+        ("--bogus=1", "options: unknown key bogus; known are"),
+        ("--kfac.placement=hybrid --kfac.workers=3", "workers=3 must divide the number of ranks"),
+        ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
+    ],
+)
+def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
+    run = tmp_path / "run"
+    job = launch(2, str(APPS / "train_cnn.py"), *arguments(run), *given.split(), timeout=60)
+    assert job.returncode == 2
+    assert (job.stdout + job.stderr).count("mpikfac: ") == 1
+    assert message in job.stderr
+    assert "Traceback" not in job.stderr
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("place", ["start-up", "data", "forward", "step", "evaluation"])
+def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path, place):
+    raising = str(Path(__file__).with_name("raising.py"))
+    job = launch(2, raising, place, *arguments(tmp_path / "run"), timeout=60)
+    assert job.returncode not in (0, 2)
+    assert job.stderr.count("Traceback") == 1
+    assert job.stderr.count("rank 1 of 2:") == 1
+    assert f"RuntimeError: on purpose, in {place}" in job.stderr
+
+
+def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, caplog):
+    monkeypatch.setattr(record, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(record, "on_terminal", lambda: False)
+    progress = record.Progress(first=2, last=4)
+    with caplog.at_level("INFO", logger="mpikfac"):
+        for _ in range(2):
+            progress.advance(lambda: "loss 1.0")
+    assert [text.partition(",")[0] for text in caplog.messages] == ["loss 1.0"] * 2
+    assert caplog.messages[-1] == "loss 1.0, 00:00 to go"
