@@ -200,8 +200,8 @@ def load_model_state(
         prefix = f"optimizer/state/{name}/"
         for key in (key for key in state if key.startswith(prefix)):
             value = state[key]
-            moved = value.to(parameter.device) if isinstance(value, torch.Tensor) else value
-            optimizer.state[parameter][key.removeprefix(prefix)] = moved
+            owned = value.to(parameter.device, copy=True) if torch.is_tensor(value) else value
+            optimizer.state[parameter][key.removeprefix(prefix)] = owned
 
 
 def _tensors(block: Block) -> Sequence[torch.Tensor]:
