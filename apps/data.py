@@ -134,6 +134,7 @@ def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
+    """The labels as int64, if each is one of CIFAR-10's classes."""
     wrong = np.flatnonzero((labels < 0) | (labels >= CIFAR_CLASSES))
     if len(wrong):
         raise ValueError(
@@ -191,6 +192,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> type[Inert]:
+        """`Inert`, for each of the few names that a batch of images has reason to give."""
         if (module, name) not in self.ALLOWED:
             raise ValueError(f"it asks for {module}.{name}, which images and labels never need")
         return Inert

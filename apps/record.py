@@ -37,6 +37,7 @@ class Screen(logging.Handler):
     """Prints records above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record."""
         tqdm.write(self.format(record), file=sys.stdout)
 
 

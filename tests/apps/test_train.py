@@ -161,3 +161,12 @@ def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, c
             progress.advance(lambda: "loss 1.0")
     assert [text.partition(",")[0] for text in caplog.messages] == ["loss 1.0"] * 2
     assert caplog.messages[-1] == "loss 1.0, 00:00 to go"
+
+
+@pytest.mark.parametrize(
+    ("stderr_of_mpirun", "watched"), [("/dev/pts/3", True), ("pipe:[7]", False), ("/log", False)]
+)
+def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, watched):
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setattr(record.os, "readlink", lambda path: stderr_of_mpirun)
+    assert record.on_terminal() == watched
