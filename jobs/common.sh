@@ -31,7 +31,7 @@ make_venv() {
     [ -x "$VENV/bin/pip" ] && return
     local python
     python=$(find_python) || exit 2
-    echo "making $VENV with $python"
+    echo "making $VENV with $python; the first installation takes minutes, as torch is large"
     "$python" -m venv "$VENV" ||
         die "$python cannot make a virtual environment; install its venv module (Debian: python3-venv)"
 }
@@ -57,7 +57,7 @@ install() {
     stamp=$VENV/installed$extras
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt" - <<<"$ROOT" | cksum)
     [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && return
-    echo "installing mpikfac$extras into $VENV (minutes the first time: torch is large)"
+    echo "installing mpikfac$extras into $VENV"
     (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check \
         --constraint constraints.txt --editable ".$extras") ||
         die "pip could not install the project; see above"
