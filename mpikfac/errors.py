@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 USAGE_ERROR = 2
 CRASH = 1
+PATIENCE = 2.0
 
 
 class UserError(Exception):
@@ -34,9 +36,21 @@ def ending(comm: Any) -> Iterator[None]:
     except UserError as error:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
+        # The first rank to leave may end the others, so they wait until rank 0 has printed.
+        if not _all_here(comm) and comm.rank != 0:
+            print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
         raise SystemExit(USAGE_ERROR) from None
     except BaseException:
         report = f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}"
         print(report, file=sys.stderr, end="", flush=True)
         comm.Abort(CRASH)
         raise
+
+
+def _all_here(comm: Any) -> bool:
+    """Whether all ranks get here within `PATIENCE` seconds."""
+    deadline = time.monotonic() + PATIENCE
+    arrived = comm.Ibarrier()
+    while not (here := arrived.Test()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return bool(here)
