@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpikfac import Strategy, divisors
+
 SETTINGS = {"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001}
-STEPS = 6  # factors at 0, 2, 4; decompositions at 0 and 3: all four kinds of step
+STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 
@@ -50,6 +53,23 @@ def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
     """`batch(step)` dealt out to ranks."""
     images, labels = batch(step)
     return list(zip(images.chunk(ranks), labels.chunk(ranks)))
+
+
+def strategies(
+    ranks: int, reductions: Sequence[str] = ("everyone", "owners", "none")
+) -> list[Strategy]:
+    """All ways to distribute K-FAC over so many ranks."""
+    updates = "everyone", "owner"
+    choices = itertools.product(divisors(ranks), reductions, updates, (True, False))
+    return [Strategy(w, r, update, colocate=together) for w, r, update, together in choices]
+
+
+def label(value: object) -> str | None:
+    """The name of a strategy in a test's name."""
+    if not isinstance(value, Strategy):
+        return None
+    owners = "together" if value.colocate else "apart"
+    return f"{value.workers}-{value.reduction}-{value.update}-{owners}"
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:

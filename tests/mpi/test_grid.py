@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+from functools import partial
+
+import problem
+import pytest
+import torch
+
+import mpikfac
+import mpikfac.comm
+from mpikfac import Strategy, UserError, agree, make_plan, together
+from mpikfac.comm import Grid
+
+RANKS = mpikfac.world().size
+
+
+def bounds(*counts):
+    """Segment bounds of so many elements each."""
+    return [sum(counts[:k]) for k in range(len(counts) + 1)]
+
+
+def numbers(rank, size):
+    """What a rank contributes; sums of such are exact."""
+    return torch.arange(size).double() * (rank + 1) + rank
+
+
+@pytest.fixture(params=[None, 3], ids=["whole", "in pieces"])
+def pieces(request, monkeypatch):
+    """Messages in one piece, and split as those of 2^31 elements and more are."""
+    if request.param:
+        monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", request.param)
+
+
+def uneven(size):
+    """Segment lengths with an empty one where there are several."""
+    return [0 if k == 1 else 5 + 2 * k for k in range(size)]
+
+
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+def test_ranks_sit_where_the_plan_says(comm, workers):
+    """Oracle: the plan's positions; a column's ranks in order of rows and the reverse."""
+    grid = Grid(comm, workers, mpikfac.Trace())
+    row, column = make_plan([], comm.size, Strategy(workers)).position(comm.rank)
+    assert (grid.column.rank, grid.row.rank) == (row, column)
+    assert (grid.column.size, grid.row.size) == (workers, comm.size // workers)
+    assert grid.world.rank == comm.rank
+
+
+def test_a_sum_is_everywhere(comm, pieces):
+    """Oracle: the sum in one process."""
+    flat = numbers(comm.rank, 10)
+    Grid(comm, 1, mpikfac.Trace()).sum_everywhere(flat, "clip")
+    assert torch.equal(flat, sum(numbers(rank, 10) for rank in range(comm.size)))
+
+
+def test_owners_get_the_sum_of_their_segment(comm, pieces):
+    """Oracle: the sum in one process, at the owner's place."""
+    edges = bounds(*uneven(comm.size))
+    flat = numbers(comm.rank, edges[-1])
+    Grid(comm, 1, mpikfac.Trace()).sum_to_owners(flat, edges, "reduce statistics")
+    own = slice(edges[comm.rank], edges[comm.rank + 1])
+    expected = sum(numbers(rank, edges[-1]) for rank in range(comm.size))
+    assert torch.equal(flat[own], expected[own])
+
+
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("over", ["world", "row", "column"])
+def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers):
+    """Oracle: segment k as member k filled it."""
+    grid = Grid(comm, workers, mpikfac.Trace())
+    team = getattr(grid, over)
+    edges = bounds(*uneven(team.size))
+    flat = torch.full((edges[-1],), -1.0)
+    flat[edges[team.rank] : edges[team.rank + 1]] = comm.rank
+    grid.gather(flat, edges, over, "publish bases")
+    filled = team.allgather(comm.rank)
+    expected = [rank for rank, n in zip(filled, uneven(team.size)) for _ in range(n)]
+    assert flat.tolist() == expected
+
+
+@pytest.mark.parametrize(("reduction", "update"), [("everyone", "owner"), ("owners", "everyone")])
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
+    """Oracle: the same training with whole messages; pieces may be summed in another order."""
+
+    def trained():
+        model = problem.network()
+        strategy = Strategy(workers, reduction, update)
+        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+        return problem.run(kfac, comm)
+
+    whole = trained()
+    monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", 500)
+    torch.testing.assert_close(trained(), whole, rtol=0, atol=1e-10)
+
+
+REFUSED = [
+    (torch.ones(4, dtype=torch.bfloat16), "torch.bfloat16 cannot be summed by MPI; use one of"),
+    (torch.ones(4, dtype=torch.float16), "torch.float16 cannot be summed by MPI"),
+    (torch.ones(4, dtype=torch.int64), "torch.int64 cannot be summed by MPI"),
+    (torch.ones(8)[::2], r"strides \(2,\) is not contiguous; copy it first"),
+    (torch.ones(2, 3).T, "is not contiguous"),
+]
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
+@pytest.mark.parametrize(("flat", "text"), REFUSED)
+def test_what_mpi_would_take_for_bytes_is_refused_before_it_is_sent(comm, flat, text):
+    grid = Grid(comm, 1, mpikfac.Trace())
+    edges = bounds(*[flat.numel()] + [0] * (comm.size - 1))
+    for call in (
+        lambda: grid.sum_everywhere(flat, "clip"),
+        lambda: grid.sum_to_owners(flat, edges, "clip"),
+        lambda: grid.gather(flat, edges, "world", "clip"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()
+    assert not grid.trace.sent
+
+
+def told(comm, call):
+    """What the ranks are told: the same text on all of them."""
+    with pytest.raises(UserError) as refused:
+        call()
+    (text,) = set(comm.allgather(str(refused.value)))
+    return text
+
+
+def test_together_everyone_learns_the_lowest_failing_ranks_text(comm):
+    """Oracle: by hand; of several failures the lowest rank's is told, on every rank."""
+
+    def read(failing, kind=OSError):
+        with together(comm, "reading data"):
+            if comm.rank in failing:
+                raise kind(f"rank {comm.rank} found nothing")
+            return comm.rank
+
+    last = comm.size - 1
+    assert told(comm, lambda: read({0, last})) == "reading data: rank 0 found nothing"
+    for kind in (ValueError, OSError, UserError):
+        text = told(comm, partial(read, {last}, kind))
+        assert text == f"reading data: rank {last} found nothing"
+    assert read({}) == comm.rank
+
+
+def test_agreement_names_the_first_key_that_differs(comm):
+    """Oracle: by hand: rank 0's value and the first other one."""
+    agree(comm, {"a": 1, "b": [1, "x"], "c": None})
+    if comm.size == 1:
+        return
+    last = comm.size - 1
+    text = told(comm, lambda: agree(comm, {"a": 1, "b": comm.rank // last, "c": comm.rank}))
+    if comm.size == 2:
+        assert text.startswith("ranks disagree on b: 0 on rank 0, 1 on rank 1; start all ranks")
+    else:
+        assert text.startswith("ranks disagree on c: 0 on rank 0, 1 on rank 1; start all ranks")
+    missing = {"a": 1} | ({"extra": 2} if comm.rank == last else {})
+    text = told(comm, lambda: agree(comm, missing))
+    assert f"ranks disagree on extra: None on rank 0, 2 on rank {last}" in text
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        ("damping", lambda first: {"damping": 0.1 if first else 0.2}),
+        ("damping", lambda first: {"damping": 0.1 if first else (lambda step: 0.1)}),
+        ("factor_every", lambda first: {"factor_every": 1 + first}),
+        ("basis_every", lambda first: {"basis_every": 1 + first}),
+        ("decay", lambda first: {"decay": 0.9 if first else 0.8}),
+        ("kl_clip", lambda first: {"kl_clip": None if first else 0.001}),
+        ("normalization", lambda first: {"normalization": "sc20" if first else "expand"}),
+        ("start", lambda first: {"start": "first" if first else "identity"}),
+        ("strategy", lambda first: {"strategy": Strategy(update="owner") if first else Strategy()}),
+        ("plan", lambda first: {"solver": "eigen" if first else "inverse"}),
+        ("plan", lambda first: {"skip": ["5"] if first else []}),
+    ],
+)
+def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
+    """Oracle: one text on every rank; the last rank is the one that differs."""
+    model = problem.network()
+    settings = given(comm.rank < comm.size - 1)
+    text = told(comm, lambda: mpikfac.KFAC(model, problem.sgd(model), comm, **settings))
+    assert text.startswith(f"ranks disagree on {key}: ")
+    assert f"on rank {comm.size - 1}; start all ranks with the same code" in text
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("difference", ["width", "dtype", "frozen"])
+def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
+    """Oracle: one text on every rank, whatever is different."""
+    last = comm.rank == comm.size - 1
+    model = torch.nn.Sequential(torch.nn.Linear(3 + (last and difference == "width"), 2))
+    if last and difference == "dtype":
+        model.double()
+    if last and difference == "frozen":
+        model[0].bias.requires_grad_(False)
+    text = told(comm, lambda: make(model, torch.optim.SGD(model.parameters(), lr=0.1), comm))
+    assert text.startswith("ranks disagree on " + ("plan" if difference == "frozen" else "model"))

@@ -1,0 +1,87 @@
+"""What is kept, and what is sent at most."""
+
+from __future__ import annotations
+
+import problem
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import Strategy
+from mpikfac_apps import models
+
+RANKS = mpikfac.world().size
+
+
+def trainer(comm, strategy):
+    model = problem.network()
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+
+
+def arenas(kfac):
+    """Bytes of the buffers that exist."""
+    kept = {
+        "statistics": kfac.statistics,
+        "averages": kfac.averages,
+        "bases": kfac.bases,
+        "gradients": kfac.gradients.arena,
+        "directions": kfac.directions,
+    }
+    return {name: arena.flat.numel() * arena.flat.element_size() for name, arena in kept.items()}
+
+
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS), ids=problem.label)
+def test_every_rank_keeps_the_plans_bytes(comm, strategy):
+    """Oracle: the plan's memory, rank by rank."""
+    kfac = trainer(comm, strategy)
+    assert arenas(kfac) == kfac.plan.memory(comm.rank)
+
+
+@pytest.mark.parametrize("reduction", ["everyone", "owners"])
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+def test_factor_memory_of_resnet32(comm, workers, reduction):
+    """Oracle: X (1 + f) for the bytes X of all factors and the fraction f of workers.
+
+    With "owners" the averages, half of X as triangles, are spread over the ranks.
+    """
+    model = models.build("resnet32", classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, Strategy(workers, reduction))
+    kept = arenas(kfac)
+    assert kept == kfac.plan.memory(comm.rank)
+    found = kept["statistics"] + kept["averages"] + kept["bases"]
+    x = 4 * sum(order**2 for layer in kfac.layers for _, order in layer.shape.factors)
+    spread = 1 if reduction == "everyone" else 1 / comm.size
+    expected = x * ((1 + spread) / 2 + workers / comm.size)
+    assert comm.allreduce(found) / comm.size == pytest.approx(expected, rel=0.01)
+    if comm.size == 4 and reduction == "everyone":
+        assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
+def test_statistics_travel_as_triangles(comm):
+    """Oracle: n (n + 1) / 2 numbers of 8 bytes for n = 18, 9, 82, 4, 37, 5, rounded up to 16."""
+    kfac = trainer(comm, Strategy(1))
+    problem.run(kfac, comm, [0])
+    assert kfac.trace.sent["reduce statistics"] == 8 * (176 + 48 + 3408 + 16 + 704 + 16)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
+def test_owners_that_step_send_no_more_than_data_parallelism(comm):
+    """Oracle: the baseline's gradients to be reduced, as many weights to be gathered.
+
+    A ring's Allreduce is a Reduce_scatter and an Allgather; 8 bytes more are the clip's.
+    """
+    model = problem.network()
+    baseline = mpikfac.DataParallel(model, problem.sgd(model), comm)
+    problem.run(baseline, comm, [0])
+    kfac = trainer(comm, Strategy(1, "owners", "owner"))
+    problem.run(kfac, comm, [0])
+    kfac.trace.clear()
+    problem.run(kfac, comm, [1])
+    padding = 8 * 16 * len(baseline.plan.others)  # blocks differ: weight and bias are one matrix
+    whole = baseline.trace.sent["reduce gradients"]
+    assert abs(kfac.trace.sent["reduce gradients"] - whole) <= padding
+    assert abs(comm.allreduce(kfac.trace.sent["publish weights"]) - whole) <= padding
+    assert kfac.trace.sent["clip"] == 8
+    assert len(kfac.trace.sent) == 3

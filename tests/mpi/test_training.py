@@ -1,0 +1,217 @@
+"""Training on N ranks is training on the joined batch, for every way to distribute it."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+WORKERS = mpikfac.divisors(RANKS)
+UPDATES = ("everyone", "owner")
+EXACT = problem.strategies(RANKS, ("everyone", "owners"))
+
+
+def trainer(comm, strategy, optimizer=problem.sgd, **settings):
+    model = problem.network()
+    return mpikfac.KFAC(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
+
+
+@functools.cache
+def textbook(optimizer=problem.sgd, sources=None, **settings):
+    """The model after training in one process on the joined batches, and the clip's factors."""
+    model = problem.network()
+    steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
+    choices = problem.SETTINGS | settings | {"sources": dict(sources) if sources else None}
+    scales = oracles.train(model, optimizer(model), steps, **choices)
+    return problem.state(model), scales
+
+
+def bits(tensor):
+    return tensor.contiguous().numpy().tobytes()
+
+
+def run_as_planned(comm, kfac):
+    """Trains; every step sends the plan's bytes, stage by stage."""
+    for step in range(problem.STEPS):
+        kfac.trace.clear()
+        problem.run(kfac, comm, [step])
+        planned = collections.Counter()
+        kind = step % 2 == 0, step % 3 == 0, kfac.kl_clip is not None
+        for message in kfac.plan.messages(comm.rank, *kind):
+            planned[message.stage] += message.bytes
+        assert dict(kfac.trace.sent) == dict(planned)
+    return problem.state(kfac.model)
+
+
+def assert_trained(comm, trainer, found, expected):
+    """All ranks end with the same bits, the expected ones but for rounding."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert len(set(comm.allgather(bits(found)))) == 1
+    assert trainer.steps == problem.STEPS
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
+def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
+    """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
+    if solver == "inverse" and not strategy.colocate and strategy.reduction == "owners":
+        with pytest.raises(ValueError, match="use colocate=True"):
+            trainer(comm, strategy, solver=solver)
+        return
+    expected, scales = textbook(solver=solver)
+    kfac = trainer(comm, strategy, solver=solver)
+    assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
+    assert kfac.kl_scale.item() == pytest.approx(scales[-1])
+    assert max(scales) < 1  # else the clip would not be tested
+
+
+@pytest.mark.parametrize("update", UPDATES)
+@pytest.mark.parametrize("workers", WORKERS)
+def test_unclipped_steps(comm, workers, update):
+    """Oracle: as above; without the clip's message."""
+    choices = {"kl_clip": None, "damping": 1.0}
+    kfac = trainer(comm, Strategy(workers, update=update), **choices)
+    assert_trained(comm, kfac, run_as_planned(comm, kfac), textbook(**choices)[0])
+
+
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["none"]), ids=problem.label)
+def test_owners_may_use_their_own_batch_only(comm, strategy):
+    """Oracle: K-FAC in one process with each factor from its owner's shard [DP-KFAC]."""
+    start = "identity" if strategy.colocate else "first"
+    kfac = trainer(comm, strategy, start=start)
+    expected, _ = textbook(sources=tuple(kfac.plan.owners.items()), start=start)
+    assert_trained(comm, kfac, run_as_planned(comm, kfac), expected)
+
+
+@pytest.mark.parametrize("reduction", ["everyone", "owners"])
+@pytest.mark.parametrize("workers", WORKERS)
+def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reduction):
+    """Oracle: Adam after K-FAC in one process; the plan's updaters."""
+    kfac = trainer(comm, Strategy(workers, reduction, "owner"), problem.adam)
+    assert_trained(comm, kfac, problem.run(kfac, comm), textbook(problem.adam)[0])
+    named = list(kfac.model.named_parameters())
+    stepped = {name for name, parameter in named if parameter in kfac.optimizer.state}
+    updaters = kfac.plan.updaters
+    block = {name: name if name in updaters else name.rpartition(".")[0] for name, _ in named}
+    assert stepped == {name for name, _ in named if updaters[block[name]] == comm.rank}
+    saved = [n for n in kfac.state_dict() if n.startswith("optimizer/state/")]
+    assert {name.split("/")[2] for name in saved} == stepped
+
+
+@pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
+def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
+    """Oracle: each other."""
+    placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
+    strategies = [
+        Strategy(w, balance=b, colocate=c) for w, b, c in [*placements, (1, "compute", True)]
+    ]
+    runs = [problem.run(trainer(comm, s, solver=solver), comm) for s in strategies]
+    assert len({bits(run) for run in runs}) == 1
+
+
+def test_comm_opt_is_the_default(comm):
+    """Oracle: the strategy by name."""
+    assert trainer(comm, None).plan == trainer(comm, Strategy.comm_opt(comm.size)).plan
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_averaging_and_stepping_oneself_is_a_step(comm, workers):
+    """Oracle: K-FAC in one process; the caller averages gradients one by one."""
+    kfac = trainer(comm, Strategy(workers))
+    for step in range(problem.STEPS):
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(kfac.model(images), labels).backward()
+        for parameter in kfac.model.parameters():
+            parameter.grad = sum(comm.allgather(parameter.grad)) / comm.size
+        kfac.precondition()
+        kfac.optimizer.step()
+    assert_trained(comm, kfac, problem.state(kfac.model), textbook()[0])
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_skipped_layers_and_gradient_accumulation(comm, update):
+    """Oracle: one process that skips the layer too, with the joined batch in one pass."""
+
+    def run(team, strategy, micro_batch):
+        kfac = trainer(team, strategy, skip=["3"])
+        for step in range(problem.STEPS):
+            images, labels = problem.shards(step, team.size)[team.rank]
+            kfac.optimizer.zero_grad()
+            for x, y in zip(images.split(micro_batch), labels.split(micro_batch)):
+                loss = F.cross_entropy(kfac.model(x), y, reduction="sum") / len(images)
+                loss.backward()
+            kfac.step()
+        return problem.state(kfac.model)
+
+    expected = run(comm.Split(comm.rank), None, problem.EXAMPLES)
+    found = run(comm, Strategy(1, "owners", update), 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam])
+def test_data_parallel_training_is_plain_training(comm, optimizer):
+    """Oracle: plain torch on the joined batch."""
+    model = problem.network()
+    plain = optimizer(model)
+    for step in range(problem.STEPS):
+        plain.zero_grad()
+        images, labels = problem.batch(step)
+        F.cross_entropy(model(images), labels).backward()
+        plain.step()
+    copy = problem.network()
+    baseline = mpikfac.DataParallel(copy, optimizer(copy), comm)
+    assert_trained(comm, baseline, problem.run(baseline, comm), problem.state(model))
+
+
+def with_batchnorm():
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(144, 5)).double()
+
+
+@pytest.mark.parametrize("update", ["first-order", *UPDATES])
+def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, update):
+    """Oracle: the mean of what each rank's own shard makes of a copy of the layer."""
+    model = with_batchnorm()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if update == "first-order":
+        trainer = mpikfac.DataParallel(model, optimizer, comm)
+    else:
+        trainer = mpikfac.KFAC(model, optimizer, comm, Strategy(1, "owners", update))
+    for step in range(3):
+        alone = with_batchnorm()
+        alone.load_state_dict(model.state_dict())
+        alone(problem.shards(step, comm.size)[comm.rank][0])
+        problem.run(trainer, comm, [step])
+        for name in ("running_mean", "running_var"):
+            expected = sum(comm.allgather(getattr(alone[1], name))) / comm.size
+            torch.testing.assert_close(getattr(model[1], name), expected, rtol=1e-12, atol=1e-12)
+        assert len(set(comm.allgather(bits(problem.state(model))))) == 1
+        assert model[1].num_batches_tracked == step + 1
+
+
+@pytest.mark.parametrize("make", [mpikfac.DataParallel, mpikfac.KFAC])
+def test_the_model_becomes_rank_0s(comm, make):
+    """Oracle: rank 0's model, integers, empty and oddly laid out tensors included."""
+    torch.manual_seed(comm.rank)
+    model = nn.Sequential(nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Linear(2, 2))
+    model.to(memory_format=torch.channels_last)
+    model.register_buffer("counts", torch.arange(3) + comm.rank)
+    model.register_buffer("empty", torch.empty(0))
+    model.register_buffer("flag", torch.tensor(comm.rank == 0))
+    model[1].num_batches_tracked.fill_(comm.rank)
+    first = comm.bcast(model.state_dict())
+    make(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, first[name]), name
