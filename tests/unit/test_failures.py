@@ -68,10 +68,9 @@ MISTAKES = {
         """,
         "mpikfac: reading checkpoint x: no room for rank 1",
     ),
-    "settings that differ": (
-        "trainer(damping=0.1 if rank else 0.2)",
-        "mpikfac: ranks disagree on damping: 0.2 on rank 0, 0.1 on rank 1; start all ranks with "
-        "the same code, configuration and versions",
+    "on one rank, which the others cannot know": (
+        "if rank: raise UserError('no room')\ncomm.Barrier()",
+        "mpikfac: rank 1 alone: no room",
     ),
 }
 
