@@ -255,6 +255,11 @@ class KFAC:
         # The hook sits on the output tensor, not on the module: an in-place activation behind a
         # layer breaks module backward hooks, and a pass without a backward records nothing.
         if self._recording and module.training and output.requires_grad:
+            if output.dtype != self.statistics.flat.dtype:
+                raise TypeError(
+                    f"layer {layer.name!r} computes in {output.dtype}, its weight is "
+                    f"{self.statistics.flat.dtype}; mixed precision is not covered, turn it off"
+                )
             x = inputs[0].detach()
             output.register_hook(partial(self._record, layer, x, self._passes))
 

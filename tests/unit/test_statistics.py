@@ -222,6 +222,18 @@ def test_a_step_without_a_training_pass_is_refused(comm):
         kfac.step()
 
 
+def test_mixed_precision_is_refused_by_name(comm):
+    """Oracle: the message; sums in half precision would be wrong without a word."""
+    kfac = trainer(comm, nn.Sequential(nn.Linear(3, 2)))
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(
+            TypeError, match=r"'0' computes in torch.bfloat16, its weight is torch.float32"
+        ),
+    ):
+        kfac.model(torch.ones(4, 3))
+
+
 def test_a_skipped_layer_may_be_unused(comm):
     """Oracle: the step without it; its parameters stay where they are."""
     torch.manual_seed(0)
