@@ -266,6 +266,8 @@ class KFAC:
     def _record(self, layer: Layer, x: Tensor, forward_pass: int, g: Tensor) -> None:
         """Adds one call's `sum(a a^T)` and `sum(g g^T)` to the statistics."""
         with self.trace.stage("statistics"), torch.no_grad():
+            if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
+                x, g = x[None], g[None]
             (a_name, _), (g_name, _) = layer.shape.factors
             if a_name in self.statistics:
                 kron.add_triangle(self.statistics[a_name], layer.input_sum(x))

@@ -153,6 +153,25 @@ def test_factors_are_means_over_vectors(comm, model, batch):
     assert_same(factors(kfac), expected)
 
 
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ([nn.Conv2d(2, 3, 3), nn.Flatten(-3), nn.Linear(3, 5)], (2, 3, 3)),
+        ([nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 5)], (4,)),
+    ],
+)
+def test_one_example_needs_no_batch_dimension(comm, layers, shape):
+    """Oracle: the same example as a batch of one."""
+    torch.manual_seed(0)
+    model, x, label = nn.Sequential(*layers).double(), torch.randn(shape).double(), torch.tensor(1)
+    expected = oracles.factors(model, (x[None], label[None]))
+    model.zero_grad()
+    kfac = trainer(comm, model)
+    learn(kfac, (x, label))
+    kfac.step()
+    assert_same(factors(kfac), expected)
+
+
 def test_micro_batches_add_up_to_the_joined_batch(comm):
     """Oracle: the joined batch in one pass; the loss of each micro-batch is divided by 3."""
     torch.manual_seed(0)
