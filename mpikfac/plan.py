@@ -230,7 +230,7 @@ class Plan:
     def statistics(self, rank: int) -> Layout:
         """Triangles of a batch's factors: model order, or owner by owner if owners reduce."""
         if self.strategy.reduction == "owners":
-            return lay_out(self._triangles(self.owned(r)) for r in range(self.ranks))
+            return lay_out(self._by_rank(self._triangles(self.owners), self.owners))
         return lay_out([self._triangles(self.recorded(rank))])
 
     def averages(self, rank: int) -> Layout:
@@ -251,10 +251,7 @@ class Plan:
         blocks = [*self._matrices(layer.name for layer in self.layers), *self.others]
         if self.strategy.update == "everyone":
             return lay_out([blocks])
-        return lay_out(
-            [(name, shape) for name, shape in blocks if self.updaters[name] == rank]
-            for rank in range(self.ranks)
-        )
+        return lay_out(self._by_rank(blocks, self.updaters))
 
     def directions(self, rank: int) -> Layout:
         """Preconditioned gradients: column by column, or `rank`'s own if owners update."""
@@ -305,6 +302,14 @@ class Plan:
     def load(self, rank: int) -> int:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
         return sum(self.orders[name] ** 3 for name in self.owned(rank))
+
+    def _by_rank(
+        self, blocks: Iterable[tuple[str, Shape]], ranks: dict[str, int]
+    ) -> list[list[tuple[str, Shape]]]:
+        segments: list[list[tuple[str, Shape]]] = [[] for _ in range(self.ranks)]
+        for name, shape in blocks:
+            segments[ranks[name]].append((name, shape))
+        return segments
 
     def _triangles(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
         return [(name, triangle_shape(self.orders[name])) for name in names]
