@@ -186,6 +186,24 @@ def test_what_no_layer_covers_is_logged_once(comm, caplog):
     ]
 
 
+def test_what_is_frozen_stays(comm):
+    """Oracle: the bits before; a frozen bias is no coordinate of A."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    frozen = [model[0].bias, model[1].weight]
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    before = [parameter.clone() for parameter in frozen]
+    trained = [model[0].weight, model[1].bias]
+    start = [parameter.detach().clone() for parameter in trained]
+    kfac = mpikfac.KFAC(model, sgd(model, weight_decay=0.1), comm)
+    x = torch.randn(10, 6).double()
+    F.cross_entropy(model(x), torch.arange(10) % 4).backward()
+    kfac.step()
+    assert all(map(torch.equal, frozen, before))
+    assert not any(map(torch.equal, trained, start))
+    torch.testing.assert_close(factor(kfac, "0.A"), x.T @ x / 10)
+
+
 def test_precondition_leaves_the_step_to_the_caller(comm):
     """Oracle: `step` on a model with the same gradients."""
     one, two = problem.network(), problem.network()

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac.comm import cuda_aware
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """A machine on which torch finds no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("MPIKFAC_CUDA_AWARE", raising=False)
+    return monkeypatch
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """A machine with two GPUs, as torch would tell."""
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["auto", "cpu"])
+def test_without_a_gpu_there_is_the_cpu(comm, no_gpu, kind):
+    assert mpikfac.device(comm, kind) == torch.device("cpu")
+
+
+def test_a_gpu_that_is_not_there_is_refused(comm, no_gpu):
+    with pytest.raises(ValueError, match="device='cuda' but torch finds no GPU; use device='cpu'"):
+        mpikfac.device(comm, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("kind", "where"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", "cpu")]
+)
+def test_the_first_rank_of_a_node_takes_the_first_gpu(comm, two_gpus, kind, where):
+    """Oracle: the local rank, and that torch's current device is set with it."""
+    assert mpikfac.device(comm, kind) == torch.device(where)
+    assert two_gpus == ([] if where == "cpu" else [torch.device(where)])
+
+
+@pytest.mark.parametrize(("override", "answer"), [("1", True), ("0", False), (None, False)])
+def test_the_user_knows_better_whether_mpi_takes_device_buffers(no_gpu, override, answer):
+    """Oracle: the override; without one, no GPU means no."""
+    if override is not None:
+        no_gpu.setenv("MPIKFAC_CUDA_AWARE", override)
+    assert cuda_aware() is answer
