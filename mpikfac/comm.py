@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,6 +57,7 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
             f"separate jobs. Use the mpirun of the MPI that mpi4py loads "
             f"({MPI.Get_library_version().split(',')[0].strip()}), or srun with its plug-in "
             f"(--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH); for one process, unset {name}",
+            file=sys.stderr,
             flush=True,
         )
     raise SystemExit(USAGE_ERROR)
@@ -106,7 +108,9 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
     """
     for tensor in tensors:
         host = tensor.detach().cpu().contiguous()
-        comm.Bcast(host.view(torch.uint8) if host.dim() else host.view(1).view(torch.uint8), root=0)
+        content = host.view(-1).view(torch.uint8).numpy()
+        for piece in _pieces(content, 0, len(content)):
+            comm.Bcast(piece, root=0)
         if comm.rank:
             with torch.no_grad():
                 tensor.copy_(host)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+import mpikfac
 from mpikfac.arena import Arena
-from mpikfac.comm import Grid, agree, broadcast
+from mpikfac.comm import SUMMABLE, Grid, agree, broadcast
 from mpikfac.layers import Layer, Other, uncovered
 from mpikfac.plan import Plan, Strategy, make_plan
 from mpikfac.trace import Trace
@@ -119,8 +120,8 @@ class DataParallel:
         itemsize = common_type(blocks)[0].itemsize
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
         self.plan = make_plan([], comm.size, Strategy.mem_opt(), shapes, itemsize=itemsize)
-        agree(comm, {"model": describe(model), "plan": self.plan.digest()})
-        broadcast(comm, list(model.state_dict().values()))
+        agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
+        broadcast(comm, [*model.parameters(), *model.buffers()])
         self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
 
     def step(self) -> None:
@@ -155,6 +156,9 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     if not tensors:
         raise ValueError("the model has no parameter that requires a gradient")
     name, first = tensors[0]
+    if first.dtype not in SUMMABLE:
+        allowed = " or ".join(map(str, SUMMABLE))
+        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
     for other, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
@@ -164,20 +168,29 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     return first.dtype, first.device
 
 
-def describe(model: nn.Module) -> str:
-    """A hash of the names, shapes and dtypes of a model's parameters and buffers."""
-    state = model.state_dict()
-    text = repr([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in state.items()])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """What ranks that train together must share: versions, model and optimizer, in short."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    groups = [
+        [names.get(id(p), "a parameter of another model") for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    numbers = dict(_group_settings(optimizer))
+    return {
+        "mpikfac version": mpikfac.__version__,
+        "torch version": torch.__version__,
+        "model": _digest(shapes),
+        "optimizer": f"{type(optimizer).__name__} {numbers}",
+        "optimizer's parameters": _digest(groups),
+    }
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, gradients: Gradients) -> dict[str, Any]:
     """Model and optimizer by name; of the optimizer's tensors those of blocks this rank steps."""
-    state: dict[str, Any] = {f"model/{name}": value for name, value in model.state_dict().items()}
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if isinstance(value, (int, float)):
-                state[f"optimizer/groups/{index}/{key}"] = value
+    state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
+    state |= {f"optimizer/groups/{name}": value for name, value in _group_settings(optimizer)}
     for name, parameter in _stepped(model, gradients):
         for key, value in optimizer.state.get(parameter, {}).items():
             if value is not None:
@@ -189,19 +202,37 @@ def load_model_state(
     model: nn.Module, optimizer: Optimizer, gradients: Gradients, state: Mapping[str, Any]
 ) -> None:
     """The inverse of `model_state`, at any number of ranks and any strategy."""
-    model.load_state_dict({name: state[f"model/{name}"] for name in model.state_dict()})
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            name = f"optimizer/groups/{index}/{key}"
-            if isinstance(value, (int, float)) and name in state:
-                group[key] = type(value)(state[name])
+    found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
+    model.load_state_dict(found, strict=False)
+    for name, number in _group_settings(optimizer):
+        index, key = name.split("/")
+        restored = state.get(f"optimizer/groups/{name}", number)
+        flag = isinstance(number, bool)
+        optimizer.param_groups[int(index)][key] = bool(restored) if flag else restored
     optimizer.state.clear()
     for name, parameter in _stepped(model, gradients):
         prefix = f"optimizer/state/{name}/"
         for key in (key for key in state if key.startswith(prefix)):
             value = state[key]
-            owned = value.to(parameter.device, copy=True) if torch.is_tensor(value) else value
-            optimizer.state[parameter][key.removeprefix(prefix)] = owned
+            if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
+                value = value.to(parameter.device if value.dim() else value.device, copy=True)
+            optimizer.state[parameter][key.removeprefix(prefix)] = value
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
+
+
+def _group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
+    """Index and key ("0/lr") and value of every number in the parameter groups."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, (int, float)):
+                yield f"{index}/{key}", value
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
 def _tensors(block: Block) -> Sequence[torch.Tensor]:

@@ -37,8 +37,10 @@ def ending(comm: Any) -> Iterator[None]:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
         # The first rank to leave may end the others, so they wait until rank 0 has printed.
-        if not _all_here(comm) and comm.rank != 0:
-            print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
+        if not _all_here(comm):
+            if comm.rank != 0:
+                print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
+            comm.Abort(USAGE_ERROR)
         raise SystemExit(USAGE_ERROR) from None
     except BaseException:
         report = f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}"

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import mpikfac
 from mpikfac import kron
 from mpikfac.arena import Arena
 from mpikfac.comm import Grid, agree, broadcast
@@ -27,10 +24,11 @@ from mpikfac.data_parallel import (
     load_model_state,
     model_state,
 )
-from mpikfac.layers import Layer, cover
-from mpikfac.moments import NORMALIZATIONS, Normalization, factor_scales
-from mpikfac.plan import Solver, Strategy, make_plan
-from mpikfac.schedule import Schedule, evaluate, every
+from mpikfac.layers import Layer, Other, cover
+from mpikfac.moments import NORMALIZATIONS, Normalization
+from mpikfac.plan import Solver, Strategy, make_plan, one_of
+from mpikfac.recorder import Recorder
+from mpikfac.schedule import Schedule, Settings
 from mpikfac.trace import Trace
 
 log = logging.getLogger("mpikfac")
@@ -89,14 +87,12 @@ class KFAC:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.damping = damping
-        self.factor_every = factor_every
-        self.basis_every = basis_every
-        self.decay = decay
-        self.kl_clip = kl_clip
+        self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip)
         self.normalization = normalization
+        self.start = start
         self.trace = trace or Trace()
-        self._check_settings(start)
+        one_of("normalization", normalization, NORMALIZATIONS)
+        one_of("start", start, ("first", "identity"))
 
         self.layers, others = cover(model, skip)
         blocks: list[Block] = [*self.layers, *others]
@@ -109,9 +105,9 @@ class KFAC:
             solver,
             dtype.itemsize,
         )
-        self._check_optimizer()
-        self._check_agreement(comm, start)
-        broadcast(comm, list(model.state_dict().values()))
+        self._rates = RateOf(optimizer, self.layers)
+        self._check_agreement(comm)
+        broadcast(comm, [*model.parameters(), *model.buffers()])
 
         self.grid = Grid(comm, self.plan.rows, self.trace)
         rank = comm.rank
@@ -121,20 +117,20 @@ class KFAC:
         self.bases = Arena(self.plan.bases(rank), dtype, device)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
+        self.recorder = Recorder(model, self.layers, self.statistics, self.trace)
         self._average_weight = 0.0
         self._has_bases = False
-        if start == "identity":
-            self._start_at_identity()
-        self._watch(model)
+        self._forget_curvature()
         self._begin(0)
-        if comm.rank == 0 and others:
-            names = ", ".join(other.name for other in others if other.parameters)
-            log.info("trained first-order, as no layer covers them: %s", names or "none")
+        if comm.rank == 0:
+            _report_others(others, optimizer)
 
     # -- the main path ---------------------------------------------------------------------------
 
     def step(self) -> None:
         """From local gradients to identical new weights on every rank.
+
+        A parameter without a gradient counts as one with gradient 0.
 
         Collective over: world.
         """
@@ -143,12 +139,16 @@ class KFAC:
         self.gradients.reduce()
         self._precondition()
         self._publish_directions()
-        self._clip_and_write_back()
+        self._clip()
+        self._write_back()
+        self.gradients.write(self.gradients.blocks[len(self.layers) :])
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
 
     def precondition(self) -> None:
-        """Preconditions gradients that the caller has averaged and will step with.
+        """Preconditions covered layers' gradients, which the caller has averaged and will step.
+
+        Parameters and buffers that no layer covers are left to the caller as well.
 
         Collective over: world.
 
@@ -161,31 +161,33 @@ class KFAC:
         self._refresh_curvature()
         self._precondition()
         self._publish_directions()
-        self._clip_and_write_back()
+        self._clip()
+        self._write_back()
         self._begin(self.steps + 1)
 
     def _begin(self, step: int) -> None:
         self.steps = step
-        due = every(self.factor_every, step, "factor_every")
-        self._recording = due or self._average_weight == 0
+        due = self.settings.due("factor_every", step)
+        self.recorder.recording = due or self._average_weight == 0
 
     def _refresh_curvature(self) -> None:
-        if self._recording:
+        if self.recorder.recording:
             self._reduce_statistics()
-        if every(self.basis_every, self.steps, "basis_every") or not self._has_bases:
+        if self.settings.due("basis_every", self.steps) or not self._has_bases:
             self._decompose_owned()
             self._publish_bases()
 
     def _reduce_statistics(self) -> None:
         """Averages the batch's factors over ranks and over time."""
-        self._scale_statistics()
+        alone = self.plan.strategy.reduction == "none"
+        self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
         flat = self.statistics.flat
         if self.plan.strategy.reduction == "owners":
             self.grid.sum_to_owners(flat, self.statistics.layout.bounds, "reduce statistics")
             flat = self.statistics.segment(self.grid.world.rank)
         elif self.plan.strategy.reduction == "everyone":
             self.grid.sum_everywhere(flat, "reduce statistics")
-        decay = evaluate(self.decay, self.steps, "decay")
+        decay = self.settings.at("decay", self.steps)
         self._average_weight = decay * self._average_weight + 1 - decay
         self.averages.flat.lerp_(flat, (1 - decay) / self._average_weight)
         self.statistics.flat.zero_()
@@ -194,13 +196,13 @@ class KFAC:
         """Decomposes the factors that this rank owns."""
         with self.trace.stage("decompose"):
             for name in self.plan.owned(self.grid.world.rank):
-                factor = kron.unfold_triangle(self.averages[name])
-                if self.plan.solver != "eigen":
-                    self.bases[f"{name}.inverse"].copy_(self._damped_inverse(name, factor))
-                else:
-                    values, vectors = kron.eigenbasis(factor)
-                    self.bases[f"{name}.values"].copy_(values)
-                    self.bases[f"{name}.vectors"].copy_(vectors)
+                try:
+                    self._decompose(name, kron.unfold_triangle(self.averages[name]))
+                except ArithmeticError as error:
+                    raise ArithmeticError(
+                        f"factor {name!r} at step {self.steps}: {error}; if the loss has diverged, "
+                        f"try a smaller learning rate or a larger damping"
+                    ) from None
         self._has_bases = True
 
     def _publish_bases(self) -> None:
@@ -209,7 +211,7 @@ class KFAC:
 
     def _precondition(self) -> None:
         """Preconditions the gradients of the layers that this rank works on."""
-        damping = evaluate(self.damping, self.steps, "damping")
+        damping = self.settings.at("damping", self.steps)
         with self.trace.stage("precondition"):
             for name in self.plan.preconditioned(self.grid.world.rank):
                 gradient, out = self.gradients.arena[name], self.directions[name]
@@ -226,151 +228,86 @@ class KFAC:
             bounds = self.directions.layout.bounds
             self.grid.gather(self.directions.flat, bounds, "row", "publish gradients")
 
-    def _clip_and_write_back(self) -> None:
-        """Bounds the step and makes the directions the model's gradients."""
+    def _clip(self) -> None:
+        """Bounds the step by the KL clip."""
+        if self.settings.kl_clip is None or not self.layers:
+            return
+        divergence = self._divergence()
+        if self.gradients.owner_updates:
+            self.grid.sum_everywhere(divergence, "clip")
+        clip = self.settings.at("kl_clip", self.steps)
+        self.kl_scale = kron.kl_scale(divergence, clip)
+        self.directions.flat *= self.kl_scale
+
+    def _write_back(self) -> None:
+        """Makes the directions the gradients of the layers that this rank steps."""
         with self.trace.stage("write back"):
-            mine = [layer for layer in self.layers if layer.name in self.directions]
-            if self.kl_clip is not None and self.layers:
-                self.kl_scale = self._kl_scale(mine)
-                self.directions.flat *= self.kl_scale
-            for layer in mine:
-                layer.write_gradient(self.directions[layer.name])
-        self.gradients.write(self.gradients.blocks[len(self.layers) :])
-
-    # -- statistics: hooks record, nothing is sent -----------------------------------------------
-
-    def _watch(self, model: nn.Module) -> None:
-        """Adds the hooks that record the statistics this rank has to."""
-        self._passes = 0
-        self._counts: dict[str, _Count] = {}
-        model.register_forward_pre_hook(self._on_pass)
-        for layer in self.layers:
-            if any(name in self.statistics for name, _ in layer.shape.factors):
-                layer.module.register_forward_hook(partial(self._on_forward, layer))
-
-    def _on_pass(self, *_: object) -> None:
-        self._passes += 1
-
-    def _on_forward(self, layer: Layer, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        # The hook sits on the output tensor, not on the module: an in-place activation behind a
-        # layer breaks module backward hooks, and a pass without a backward records nothing.
-        if self._recording and module.training and output.requires_grad:
-            if output.dtype != self.statistics.flat.dtype:
-                raise TypeError(
-                    f"layer {layer.name!r} computes in {output.dtype}, its weight is "
-                    f"{self.statistics.flat.dtype}; mixed precision is not covered, turn it off"
-                )
-            x = inputs[0].detach()
-            output.register_hook(partial(self._record, layer, x, self._passes))
-
-    def _record(self, layer: Layer, x: Tensor, forward_pass: int, g: Tensor) -> None:
-        """Adds one call's `sum(a a^T)` and `sum(g g^T)` to the statistics."""
-        with self.trace.stage("statistics"), torch.no_grad():
-            if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
-                x, g = x[None], g[None]
-            (a_name, _), (g_name, _) = layer.shape.factors
-            if a_name in self.statistics:
-                kron.add_triangle(self.statistics[a_name], layer.input_sum(x))
-            if g_name in self.statistics:
-                kron.add_triangle(self.statistics[g_name], layer.output_sum(g))
-            count = self._counts.setdefault(layer.name, _Count())
-            count.add(len(x), layer.positions(g), forward_pass)
-
-    def _scale_statistics(self) -> None:
-        """Turns sums over this rank's batch into its share of the factors."""
-        sharers = 1 if self.plan.strategy.reduction == "none" else self.plan.ranks
-        for layer in self.layers:
-            names = [name for name, _ in layer.shape.factors]
-            if not any(name in self.statistics for name in names):
-                continue
-            if layer.name not in self._counts:
-                raise RuntimeError(
-                    f"layer {layer.name!r} took no part in the passes before step {self.steps}, "
-                    f"so it has no statistics; add it to skip"
-                )
-            count = self._counts.pop(layer.name)
-            for name, scale in zip(names, count.factor_scales(self.normalization, layer.spatial)):
-                if name in self.statistics:
-                    self.statistics[name].mul_(scale / sharers)
+            for layer in self.layers:
+                if layer.name in self.directions:
+                    layer.write_gradient(self.directions[layer.name])
 
     # -- details of the stages -------------------------------------------------------------------
 
     def _eigenbasis(self, factor: str) -> tuple[Tensor, Tensor]:
         return self.bases[f"{factor}.values"], self.bases[f"{factor}.vectors"]
 
+    def _decompose(self, name: str, factor: Tensor) -> None:
+        if self.plan.solver != "eigen":
+            self.bases[f"{name}.inverse"].copy_(self._damped_inverse(name, factor))
+            return
+        values, vectors = kron.eigenbasis(factor)
+        self.bases[f"{name}.values"].copy_(values)
+        self.bases[f"{name}.vectors"].copy_(vectors)
+
     def _damped_inverse(self, name: str, factor: Tensor) -> Tensor:
-        damping = evaluate(self.damping, self.steps, "damping")
+        damping = self.settings.at("damping", self.steps)
         if self.plan.solver == "unsplit-inverse":
             return kron.damped_inverse(factor, damping)
         layer, _, kind = name.rpartition(".")
         other = kron.unfold_triangle(self.averages[f"{layer}.{'G' if kind == 'A' else 'A'}"])
         return kron.damped_inverse(factor, kron.tikhonov_share(factor, other, damping))
 
-    def _kl_scale(self, layers: list[Layer]) -> Tensor:
-        """The KL clip's factor `[1]`, from the directions that this rank holds."""
-        divergence = self.directions.flat.new_zeros(1)
-        for layer in layers:
-            lr = self.optimizer.param_groups[self._groups[layer.name]]["lr"]
-            direction, gradient = self.directions[layer.name], self.gradients.arena[layer.name]
-            divergence += torch.dot(direction.view(-1), gradient.view(-1)) * lr**2
-        if self.gradients.owner_updates:
-            self.grid.sum_everywhere(divergence, "clip")
-        kl_clip = evaluate(self.kl_clip, self.steps, "kl_clip")  # type: ignore[arg-type]
-        return kron.kl_scale(divergence, kl_clip)
-
-    def _start_at_identity(self) -> None:
-        for name, average in self.averages.items():
-            kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
-        self._average_weight = 1.0
-
-    # -- checks ----------------------------------------------------------------------------------
-
-    def _check_settings(self, start: str) -> None:
-        if self.normalization not in NORMALIZATIONS:
-            allowed = ", ".join(map(repr, NORMALIZATIONS))
-            raise ValueError(f"normalization={self.normalization!r} must be one of {allowed}")
-        if start not in ("first", "identity"):
-            raise ValueError(f"start={start!r} must be 'first' or 'identity'")
-        if not 0 <= evaluate(self.decay, 0, "decay") < 1:
-            raise ValueError(f"decay={self.decay!r} must be at least 0 and below 1")
-        for name in ("damping", "kl_clip"):
-            value = getattr(self, name)
-            if value is not None and evaluate(value, 0, name) == 0:
-                raise ValueError(f"{name}={value!r} must be positive")
-        every(self.factor_every, 0, "factor_every")
-        every(self.basis_every, 0, "basis_every")
-
-    def _check_optimizer(self) -> None:
-        group_of = {
-            id(parameter): index
-            for index, group in enumerate(self.optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._groups: dict[str, int] = {}
+    def _divergence(self) -> Tensor:
+        """`sum lr^2 <direction, gradient>` `[1]` over the layers whose directions are here."""
+        total = self.directions.flat.new_zeros(1)
         for layer in self.layers:
-            index = group_of.get(id(layer.parameters[0]))
-            if index is None:
-                raise ValueError(
-                    f"layer {layer.name!r} is covered but its weight is not in the optimizer; "
-                    f"give it to the optimizer or add it to skip"
-                )
-            self._groups[layer.name] = index
+            if layer.name in self.directions:
+                products = self.directions[layer.name] * self.gradients.arena[layer.name]
+                for part, lr in zip(layer.parts(products), self._rates(layer)):
+                    total += part.sum() * lr**2
+        return total
 
-    def _check_agreement(self, comm: Any, start: str) -> None:
-        names = ("damping", "factor_every", "basis_every", "decay", "kl_clip", "normalization")
-        settings = {name: getattr(self, name) for name in names}
+    def _forget_curvature(self) -> None:
+        """No statistics, no bases, and averages at their start."""
+        self.recorder.clear()
+        self._has_bases = False
+        self._average_weight = 0.0
+        self.averages.flat.zero_()
+        if self.start == "identity":
+            self._average_weight = 1.0
+            for name, average in self.averages.items():
+                kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
+
+    def _check_agreement(self, comm: Any) -> None:
         agree(
             comm,
             {
-                "mpikfac version": mpikfac.__version__,
-                "torch version": torch.__version__,
-                "model": describe(self.model),
+                **describe(self.model, self.optimizer),
                 "strategy": self.plan.strategy,
                 "plan": self.plan.digest(),
-                "start": start,
-                **{n: "a schedule" if callable(v) else v for n, v in settings.items()},
+                "normalization": self.normalization,
+                "start": self.start,
+                **self.settings.described(),
             },
         )
+
+    def discard(self) -> None:
+        """Forgets the passes since the last step, of a batch that is not to be stepped with."""
+        self.recorder.clear()
+
+    def detach(self) -> None:
+        """Removes the hooks from the model, which is then as before, but for its weights."""
+        self.recorder.detach()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -394,6 +331,7 @@ class KFAC:
         A first-order run's state is taken too: statistics and bases are then made at the next step.
         """
         load_model_state(self.model, self.optimizer, self.gradients, state)
+        self._forget_curvature()
         if "kfac/average_weight" in state:
             self._average_weight = float(state["kfac/average_weight"])
             for name, average in self.averages.items():
@@ -405,21 +343,37 @@ class KFAC:
         self._begin(int(state["trainer/steps"]))
 
 
-@dataclass
-class _Count:
-    """How many examples and vectors went into a layer's sums since the last step."""
+class RateOf:
+    """The learning rates of a layer's weight and bias, as they are in the optimizer now."""
 
-    batch: int = 0
-    positions: int = 0
-    last_pass: int = -1
+    def __init__(self, optimizer: Optimizer, layers: Iterable[Layer]) -> None:
+        self.optimizer = optimizer
+        group_of = {
+            id(parameter): index
+            for index, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        self._groups: dict[str, list[int]] = {}
+        for layer in layers:
+            found = [group_of.get(id(parameter)) for parameter in layer.parameters]
+            if None in found:
+                raise ValueError(
+                    f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                    f"give it to the optimizer or add it to skip"
+                )
+            self._groups[layer.name] = [index for index in found if index is not None]
 
-    def add(self, batch: int, positions: int, forward_pass: int) -> None:
-        # A layer called again in the same pass sees the same examples at more positions.
-        if forward_pass != self.last_pass:
-            self.batch += batch
-        self.positions += positions
-        self.last_pass = forward_pass
+    def __call__(self, layer: Layer) -> list[float]:
+        groups = self.optimizer.param_groups
+        return [groups[index]["lr"] for index in self._groups[layer.name]]
 
-    def factor_scales(self, normalization: Normalization, spatial: bool) -> tuple[float, float]:
-        batch = self.batch if spatial or normalization == "expand" else self.positions
-        return factor_scales(normalization, batch, self.positions / batch)
+
+def _report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
+    """Lists once what is trained without K-FAC, and what is not trained at all."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [other for other in others if other.parameters]
+    names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
+    log.info("trained first-order, as no layer covers them: %s", names or "none")
+    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
+    if forgotten:
+        log.warning("not trained, as the optimizer does not have them: %s", forgotten)

@@ -43,8 +43,21 @@ def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor."""
-    values, vectors = torch.linalg.eigh(factor)
+    """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+
+    Raises:
+        ArithmeticError: the factor, or what comes of it, is not finite.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # LAPACK's float32 iteration may not converge on factors with many zero rows (inputs that
+        # are never active); in float64 it does.
+        if not factor.isfinite().all():
+            raise ArithmeticError("the factor is not finite") from None
+        values, vectors = (part.to(factor.dtype) for part in torch.linalg.eigh(factor.double()))
+    if not values.isfinite().all():
+        raise ArithmeticError("the eigenvalues are not finite")
     return values.clamp_(min=0), vectors
 
 
@@ -71,10 +84,17 @@ def precondition(
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """`(factor + damping I)^-1` `[n, n]`, by Cholesky."""
+    """`(factor + damping I)^-1` `[n, n]`, by Cholesky.
+
+    Raises:
+        ArithmeticError: that matrix is not finite or not positive definite.
+    """
     damped = factor.clone()
     damped.diagonal().add_(damping)
-    return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    root, failed = torch.linalg.cholesky_ex(damped)
+    if failed or not root.diagonal().isfinite().all():
+        raise ArithmeticError("the damped factor is not finite or not positive definite")
+    return torch.cholesky_inverse(root)
 
 
 def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpikfac import moments
 from mpikfac.plan import LayerShape, Shape
@@ -54,25 +56,26 @@ class Layer:
 
     def read_gradient(self, matrix: Tensor) -> None:
         """Copies the gradients of weight and bias into `matrix` `[outputs, inputs]`."""
-        for part, parameter in zip(self._parts(matrix), self.parameters):
+        for part, parameter in zip(self.parts(matrix), self.parameters):
             _read_gradient(part, parameter)
 
     def write_gradient(self, matrix: Tensor) -> None:
         """Makes `matrix` the gradients of weight and bias."""
-        for part, parameter in zip(self._parts(matrix), self.parameters):
+        for part, parameter in zip(self.parts(matrix), self.parameters):
             _write_gradient(parameter, part)
 
     def read_values(self, matrix: Tensor) -> None:
         """Copies weight and bias into `matrix`."""
-        for part, parameter in zip(self._parts(matrix), self.parameters):
+        for part, parameter in zip(self.parts(matrix), self.parameters):
             part.copy_(parameter.detach())
 
     def write_values(self, matrix: Tensor) -> None:
         """Makes `matrix` the weight and bias."""
-        for part, parameter in zip(self._parts(matrix), self.parameters):
+        for part, parameter in zip(self.parts(matrix), self.parameters):
             parameter.detach().copy_(part)
 
-    def _parts(self, matrix: Tensor) -> list[Tensor]:
+    def parts(self, matrix: Tensor) -> list[Tensor]:
+        """Views of `matrix`, shaped as the weight and the bias."""
         weight = matrix[:, : self.shape.inputs - self.bias].view(self.module.weight.shape)
         return [weight, matrix[:, -1]] if self.bias else [weight]
 
@@ -112,30 +115,20 @@ class ConvLayer(Layer):
 
 
 class Other:
-    """A parameter that no layer covers, or a floating buffer (BatchNorm's running statistics).
-
-    A parameter's gradient is averaged over ranks; a buffer's value is, so that all ranks hold the
-    same model after every step.
-    """
+    """A trained parameter that no layer covers; its gradient is averaged over ranks."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self.tensor = tensor
-        self.parameters = [tensor] if isinstance(tensor, nn.Parameter) else []
+        self.parameters = [tensor]
 
     def read_gradient(self, out: Tensor) -> None:
-        """Copies the parameter's gradient, or the buffer, into `out`."""
-        if self.parameters:
-            _read_gradient(out, self.tensor)
-        else:
-            self.read_values(out)
+        """Copies the gradient into `out`."""
+        _read_gradient(out, self.tensor)
 
     def write_gradient(self, value: Tensor) -> None:
-        """Makes `value` the parameter's gradient, or the buffer."""
-        if self.parameters:
-            _write_gradient(self.tensor, value)
-        else:
-            self.write_values(value)
+        """Makes `value` the gradient."""
+        _write_gradient(self.tensor, value)
 
     def read_values(self, out: Tensor) -> None:
         """Copies the tensor into `out`."""
@@ -144,6 +137,25 @@ class Other:
     def write_values(self, value: Tensor) -> None:
         """Makes `value` the tensor's content."""
         self.tensor.detach().copy_(value)
+
+
+class Statistic(Other):
+    """A running statistic of a normalisation layer: its value is averaged over ranks.
+
+    It travels with the gradients, so that all ranks hold the same model after every step.
+    """
+
+    def __init__(self, name: str, tensor: Tensor) -> None:
+        super().__init__(name, tensor)
+        self.parameters = []
+
+    def read_gradient(self, out: Tensor) -> None:
+        """Copies the value into `out`."""
+        self.read_values(out)
+
+    def write_gradient(self, value: Tensor) -> None:
+        """Makes `value` the value."""
+        self.write_values(value)
 
 
 def cover(model: nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[Other]]:
@@ -169,10 +181,23 @@ def cover(model: nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list
 
 
 def uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
-    """Trained parameters whose `id` is not in `covered`, and all floating buffers."""
-    parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    buffers = [(n, b) for n, b in model.named_buffers() if b.is_floating_point()]
-    return [Other(n, t) for n, t in parameters + buffers if id(t) not in covered]
+    """Trained parameters whose `id` is not in `covered`, and all running statistics.
+
+    Raises:
+        ValueError: a layer whose gradients are sparse.
+    """
+    others = [
+        Other(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in covered
+    ]
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise ValueError(f"layer {name!r} has sparse gradients; make it with sparse=False")
+        if isinstance(module, (_BatchNorm, _InstanceNorm)):
+            buffers = module.named_buffers(name, recurse=False)
+            others += [Statistic(n, b) for n, b in buffers if b.is_floating_point()]
+    return others
 
 
 def covered_shapes(
@@ -216,13 +241,15 @@ def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
 
 
 def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
-    """Tied weights have one gradient but would get two preconditioners."""
-    owner: dict[int, str] = {}
+    """Tied weights have one gradient of several uses, of which a layer sees its own only."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
     for layer in layers:
         for parameter in layer.parameters:
-            other = owner.setdefault(id(parameter), layer.name)
-            if other != layer.name:
+            if len(names := holders[id(parameter)]) > 1:
                 raise ValueError(
-                    f"layers {other!r} and {layer.name!r} share a parameter, which is not covered; "
-                    f"add both to skip to train it first-order"
+                    f"layers {' and '.join(map(repr, names))} share a parameter, which is not "
+                    f"covered; add {layer.name!r} to skip to train it first-order"
                 )

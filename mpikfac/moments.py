@@ -26,6 +26,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends import cudnn
 from torch.nn.grad import conv2d_weight
 
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
@@ -84,7 +85,7 @@ def conv_input_sum(x: Tensor, window: Window, bias: bool) -> Tensor:
     """
     if tuple(window.kernel) == (1, 1) and not any(map(any, window.padding)):
         total = conv_output_sum(x[:, :, :: window.stride[0], :: window.stride[1]])
-    elif tuple(window.stride) == (1, 1) and _worth_correlating(x, window):
+    elif _can_correlate(x, window) and _worth_correlating(x, window):
         total = _correlated(x, window)
     else:
         patches = _patches(x, window)
@@ -124,14 +125,30 @@ def _patches(x: Tensor, window: Window) -> Tensor:
     return views.permute(0, 4, 5, 1, 2, 3).flatten(3).flatten(0, 2)
 
 
-def _worth_correlating(x: Tensor, window: Window) -> bool:
-    """Whether autocorrelation applies (padding inside the kernel's reach) and pays.
+def _can_correlate(x: Tensor, window: Window) -> bool:
+    """Whether the autocorrelation applies: stride 1, padding and `x` as the kernel's reach asks."""
+    return tuple(window.stride) == (1, 1) and all(
+        max(window.padding[dim]) <= window.reach[dim] < x.shape[2 + dim] for dim in (0, 1)
+    )
 
-    With fewer than 8 channels the patches' product is as fast (measured on CPU cores).
+
+def _worth_correlating(x: Tensor, window: Window) -> bool:
+    """Whether the autocorrelation takes well under the work of patches.
+
+    Work is in products per example and pair of channels; the rule is fitted to times on CPU cores.
     """
-    inside = all(max(window.padding[dim]) <= window.reach[dim] for dim in (0, 1))
-    large = all(x.shape[2 + dim] > window.reach[dim] for dim in (0, 1))
-    return inside and large and x.shape[1] >= 8
+    (kh, kw), (reach_h, reach_w), (height, width) = window.kernel, window.reach, x.shape[2:]
+    if x.shape[1] < 8:
+        return False
+    frame_h, frame_w = 2 * reach_h - sum(window.padding[0]), 2 * reach_w - sum(window.padding[1])
+    out_h, out_w = height + reach_h - frame_h, width + reach_w - frame_w
+    seen_h, seen_w = frame_h / 2 / window.dilation[0], frame_w / 2 / window.dilation[1]
+    shifts = kh * (2 * kw - 1) * (height + reach_h) * width
+    around = (seen_h * kw) ** 2 * frame_h * (width + reach_w)
+    beside = (kh * seen_w) ** 2 * frame_w * out_h
+    spreading = 100 * (kh * kw) ** 2 / len(x)  # writes the matrix once, whatever the batch
+    patches = (kh * kw) ** 2 * out_h * out_w
+    return 1.7 * (shifts + around + beside + spreading) < patches
 
 
 def _correlated(x: Tensor, window: Window) -> Tensor:
@@ -154,13 +171,12 @@ def _autocorrelation(x: Tensor, window: Window) -> Tensor:
     """`sum_u x[c, u] x[d, u + delta]` as `[c, d, kh, 2 kw - 1]` for row differences >= 0."""
     channels, (kh, kw) = x.shape[1], window.kernel
     below = F.pad(x, (0, 0, 0, window.reach[0]))
-    return conv2d_weight(
-        below,
-        (channels, channels, kh, 2 * kw - 1),
-        x,
-        padding=(0, window.reach[1]),
-        dilation=window.dilation,
-    )
+    shape = (channels, channels, kh, 2 * kw - 1)
+    # The frame is subtracted in full precision, so TF32 would leave more than its rounding error.
+    with cudnn.flags(enabled=cudnn.enabled, benchmark=cudnn.benchmark, allow_tf32=False):
+        return conv2d_weight(
+            below, shape, x, padding=(0, window.reach[1]), dilation=window.dilation
+        )
 
 
 def _toeplitz(correlation: Tensor, kh: int, kw: int) -> Tensor:

@@ -62,11 +62,12 @@ class Strategy:
     colocate: bool = True
 
     def __post_init__(self) -> None:
-        _one_of("reduction", self.reduction, ("everyone", "owners", "none"))
-        _one_of("update", self.update, ("everyone", "owner"))
-        _one_of("balance", self.balance, ("compute", "memory"))
-        if self.workers < 1:
-            raise ValueError(f"workers={self.workers} must be at least 1")
+        one_of("reduction", self.reduction, ("everyone", "owners", "none"))
+        one_of("update", self.update, ("everyone", "owner"))
+        one_of("balance", self.balance, ("compute", "memory"))
+        one_of("colocate", self.colocate, (True, False))
+        if type(self.workers) is not int or self.workers < 1:
+            raise ValueError(f"workers={self.workers!r} must be a whole number of at least 1")
 
     @classmethod
     def comm_opt(cls, ranks: int, **choices: Any) -> Strategy:
@@ -364,7 +365,7 @@ def make_plan(
     Raises:
         ValueError: a choice that cannot work, with what would.
     """
-    _one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
+    one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     _check_divides(strategy.workers, ranks)
@@ -433,6 +434,11 @@ def _check_divides(workers: int, ranks: int) -> None:
         )
 
 
-def _one_of(name: str, value: object, allowed: Sequence[str]) -> None:
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Returns if `value` is allowed.
+
+    Raises:
+        ValueError: it is not; the text calls it `name` and lists what is.
+    """
     if value not in allowed:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
 
 Schedule = Callable[[int], float]
 
@@ -104,3 +105,46 @@ def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> 
         return factor * evaluate(schedule, step)
 
     return value
+
+
+@dataclass(frozen=True)
+class Settings:
+    """K-FAC's numbers, each plain or a schedule; see `KFAC` for what they mean.
+
+    They are checked at step 0 when this is made, and whenever they are asked for.
+
+    Raises:
+        ValueError: a number out of its bounds, by name.
+    """
+
+    damping: float | Schedule
+    factor_every: float | Schedule
+    basis_every: float | Schedule
+    decay: float | Schedule
+    kl_clip: float | Schedule | None
+
+    def __post_init__(self) -> None:
+        for name in ("damping", "decay", *(("kl_clip",) if self.kl_clip is not None else ())):
+            self.at(name, 0)
+        for name in ("factor_every", "basis_every"):
+            self.due(name, 0)
+
+    def at(self, name: str, step: int) -> float:
+        """The damping, decay or KL clip in force at `step`."""
+        setting = getattr(self, name)
+        value = evaluate(setting, step, name)
+        shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
+        if name == "decay" and value >= 1:
+            raise ValueError(f"{shown} must be at least 0 and below 1")
+        if name != "decay" and value == 0:
+            raise ValueError(f"{shown} must be positive")
+        return value
+
+    def due(self, name: str, step: int) -> bool:
+        """Whether what happens every so many steps happens at `step`."""
+        return every(getattr(self, name), step, name)
+
+    def described(self) -> dict[str, object]:
+        """The settings by name, for ranks to compare; schedules by their number at step 0."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {n: ("scheduled", v(0)) if callable(v) else v for n, v in values.items()}

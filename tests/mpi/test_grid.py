@@ -187,6 +187,22 @@ def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
+@pytest.mark.parametrize("difference", ["lr", "class", "parameters"])
+def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
+    """Oracle: one text on every rank; weights would part at the first step."""
+    last = comm.rank == comm.size - 1
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    kind = torch.optim.Adam if last and difference == "class" else torch.optim.SGD
+    parameters = list(model.parameters())
+    if last and difference == "parameters":
+        parameters.reverse()
+    optimizer = kind(parameters, lr=0.2 if last and difference == "lr" else 0.1)
+    text = told(comm, lambda: make(model, optimizer, comm))
+    assert text.startswith("ranks disagree on optimizer")
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
 @pytest.mark.parametrize("difference", ["width", "dtype", "frozen"])
 def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
     """Oracle: one text on every rank, whatever is different."""

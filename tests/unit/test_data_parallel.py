@@ -74,7 +74,7 @@ def test_mixed_dtypes_are_refused_by_name(comm, make):
 def test_a_covered_weight_must_be_in_the_optimizer(comm):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model[0].parameters())
-    with pytest.raises(ValueError, match="layer '1' is covered but its weight is not in the opt"):
+    with pytest.raises(ValueError, match="layer '1' is covered but not all of it is in the opt"):
         mpikfac.KFAC(model, optimizer, comm)
     mpikfac.KFAC(model, optimizer, comm, skip=["1"])
 
@@ -89,3 +89,41 @@ def test_moments_are_loaded_into_the_parameters_dtype(comm):
     assert state["exp_avg"].dtype == torch.float64
     assert torch.equal(state["exp_avg"], first.optimizer.state[first.model[5].weight]["exp_avg"])
     assert state["step"] == 1
+
+
+def test_numbers_of_parameter_groups_are_restored_as_they_were(comm):
+    """Oracle: the saved groups, although the new optimizer's defaults are whole numbers."""
+    first = baseline(
+        comm, lambda model: torch.optim.SGD(model.parameters(), 0.1, 0.9, nesterov=True)
+    )
+    first.optimizer.param_groups[0]["weight_decay"] = 5e-4
+    second = baseline(comm, lambda model: torch.optim.SGD(model.parameters(), 1, 0))
+    second.load_state_dict(first.state_dict())
+    for key in ("lr", "momentum", "weight_decay", "nesterov"):
+        restored = second.optimizer.param_groups[0][key]
+        assert restored == first.optimizer.param_groups[0][key]
+        assert type(restored) is type(first.optimizer.param_groups[0][key])
+
+
+def test_half_precision_is_refused(comm):
+    model = nn.Sequential(nn.Linear(2, 2)).bfloat16()
+    with pytest.raises(ValueError, match="0.weight is torch.bfloat16; parameters must be"):
+        mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
+
+
+def test_only_running_statistics_are_averaged(comm):
+    """Oracle: a buffer of another dtype, and one that is not a statistic, stay as they are."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("table", torch.ones(3, dtype=torch.float64))
+    trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
+    names = [name for name, _ in trainer.plan.others]
+    assert names[-2:] == ["1.running_mean", "1.running_var"]
+    assert "table" not in names
+
+
+def test_sparse_gradients_are_refused(comm):
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True))
+    with pytest.raises(
+        ValueError, match="layer '0' has sparse gradients; make it with sparse=False"
+    ):
+        mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)

@@ -243,7 +243,7 @@ def test_precondition_refuses_owners_that_step(comm):
         ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
         ({"solver": "cg"}, "solver='cg' must be one of 'eigen', 'inverse', 'unsplit-inverse'"),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
-        ({"start": "zero"}, "start='zero' must be 'first' or 'identity'"),
+        ({"start": "zero"}, "start='zero' must be one of 'first', 'identity'"),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (
             {"strategy": mpikfac.Strategy(2)},
@@ -266,3 +266,56 @@ def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
     learn(kfac, 1)
     with pytest.raises(ValueError, match="schedule damping at step 1=nan must be"):
         kfac.step()
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (
+            {"damping": mpikfac.schedule.linear(0.1, 0.0, 1)},
+            "damping at step 1=0.0 must be positive",
+        ),
+        ({"decay": lambda step: 0.5 + step}, "decay at step 1=1.5 must be at least 0 and below 1"),
+        ({"kl_clip": lambda step: 0.1 * (step < 1)}, "kl_clip at step 1=0.0 must be positive"),
+    ],
+)
+def test_a_schedule_is_checked_at_every_step(comm, settings, text):
+    """Oracle: the message; a damping of 0 would make the weights NaN."""
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, **settings)
+    learn(kfac, 0)
+    kfac.step()
+    learn(kfac, 1)
+    with pytest.raises(ValueError, match=re.escape(text)):
+        kfac.step()
+
+
+def test_loading_forgets_the_batch_at_hand(comm):
+    """Oracle: a trainer that is new when it loads the same state."""
+    models = [linear() for _ in range(3)]
+    first, used, new = (mpikfac.KFAC(model, sgd(model), comm) for model in models)
+    learn(first, 0)
+    first.step()
+    learn(used, 1)
+    for kfac in (used, new):
+        kfac.load_state_dict(first.state_dict())
+        kfac.optimizer.zero_grad()
+        learn(kfac, 2)
+        kfac.step()
+    assert torch.equal(problem.state(used.model), problem.state(new.model))
+
+
+def test_rates_of_weight_and_bias_count_in_the_clip(comm):
+    """Oracle: the clip's formula with the learning rate of each parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4)).double()
+    groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())]
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(groups), comm, kl_clip=1e-6)
+    learn(kfac, 0)
+    gradients = [p.grad.clone() for p in model.parameters()]
+    kfac.step()
+    directions = [p.grad / kfac.kl_scale for p in model.parameters()]
+    divergence = sum(
+        (d * g).sum() * group["lr"] ** 2 for d, g, group in zip(directions, gradients, groups)
+    )
+    torch.testing.assert_close(kfac.kl_scale[0], torch.sqrt(1e-6 / divergence))

@@ -4,7 +4,7 @@ import oracles
 import pytest
 import torch
 
-from mpikfac import kron
+from mpikfac import kron, moments
 from mpikfac.plan import triangle_shape
 
 
@@ -99,3 +99,26 @@ def test_the_kl_clip_is_its_formula(divergence, scale):
     """Oracle: min(1, sqrt(kl_clip / |divergence|)) at kl_clip 0.001 [SC20, eq. 18]."""
     found = kron.kl_scale(torch.tensor(divergence, dtype=torch.float64), 0.001)
     assert found.item() == pytest.approx(scale)
+
+
+@pytest.mark.parametrize("dead", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_factors_with_dead_inputs_are_decomposed(dead, seed):
+    """Oracle: the factor itself, from its basis, to float32 rounding."""
+    torch.manual_seed(seed)
+    x = torch.randn(64, 32, 1, 1).relu() * (torch.rand(32, 1, 1) >= dead)
+    window = moments.Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))  # 8 of 9 taps see zeros only
+    factor = moments.conv_input_sum(x, window, bias=False) / len(x)
+    values, vectors = kron.eigenbasis(factor)
+    torch.testing.assert_close(vectors * values @ vectors.T, factor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_decomposed(bad):
+    """Oracle: an error; LAPACK would return NaN without one."""
+    factor = torch.eye(3)
+    factor[1, 1] = bad
+    with pytest.raises(ArithmeticError, match="not finite"):
+        kron.eigenbasis(factor)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        kron.damped_inverse(factor, 0.1)

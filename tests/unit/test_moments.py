@@ -96,7 +96,7 @@ def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):
     monkeypatch.setattr(
         moments, "_patches", lambda x, shape: copied.append(patches(x, shape)) or copied[-1]
     )
-    x = torch.randn(2, 16, 8, 8).double()
+    x = torch.randn(32, 16, 8, 8).double()
     total = moments.conv_input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
     everything = F.unfold(x, 3, padding=1)
     assert sum(p.numel() for p in copied) < everything.numel()

@@ -204,7 +204,7 @@ def mib(elements):
             lambda: make_plan(LAYERS, 2, Strategy(2, "owners", colocate=False), solver="inverse"),
             "with reduction='owners' both need one owner; use colocate=True",
         ),
-        (lambda: Strategy(0), "workers=0 must be at least 1"),
+        (lambda: Strategy(0), "workers=0 must be a whole number of at least 1"),
         (
             lambda: Strategy(reduction="all"),
             "reduction='all' must be one of 'everyone', 'owners', 'none'",

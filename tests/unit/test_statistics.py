@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+
 import oracles
 import problem
 import pytest
@@ -98,6 +101,7 @@ def test_in_deep_linear_nets_the_product_is_the_gauss_newton_block(comm, net):
     learn(kfac, (repeated, labels), lambda f, y: F.mse_loss(f, y, reduction="sum") / len(y) / 2)
     kfac.precondition()  # the weights stay where the Jacobian is taken
     found = factors(kfac)
+    kfac.detach()
     for name, module in oracles.kfac_modules(model).items():
         parameters = [p for p in (module.weight, module.bias) if p is not None]
         rows = []
@@ -237,7 +241,7 @@ def test_a_layer_without_statistics_is_named(comm):
 
 def test_a_step_without_a_training_pass_is_refused(comm):
     kfac = trainer(comm, Twice().double())
-    with pytest.raises(RuntimeError, match="layer 'shared' took no part .* before step 0"):
+    with pytest.raises(RuntimeError, match="layer 'shared' took no part .* before this step"):
         kfac.step()
 
 
@@ -264,3 +268,69 @@ def test_a_skipped_layer_may_be_unused(comm):
     kfac.step()
     assert torch.equal(model.unused.weight, before)
     assert not torch.equal(factors(kfac)["shared.A"], torch.zeros(7, 7))
+
+
+def test_a_discarded_batch_leaves_no_trace(comm):
+    """Oracle: the same step without the discarded batch, to the last bit."""
+
+    def stepped(discards):
+        kfac = trainer(comm, problem.network())
+        if discards:
+            learn(kfac, problem.batch(1))
+            kfac.optimizer.zero_grad()
+            kfac.discard()
+        learn(kfac, problem.batch(0))
+        kfac.step()
+        return problem.state(kfac.model)
+
+    assert torch.equal(stepped(True), stepped(False))
+
+
+def test_copies_of_a_model_record_nothing(comm):
+    """Oracle: the original's factors, after a copy and a saved model have trained on other data."""
+    kfac, alone = trainer(comm, problem.network()), trainer(comm, problem.network())
+    file = io.BytesIO()
+    torch.save(kfac.model, file)
+    file.seek(0)
+    for model in (copy.deepcopy(kfac.model), torch.load(file, weights_only=False)):
+        images, labels = problem.batch(1)
+        F.cross_entropy(model(images), labels).backward()
+    for trained in (kfac, alone):
+        learn(trained, problem.batch(0))
+        trained.step()
+    assert_same(factors(kfac), factors(alone))
+
+
+def test_a_detached_model_records_nothing(comm):
+    kfac = trainer(comm, problem.network())
+    kfac.detach()
+    learn(kfac, problem.batch(0))
+    assert not kfac.statistics.flat.any()
+
+
+def test_inputs_by_name_count(comm):
+    """Oracle: the same layer called with its input by position."""
+
+    class Named(nn.Module):
+        def __init__(self, by_name):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer, self.by_name = nn.Linear(3, 2).double(), by_name
+
+        def forward(self, x):
+            return self.layer(input=x) if self.by_name else self.layer(x)
+
+    found = [trainer(comm, Named(by_name)) for by_name in (True, False)]
+    for kfac in found:
+        learn(kfac, (torch.ones(4, 3).double(), torch.tensor([0, 1, 1, 0])))
+        kfac.step()
+    assert_same(factors(found[0]), factors(found[1]))
+
+
+def test_a_second_backward_pass_is_refused(comm):
+    """Oracle: the message; G of two passes would lack the cross term of the joined loss."""
+    kfac = trainer(comm, nn.Sequential(nn.Linear(3, 2)))
+    loss = kfac.model(torch.ones(4, 3)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="layer '0': a second backward pass"):
+        loss.backward()

@@ -1,0 +1,142 @@
+"""Test accuracy of K-FAC against SGD within a small budget on real CIFAR-10, both tuned alike.
+
+    OMP_NUM_THREADS=1 python benchmarks/learning.py --data DIR --out runs/learning
+
+Stage 1 runs a grid of equal size for both optimizers with seed 0; stage 2 repeats the best of each
+with further seeds. Runs that are complete in `--out` are not repeated. Writes `results.json` and
+`curves.png` there. The launcher is taken from MPIRUN and MPIRUN_FLAGS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+SEEDS = (0, 1, 2)
+COMMON = {
+    "data.name": "cifar10",
+    "data.train_images": "10000",
+    "data.augment": "true",
+    "model": "resnet20",
+    "batch": "256",
+    "epochs": "5",
+    "schedule": "linear",
+    "weight_decay": "0.0005",
+}
+SGD_GRID = [{"lr": lr} for lr in ("0.03", "0.06", "0.1", "0.2", "0.4")]
+KFAC_GRID = [
+    {"lr": lr, "kfac.damping": damping, "kfac.kl_clip": clip}
+    for lr, damping, clip in (
+        ("0.1", "0.03", "0.01"),
+        ("0.1", "0.03", "null"),
+        ("0.2", "0.03", "0.01"),
+        ("0.1", "0.03", "0.001"),
+        ("0.1", "0.1", "0.01"),
+    )
+]
+
+
+def main() -> int:
+    """Runs what is missing, then writes and prints the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True, help="folder of cifar-10-batches-bin")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ranks", default="2")
+    options = parser.parse_args()
+    results = {}
+    for optimizer, grid in (("sgd", SGD_GRID), ("kfac", KFAC_GRID)):
+        tried = [(accuracy(run(options, optimizer, choice, 0)), choice) for choice in grid]
+        best = max(tried, key=lambda found: found[0])[1]
+        runs = [run(options, optimizer, best, seed) for seed in SEEDS]
+        results[optimizer] = {
+            "grid": [{**choice, "test_accuracy": value} for value, choice in tried],
+            "best": best,
+            "epochs": [by_epoch(metrics) for metrics in runs],
+        }
+    (options.out / "results.json").write_text(json.dumps(results, indent=1))
+    draw(results, options.out / "curves.png")
+    report(results)
+    return 0
+
+
+def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int) -> Path:
+    """The metrics file of one run, made unless it is there and complete."""
+    name = "-".join([optimizer, *choice.values(), str(seed)])
+    directory = options.out / name
+    metrics = directory / "metrics.jsonl"
+    if metrics.exists() and len(by_epoch(metrics)) == int(COMMON["epochs"]):
+        return metrics
+    shutil.rmtree(directory, ignore_errors=True)
+    settings = {**COMMON, **choice, "optimizer": optimizer, "seed": str(seed)}
+    settings |= {"data.path": str(options.data), "run_dir": str(directory)}
+    launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
+    program = Path(__file__).parents[1] / "apps" / "train_cnn.py"
+    command = [*launcher, "-n", options.ranks, sys.executable, "-m", "mpi4py", str(program)]
+    for key, value in settings.items():
+        command += [f"--{key}", value]
+    print(name, flush=True)
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    print(f"  {accuracy(metrics):.2%}", flush=True)
+    return metrics
+
+
+def by_epoch(metrics: Path) -> list[dict[str, float]]:
+    """The lines of a metrics file that hold a test accuracy."""
+    lines = map(json.loads, metrics.read_text().splitlines())
+    return [line for line in lines if "test_accuracy" in line]
+
+
+def accuracy(metrics: Path) -> float:
+    """Test accuracy at the end of a run."""
+    return by_epoch(metrics)[-1]["test_accuracy"]
+
+
+def draw(results: dict, path: Path) -> None:
+    """Mean over seeds, and their range, by epoch and by seconds of training."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for optimizer, colour in (("sgd", "tab:gray"), ("kfac", "tab:red")):
+        runs = results[optimizer]["epochs"]
+        columns = list(zip(*runs))
+        values = [[100 * line["test_accuracy"] for line in column] for column in columns]
+        for axis, key in zip(axes, ("epoch", "seconds")):
+            x = [statistics.mean(line[key] for line in column) for column in columns]
+            mean = [statistics.mean(value) for value in values]
+            label = {"sgd": "SGD", "kfac": "K-FAC"}[optimizer]
+            axis.plot(x, mean, color=colour, marker="o", label=label)
+            axis.fill_between(x, *zip(*[(min(v), max(v)) for v in values]), color=colour, alpha=0.2)
+    for axis, label in zip(axes, ("epoch", "seconds in training steps")):
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("test accuracy, %")
+    axes[0].legend()
+    figure.suptitle("ResNet-20, 10,000 images of CIFAR-10, learning rate annealed to 0 in 5 epochs")
+    figure.savefig(path, dpi=120)
+
+
+def report(results: dict) -> None:
+    """Prints both grids and the mean over seeds of the best of each."""
+    for optimizer, found in results.items():
+        for point in found["grid"]:
+            settings = ", ".join(f"{k}={v}" for k, v in point.items() if k != "test_accuracy")
+            print(f"{optimizer:5s} {settings:50s} {point['test_accuracy']:.2%}")
+        final = [100 * epochs[-1]["test_accuracy"] for epochs in found["epochs"]]
+        seconds = statistics.mean(epochs[-1]["seconds"] for epochs in found["epochs"])
+        print(
+            f"{optimizer:5s} best, seeds {SEEDS}: {statistics.mean(final):.2f} % "
+            f"({', '.join(f'{value:.2f}' for value in final)}), {seconds:.0f} s"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

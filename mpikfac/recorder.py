@@ -1,0 +1,134 @@
+"""Hooks that record a batch's second moments; nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac import kron
+from mpikfac.arena import Arena
+from mpikfac.layers import Layer
+from mpikfac.moments import Normalization, factor_scales
+from mpikfac.trace import Trace
+
+
+class Recorder:
+    """Sums of `a a^T` and `g g^T` over this rank's passes since the last `finish`.
+
+    Attributes:
+        recording: whether passes count; changes take effect at the next forward pass.
+    """
+
+    recording = False
+    _passes = 0
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], statistics: Arena, trace: Trace
+    ) -> None:
+        """Adds hooks to the model and to the layers that have a block in `statistics`."""
+        self.statistics = statistics
+        self.trace = trace
+        self._counts: dict[str, Count] = {}
+        names = {name.rpartition(".")[0] for name in statistics}
+        self.layers = [layer for layer in layers if layer.name in names]
+        self._hooks = [model.register_forward_pre_hook(self._on_pass)]
+        self._hooks += [
+            layer.module.register_forward_hook(partial(self._on_forward, layer), with_kwargs=True)
+            for layer in self.layers
+        ]
+
+    def __reduce__(self) -> Any:
+        # A copied or saved model takes its hooks along; those record nothing.
+        return Recorder.__new__, (Recorder,)
+
+    def detach(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def clear(self) -> None:
+        """Forgets the passes since the last `finish`."""
+        self._counts.clear()
+        self.statistics.flat.zero_()
+
+    def finish(self, normalization: Normalization, sharers: int) -> None:
+        """Turns the sums into this rank's share of the factors' mean over `sharers` ranks.
+
+        Raises:
+            RuntimeError: a layer has no statistics.
+        """
+        for layer in self.layers:
+            count = self._counts.pop(layer.name, None)
+            if count is None or count.positions == 0:
+                raise RuntimeError(
+                    f"layer {layer.name!r} took no part in the training passes before this step "
+                    f"(train() mode, a batch that is not empty, backward), so it has no "
+                    f"statistics; add it to skip if that is meant"
+                )
+            scales = count.factor_scales(normalization, layer.spatial)
+            for (name, _), scale in zip(layer.shape.factors, scales):
+                if name in self.statistics:
+                    self.statistics[name].mul_(scale / sharers)
+
+    def _on_pass(self, *_: object) -> None:
+        self._passes += 1
+
+    def _on_forward(
+        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor
+    ) -> None:
+        # The hook sits on the output tensor, not on the module: an in-place activation behind a
+        # layer breaks module backward hooks, and a pass without a backward records nothing.
+        if self.recording and module.training and output.requires_grad:
+            if output.dtype != self.statistics.flat.dtype:
+                raise TypeError(
+                    f"layer {layer.name!r} computes in {output.dtype}, its weight is "
+                    f"{self.statistics.flat.dtype}; mixed precision is not covered, turn it off"
+                )
+            x = inputs[0] if inputs else named["input"]
+            output.register_hook(partial(self._record, layer, [x.detach()], self._passes))
+
+    def _record(self, layer: Layer, kept: list[Tensor], forward_pass: int, g: Tensor) -> None:
+        """Adds one call's sums; `kept` holds its input until then."""
+        if not kept:
+            raise RuntimeError(
+                f"layer {layer.name!r}: a second backward pass through one forward pass has no "
+                f"statistics of its own; add the losses and call backward once"
+            )
+        x = kept.pop()
+        if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
+            x, g = x[None], g[None]
+        with self.trace.stage("statistics"), torch.no_grad():
+            (a_name, _), (g_name, _) = layer.shape.factors
+            if a_name in self.statistics:
+                kron.add_triangle(self.statistics[a_name], layer.input_sum(x))
+            if g_name in self.statistics:
+                kron.add_triangle(self.statistics[g_name], layer.output_sum(g))
+            count = self._counts.setdefault(layer.name, Count())
+            count.add(len(x), layer.positions(g), forward_pass)
+
+
+@dataclass
+class Count:
+    """How many examples and vectors went into a layer's sums."""
+
+    batch: int = 0
+    positions: int = 0
+    last_pass: int = -1
+
+    def add(self, batch: int, positions: int, forward_pass: int) -> None:
+        """Counts one call of the layer."""
+        # A layer called again in the same pass sees the same examples at more positions.
+        if forward_pass != self.last_pass:
+            self.batch += batch
+        self.positions += positions
+        self.last_pass = forward_pass
+
+    def factor_scales(self, normalization: Normalization, spatial: bool) -> tuple[float, float]:
+        """What to multiply the sums by to get A and G."""
+        batch = self.batch if spatial or normalization == "expand" else self.positions
+        return factor_scales(normalization, batch, self.positions / batch)
