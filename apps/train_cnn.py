@@ -265,6 +265,7 @@ class Run:
             self.trainer.load_state_dict(state)
             self.meter.load(state["run/counted"], state["run/reported"])
             self.speed.seconds = state["run/seconds"]
+            self.speed.mark()
             if resume == "auto":
                 kept = state["run/metrics_bytes"]
         log.info("going on from %s", path)

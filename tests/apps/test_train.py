@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from launch import launch
-from mpikfac_apps import record, train_cnn
+from mpikfac_apps import metrics, record, train_cnn
 
 APPS = Path(train_cnn.__file__).parent
 TIMES = ("seconds", "images_per_second", "communication")
@@ -78,6 +80,16 @@ def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
     assert rows(two)[0]["step"] == 8
     assert last(two, "train_loss") == pytest.approx(last(one, "train_loss"), rel=0.3)
     assert last(two, "test_accuracy") == pytest.approx(last(one, "test_accuracy"), abs=0.05)
+
+
+def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
+    """Oracle: a clock that advances by 1 s in each step of 120 images."""
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    assert train_cnn.main(arguments(tmp_path, "--max_steps=5")) == 0
+    assert train_cnn.main(arguments(tmp_path, "--resume=auto")) == 0
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    speeds = {row["step"]: row["images_per_second"] for row in lines if "images_per_second" in row}
+    assert speeds == dict.fromkeys((2, 4, 6, 8), 120.0)
 
 
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
