@@ -23,7 +23,7 @@ Block = Layer | Other
 class Gradients:
     """A model's gradients in one arena, from local to averaged to a step of the optimizer.
 
-    Floating buffers travel with them, so that ranks stay equal in BatchNorm's statistics too.
+    Running statistics travel with them, so that ranks stay equal in BatchNorm's too.
     """
 
     def __init__(self, blocks: Sequence[Block], plan: Plan, grid: Grid) -> None:

@@ -105,7 +105,7 @@ class KFAC:
             solver,
             dtype.itemsize,
         )
-        self._rates = RateOf(optimizer, self.layers)
+        self._groups = _groups_of(self.layers, optimizer)
         self._check_agreement(comm)
         broadcast(comm, [*model.parameters(), *model.buffers()])
 
@@ -273,8 +273,8 @@ class KFAC:
         for layer in self.layers:
             if layer.name in self.directions:
                 products = self.directions[layer.name] * self.gradients.arena[layer.name]
-                for part, lr in zip(layer.parts(products), self._rates(layer)):
-                    total += part.sum() * lr**2
+                for part, group in zip(layer.parts(products), self._groups[layer.name]):
+                    total += part.sum() * self.optimizer.param_groups[group]["lr"] ** 2
         return total
 
     def _forget_curvature(self) -> None:
@@ -343,29 +343,26 @@ class KFAC:
         self._begin(int(state["trainer/steps"]))
 
 
-class RateOf:
-    """The learning rates of a layer's weight and bias, as they are in the optimizer now."""
+def _groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
+    """The optimizer's parameter groups that hold each layer's weight and bias.
 
-    def __init__(self, optimizer: Optimizer, layers: Iterable[Layer]) -> None:
-        self.optimizer = optimizer
-        group_of = {
-            id(parameter): index
-            for index, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        }
-        self._groups: dict[str, list[int]] = {}
-        for layer in layers:
-            found = [group_of.get(id(parameter)) for parameter in layer.parameters]
-            if None in found:
-                raise ValueError(
-                    f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
-                    f"give it to the optimizer or add it to skip"
-                )
-            self._groups[layer.name] = [index for index in found if index is not None]
-
-    def __call__(self, layer: Layer) -> list[float]:
-        groups = self.optimizer.param_groups
-        return [groups[index]["lr"] for index in self._groups[layer.name]]
+    Raises:
+        ValueError: none holds one of them.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    groups = {}
+    for layer in layers:
+        if any(id(parameter) not in group_of for parameter in layer.parameters):
+            raise ValueError(
+                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                f"give it to the optimizer or add it to skip"
+            )
+        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
+    return groups
 
 
 def _report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
