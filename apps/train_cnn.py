@@ -7,6 +7,7 @@ Every option of `--help` may stand in the file or, as `--key value`, on the comm
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -14,7 +15,7 @@ import os
 import platform
 import sys
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -262,7 +263,7 @@ class Run:
         state = mpikfac.load_checkpoint(self.comm, path)
         with mpikfac.together(self.comm, f"reading checkpoint {path}"):
             self._check_identity(json.loads(state["run/data"]))
-            self.trainer.load_state_dict(state)
+            self._load_trainer(state)
             self.meter.load(state["run/counted"], state["run/reported"])
             self.speed.seconds = state["run/seconds"]
             self.speed.mark()
@@ -271,21 +272,36 @@ class Run:
         log.info("going on from %s", path)
         return kept
 
+    def _load_trainer(self, state: Mapping[str, Any]) -> None:
+        try:
+            self.trainer.load_state_dict(state)
+        except RuntimeError as error:  # torch's word for tensors of another shape
+            raise ValueError(" ".join(str(error).split())) from error
+
     def _identity(self) -> dict[str, Any]:
-        """What a step number means; these must not change in a restart."""
+        """What a step number and the weights mean; these must not change in a restart."""
         options = self.options
+        chosen = dataclasses.asdict(options.data)
+        del chosen["path"]  # where the files are may change
         return {
             "model": options.model,
-            "data.name": options.data.name,
-            "data.train_images": options.data.train_images,
+            **{f"data.{key}": value for key, value in chosen.items()},
             "batch": options.batch,
             "seed": options.seed,
         }
 
     def _check_identity(self, saved: dict[str, Any]) -> None:
         for key, value in self._identity().items():
-            if saved.get(key) != value:
-                raise ValueError(f"it was saved with {key}={saved.get(key)}; this run has {value}")
+            if (before := saved.get(key)) != value:
+                raise ValueError(
+                    f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
+                    f"give --{key}={in_yaml(before)}"
+                )
+
+
+def in_yaml(value: object) -> str:
+    """A value as one writes it on the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:

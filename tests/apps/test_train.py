@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from torch import nn
 
 from launch import launch
-from mpikfac_apps import metrics, record, train_cnn
+from mpikfac_apps import metrics, models, record, train_cnn
 
 APPS = Path(train_cnn.__file__).parent
 TIMES = ("seconds", "images_per_second", "communication")
@@ -30,6 +31,17 @@ def rows(run_dir):
 
 def last(run_dir, key):
     return [row[key] for row in rows(run_dir) if key in row][-1]
+
+
+def refused(run_dir, capfd, message, *more):
+    """Checks that these options end a run in this directory with code 2 and one line."""
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as leave:
+        train_cnn.main(arguments(run_dir, *more))
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("mpikfac: ")
+    assert message in line
 
 
 def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
@@ -108,8 +120,10 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("--batch=60 --resume=auto", "it was saved with batch=120; this run has 60"),
-        ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1"),
+        ("--batch=60 --resume=auto", "it was saved with batch=120; this run has 60; give --batch"),
+        ("--seed=1 --resume=auto", "it was saved with seed=0; this run has 1; give --seed=0"),
+        ("--model=resnet20 --resume=auto", "it was saved with model=digits_cnn; this run has resn"),
+        ("--data.augment=true --resume=auto", "this run has true; give --data.augment=false"),
         ("", "is not empty; give another one, or resume=auto to go on with it"),
         ("--data.train_images=2000 --resume=auto", "data.train_images=2000: digits has only 1437"),
         ("--batch=720 --resume=auto", "batch=720 is more than the 360 images"),
@@ -118,13 +132,27 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
 )
 def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd, more, message):
     assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
-    capfd.readouterr()
-    with pytest.raises(SystemExit) as leave:
-        train_cnn.main(arguments(tmp_path, *more.split()))
-    assert leave.value.code == 2
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("mpikfac: ")
-    assert message in line
+    refused(tmp_path, capfd, message, *more.split())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("--data.classes=5", "", "saved with data.classes=5; this run has null; give --data"),
+        ("", "--data.size=8", "saved with data.size=null; this run has 8; give --data.size=null"),
+    ],
+)
+def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before, after, message):
+    synthetic = ("--data.name=synthetic", "--max_steps=1")
+    assert train_cnn.main(arguments(tmp_path, *synthetic, *before.split())) == 0
+    refused(tmp_path, capfd, message, *synthetic, *after.split(), "--resume=auto")
+
+
+def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
+    assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
+    wider = nn.Sequential(models.conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
+    monkeypatch.setitem(models.MODELS, "digits_cnn", lambda classes, channels: wider)
+    refused(tmp_path, capfd, "size mismatch for 0.weight", "--resume=auto")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
