@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     options = Options(**given, **groups)
     _check_bounds(options)
     _check_conflicts(options, ranks)
-    options.batch, options.batch_per_rank = _global_batch(options, ranks), None
+    options.batch = _global_batch(options, ranks)
     return options
 
 
@@ -88,7 +88,7 @@ def strategy(options: KfacOptions, ranks: int) -> Strategy:
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
-    """The learning rate as a function of the step."""
+    """The learning rate as a function of the step, for a run that began on `ranks` ranks."""
     peak = options.lr * (ranks if options.scale_lr else 1)
     rate = schedule.constant(peak)
     if options.schedule == "step":

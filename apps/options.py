@@ -84,11 +84,13 @@ class Options:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: images of a step, of all ranks together; must be a multiple of their number.
-        batch_per_rank: the same per rank; give one of the two.
+        batch_per_rank: the same per rank; give one of the two. A run that goes on with other ranks
+            keeps the batch that it began with.
         epochs: passes over the training images; schedules refer to this.
         max_steps: stop early after so many steps; --resume auto goes on from there.
         lr: learning rate.
-        scale_lr: multiply lr by the number of ranks; warm-up then starts at lr itself.
+        scale_lr: multiply lr by the number of ranks that the run began on; warm-up then starts at
+            lr itself.
         warmup_epochs: the learning rate rises linearly during these.
         schedule: constant, multiplied by decay_factor at decay_epochs (step), or falling linearly
             to 0 at the end.

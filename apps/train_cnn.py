@@ -81,6 +81,9 @@ class Run:
         hosts = share_cores(comm, options.threads)
         with mpikfac.together(comm, "options"):
             self.device = mpikfac.device(comm, options.device)
+        self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
+        checkpoint = self._open_checkpoint()
+        options.batch_per_rank = None  # from here on, `batch` says it
         self._load_data()
         self._build_trainer()
         self.steps = options.epochs * len(self.batches)
@@ -88,7 +91,7 @@ class Run:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
         self.speed = Speed(options.batch, self.trainer.trace)
-        metrics_bytes = self._resume()
+        metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
@@ -127,7 +130,7 @@ class Run:
         comm, options = self.comm, self.options
         torch.manual_seed(options.seed)
         model = models.build(options.model, self.classes, self.channels).to(self.device)
-        self.lr = config.learning_rate(options, len(self.batches), comm.size)
+        self.lr = config.learning_rate(options, len(self.batches), self.began_on)
         self.optimizer = torch.optim.SGD(
             model.parameters(), options.lr, options.momentum, weight_decay=options.weight_decay
         )
@@ -243,7 +246,7 @@ class Run:
         items = self.trainer.state_dict()
         if self.record:
             items |= counted | {
-                "run/data": json.dumps(self._identity()),
+                "run/data": json.dumps(self._identity() | {"ranks": self.began_on}),
                 "run/seconds": self.speed.seconds,
                 "run/metrics_bytes": self.record.position(),
             }
@@ -251,25 +254,53 @@ class Run:
         path = mpikfac.save_checkpoint(self.comm, root, items, self.trainer.steps)
         log.info("wrote %s", path)
 
-    def _resume(self) -> int:
-        """Goes on from a checkpoint if there is one to; the bytes of metrics.jsonl to keep."""
-        resume, kept = self.options.resume, 0
+    def _open_checkpoint(self) -> Any:
+        """The checkpoint to go on from, whose batch and first ranks are taken over; or None."""
+        resume = self.options.resume
         path = None if resume in ("never", "auto") else Path(resume)
         if resume == "auto":
             root = Path(self.options.run_dir) / "checkpoints"
             path = self.comm.bcast(mpikfac.latest_checkpoint(root) if not self.comm.rank else None)
         if path is None:
-            return 0
-        state = mpikfac.load_checkpoint(self.comm, path)
+            return None
+        checkpoint = mpikfac.load_checkpoint(self.comm, path)
         with mpikfac.together(self.comm, f"reading checkpoint {path}"):
-            self._check_identity(json.loads(state["run/data"]))
-            self._load_trainer(state)
-            self.meter.load(state["run/counted"], state["run/reported"])
-            self.speed.seconds = state["run/seconds"]
+            self._follow(json.loads(checkpoint["run/data"]))
+        return checkpoint
+
+    def _follow(self, saved: dict[str, Any]) -> None:
+        """Makes this the same training as the saved one, or raises ValueError."""
+        options, ranks = self.options, self.comm.size
+        given = options.batch
+        if options.batch_per_rank:
+            options.batch = saved["batch"]
+        for key, value in self._identity().items():
+            if (before := saved.get(key)) != value:
+                raise ValueError(
+                    f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
+                    f"give --{key}={in_yaml(before)}"
+                )
+        if options.batch % ranks:
+            raise ValueError(
+                f"it was saved with batch={options.batch}, no multiple of {ranks} ranks; "
+                f"start one of {mpikfac.divisors(options.batch)} ranks"
+            )
+        self.began_on = saved["ranks"]
+        if given != options.batch or (options.scale_lr and self.began_on != ranks):
+            scaled = f", lr scaled by {self.began_on}" if options.scale_lr else ""
+            log.info("begun with ranks=%d; kept: batch=%d%s", self.began_on, options.batch, scaled)
+
+    def _restore(self, checkpoint: Any) -> int:
+        """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
+        kept = 0
+        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+            self._load_trainer(checkpoint)
+            self.meter.load(checkpoint["run/counted"], checkpoint["run/reported"])
+            self.speed.seconds = checkpoint["run/seconds"]
             self.speed.mark()
-            if resume == "auto":
-                kept = state["run/metrics_bytes"]
-        log.info("going on from %s", path)
+            if self.options.resume == "auto":
+                kept = checkpoint["run/metrics_bytes"]
+        log.info("going on from %s", checkpoint.path)
         return kept
 
     def _load_trainer(self, state: Mapping[str, Any]) -> None:
@@ -289,14 +320,6 @@ class Run:
             "batch": options.batch,
             "seed": options.seed,
         }
-
-    def _check_identity(self, saved: dict[str, Any]) -> None:
-        for key, value in self._identity().items():
-            if (before := saved.get(key)) != value:
-                raise ValueError(
-                    f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
-                    f"give --{key}={in_yaml(before)}"
-                )
 
 
 def in_yaml(value: object) -> str:

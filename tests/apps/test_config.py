@@ -108,7 +108,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
     options = config.parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
     assert (options.lr, options.kfac.damping, options.kfac.decay) == (0.01, 2.0, 0.5)
-    assert (options.batch, options.batch_per_rank) == (12, None)
+    assert (options.batch, options.batch_per_rank) == (12, 4)
     assert options.momentum == Options.momentum
 
 

@@ -80,6 +80,45 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, stop):
     assert rows(parts) == rows(whole)
 
 
+def plain(ranks, run_dir, *more):
+    """Output of the program on these ranks, with a network of which each rank's share is exact."""
+    program = str(Path(__file__).with_name("plain.py"))
+    job = launch(ranks, program, *arguments(run_dir, *more), timeout=110)
+    assert job.returncode == 0, job.stderr
+    return job.stdout
+
+
+def assert_same_training(found, expected):
+    """The numbers of both runs agree to rounding, step by step."""
+    for key in ("step", "lr", "loss", "train_loss", "test_loss"):
+        numbers = [[row[key] for row in rows(run) if key in row] for run in (found, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), key
+
+
+def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(tmp_path):
+    """Oracle: the uninterrupted run on the ranks that the other began on."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
+    plain(2, whole, *chosen)
+    plain(2, parts, *chosen, "--max_steps=2")
+    kept = "begun with ranks=2; kept: batch=120, lr scaled by 2"
+    assert kept in plain(1, parts, *chosen, "--max_steps=5", "--resume=auto")
+    assert kept in plain(3, parts, *chosen, "--resume=auto")
+    assert_same_training(parts, whole)
+    saved = yaml.safe_load((parts / "config.yaml").read_text())
+    assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
+
+
+def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):
+    chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
+    plain(1, tmp_path, *chosen)
+    program = str(Path(__file__).with_name("plain.py"))
+    job = launch(2, program, *arguments(tmp_path, *chosen, "--resume=auto"), timeout=60)
+    assert job.returncode == 2
+    message = "it was saved with batch=5, no multiple of 2 ranks; start one of [1, 5] ranks"
+    assert job.stderr.count(message) == job.stderr.count("mpikfac: ") == 1
+
+
 def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
     """Oracle: the uninterrupted run of one rank, up to what BatchNorm's smaller shares change."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -125,8 +164,7 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
         ("--model=resnet20 --resume=auto", "it was saved with model=digits_cnn; this run has resn"),
         ("--data.augment=true --resume=auto", "this run has true; give --data.augment=false"),
         ("", "is not empty; give another one, or resume=auto to go on with it"),
-        ("--data.train_images=2000 --resume=auto", "data.train_images=2000: digits has only 1437"),
-        ("--batch=720 --resume=auto", "batch=720 is more than the 360 images"),
+        ("--data.train_images=9 --resume=auto", "this run has 9; give --data.train_images=360"),
         ("--kfac.skip=[nine] --resume=auto", "nine"),
     ],
 )
@@ -146,6 +184,19 @@ def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before
     synthetic = ("--data.name=synthetic", "--max_steps=1")
     assert train_cnn.main(arguments(tmp_path, *synthetic, *before.split())) == 0
     refused(tmp_path, capfd, message, *synthetic, *after.split(), "--resume=auto")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--data.train_images=2000", "data.train_images=2000: digits has only 1437"),
+        ("--batch=720", "batch=720 is more than the 360 images"),
+    ],
+)
+def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
+    tmp_path, capfd, given, message
+):
+    refused(tmp_path, capfd, message, given)
 
 
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
