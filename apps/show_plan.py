@@ -46,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
     except ValueError as error:
         print(f"mpikfac plan: {error}", file=sys.stderr)
         return 2
-    sections = [heading(options.model, plan), grid(plan), owners(plan), balance(plan)]
+    sections = [heading(options.model, plan), grid(plan)]
+    sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in STEPS)]
     text = "\n\n".join("\n".join(section) for section in sections)
     try:

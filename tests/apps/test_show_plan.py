@@ -52,6 +52,17 @@ def test_one_rank_sends_nothing(capsys):
     assert capsys.readouterr().out.count("no messages") == 3
 
 
+@pytest.mark.parametrize("update", ["everyone", "owner"])
+def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
+    """Oracle: the network's 38,330 parameters, and 96 numbers of BatchNorm's statistics."""
+    options = ["--model", "digits_cnn", "--ranks", "2", "--update", update]
+    assert show_plan.main([*options, "--skip", "0", "3", "8", "10"]) == 0
+    text = capsys.readouterr().out
+    assert "No layer is covered by K-FAC" in text
+    assert float(words(text, "gradients")[-1]) == pytest.approx(4 * (38330 + 96) / 2**20, abs=0.01)
+    assert "statistics" not in text.partition("Ordinary step")[2]
+
+
 def test_mpi_is_not_imported():
     """A laptop without MPI prints the plan of a cluster's job."""
     program = (
