@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import sys
 from collections.abc import Iterable, Iterator
 from statistics import median
@@ -21,8 +22,8 @@ MIB = 2**20
 ITEMSIZE = 4  # float32
 IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 TABLE = 60  # layers; longer models are listed several to a line
-LOOKED_AT = 128  # ranks; a larger job is judged by SAMPLE of them and the most loaded one
-SAMPLE = 16
+ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most loaded one
+SAMPLE = 64
 STEPS = (
     ("Ordinary step", False, False),
     ("Step with new factors", True, False),
@@ -149,27 +150,25 @@ def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.Plan) -> list[str]:
     """How evenly decompositions are spread, and what bounds the gain of spreading them."""
-    loads = loads_of(plan)
-    total, longest = sum(loads), max(loads)
+    busiest = most_loaded(plan)
+    total, longest = sum(order**3 for order in plan.orders.values()), plan.load(busiest)
+    idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(plan.orders, key=plan.orders.__getitem__)
     bound = total / plan.orders[largest] ** 3
     return [
         "Load of the decompositions, as the sum of n^3",
         f"  all ranks together     {total:10.3g}",
-        f"  most loaded rank       {longest:10.3g}   rank {loads.index(longest)}",
-        f"  ranks that own nothing {loads.count(0):10}   of {plan.ranks}",
+        f"  most loaded rank       {longest:10.3g}   rank {busiest}",
+        f"  ranks that own nothing {idle:10}   of {plan.ranks}",
         f"  makespan over ideal    {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
         f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
         f"{largest} has order {plan.orders[largest]}",
     ]
 
 
-def loads_of(plan: mpikfac.Plan) -> list[int]:
-    """n^3 over the factors that each rank owns."""
-    loads = [0] * plan.ranks
-    for name, owner in plan.owners.items():
-        loads[owner] += plan.orders[name] ** 3
-    return loads
+def most_loaded(plan: mpikfac.Plan) -> int:
+    """The rank with the longest decompositions; 0 if there are none."""
+    return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
 def memory(plan: mpikfac.Plan) -> list[str]:
@@ -206,13 +205,12 @@ def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> 
 
 
 def looked_at(plan: mpikfac.Plan) -> list[int]:
-    """All ranks of a small job; of a large one some, spread over rows and columns."""
-    if plan.ranks <= LOOKED_AT:
-        return list(range(plan.ranks))
-    golden = (5**0.5 - 1) / 2  # its multiples fall into no period of rows or columns
-    spread_out = {int(index * golden % 1 * plan.ranks) for index in range(SAMPLE)}
-    loads = loads_of(plan)
-    return sorted(spread_out | {loads.index(max(loads))})
+    """All ranks of a small job; of a large one some, the same each time, and the most loaded."""
+    ranks = range(plan.ranks)
+    if plan.ranks <= ALL_RANKS:
+        return list(ranks)
+    # At random: a fixed interval may be a multiple of the columns and meet one of them only.
+    return sorted({most_loaded(plan), *random.Random(0).sample(ranks, SAMPLE)})
 
 
 def sample_note(plan: mpikfac.Plan) -> str:

@@ -97,9 +97,19 @@ def test_bad_arguments_are_one_line(arguments, told, capsys):
 
 
 def test_sampled_ranks_include_the_most_loaded_one():
-    layers = [mpikfac.LayerShape(f"l{i}", 10, 10) for i in range(4)]
-    layers += [mpikfac.LayerShape("large", 500, 500)]
-    plan = mpikfac.make_plan(layers, 1000, mpikfac.Strategy.mem_opt())
-    looked = show_plan.looked_at(plan)
-    assert plan.owners["large.A"] in looked
-    assert len(set(looked)) == len(looked) <= show_plan.SAMPLE + 1
+    """Oracle: the loads of all ranks; small jobs are looked at whole."""
+    layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(1500)]
+    layers += [mpikfac.LayerShape("large", 21, 1511)]
+    plan = mpikfac.make_plan(layers, 1000, mpikfac.Strategy.mem_opt(balance="memory"))
+    busiest = max(range(1000), key=plan.load)
+    assert busiest == show_plan.most_loaded(plan)
+    assert busiest in show_plan.looked_at(plan)
+    assert show_plan.looked_at(mpikfac.make_plan(layers, 256, mpikfac.Strategy())) == [*range(256)]
+
+
+@pytest.mark.parametrize("columns", [7, 8, 64, 65])
+def test_sampled_ranks_are_of_many_columns(columns):
+    """Columns of which none is met would be missing from least, median and most."""
+    plan = mpikfac.make_plan([], 64 * columns, mpikfac.Strategy.hybrid(64 * columns, workers=64))
+    met = {plan.position(rank)[1] for rank in show_plan.looked_at(plan)}
+    assert len(met) > columns / 2
