@@ -195,10 +195,11 @@ def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> 
     if not any(steps):
         return [f"{title}: no messages"]
     rows = [("stage", "collective", "over", "buffer: least", "median", "most", "wire")]
-    for same in zip(*steps):
+    for kind in max(steps, key=len):  # ranks of a column without layers take no part in some
+        same = [message for step in steps for message in step if message.stage == kind.stage]
         sizes = spread([message.bytes for message in same])
         wire = mib(max(message.wire for message in same))
-        rows.append((same[0].stage, same[0].primitive, same[0].over, *sizes, wire))
+        rows.append((kind.stage, kind.primitive, kind.over, *sizes, wire))
     most = max(sum(message.wire for message in step) for step in steps)
     rows.append(("together", "", "", "", "", "", mib(most)))
     return [title, *table(rows, left=3)]

@@ -52,6 +52,15 @@ def test_one_rank_sends_nothing(capsys):
     assert capsys.readouterr().out.count("no messages") == 3
 
 
+def test_collectives_are_told_apart_where_some_columns_have_no_layers(capsys):
+    """Oracle: stages of `KFAC.step`; 8 columns share 4 layers, so that 4 publish no bases."""
+    assert show_plan.main(["--model", "digits_cnn", "--ranks", "16", "--workers", "2"]) == 0
+    step = capsys.readouterr().out.partition("Step with new factors and bases")[2]
+    stages = ["reduce statistics", "publish bases", "reduce gradients", "publish gradients"]
+    assert re.findall(r"^  ([a-z]+ [a-z]+) ", step, re.MULTILINE) == stages
+    assert words(step, "reduce gradients")[-4:-1] == ["0.15"] * 3
+
+
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
     """Oracle: the network's 38,330 parameters, and 96 numbers of BatchNorm's statistics."""
