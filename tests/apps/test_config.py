@@ -103,6 +103,13 @@ def test_the_configurations_of_the_project_are_valid(path, ranks):
     assert options.batch % ranks == 0
 
 
+def test_the_published_recipe_scales_and_starts_factors_as_published():
+    """Oracle: the code of the SC20 paper, whose averages start at the identity."""
+    recipe = Path(__file__).parents[2] / "jobs" / "configs" / "cifar10_resnet20_kfac.yaml"
+    kfac = config.parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac
+    assert (kfac.normalization, kfac.start, kfac.decay) == ("sc20", "identity", 0.95)
+
+
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
