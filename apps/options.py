@@ -80,7 +80,8 @@ class Options:
 
     Args:
         optimizer: K-FAC preconditions SGD's gradient; SGD is the baseline.
-        model: see the README for the list.
+        model: digits_cnn, resnet20, resnet32, resnet44, resnet56, resnet110 (for 32x32 pixels),
+            resnet18, resnet34, resnet50, resnet101 or resnet152 (for ImageNet).
         data: the data set.
         kfac: the settings of K-FAC.
         batch: images of a step, of all ranks together; must be a multiple of their number.

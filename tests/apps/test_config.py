@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from mpikfac_apps import config
+from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import Options
 
 RANKS = 6
@@ -119,12 +120,13 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     assert options.momentum == Options.momentum
 
 
-def test_help_names_every_option(capsys):
+def test_help_names_every_option_and_model(capsys):
     with pytest.raises(SystemExit) as leave:
         config.parse(["--help"], ranks=1)
     assert not leave.value.code
     shown = capsys.readouterr().out
     assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in config.OPTIONS)
+    assert set(re.findall(r"digits_cnn|resnet\d+", shown)) == set(MODELS)
 
 
 @pytest.mark.parametrize(
