@@ -1,0 +1,27 @@
+"""The page about checkpoints names what is in them."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import mpikfac
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
+
+
+def test_items_that_the_page_names_exist():
+    """Oracle: the state of a trainer after a step."""
+    model = nn.Sequential(OrderedDict(conv1=nn.Conv2d(1, 2, 3)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world())
+    model(torch.ones(2, 1, 4, 4)).square().mean().backward()
+    kfac.step()
+    items = re.search(r"\*\*Items\*\*.*?\n\n", PAGE.read_text(), re.DOTALL)
+    names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
+    assert len(names) >= 5
+    assert set(names) <= kfac.state_dict().keys()
