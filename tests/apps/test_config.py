@@ -85,6 +85,7 @@ BAD = {
 def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_allowed(
     name, tmp_path, monkeypatch
 ):
+    """Oracle: the line beside each case, written from the options' own bounds."""
     given, message = BAD[name]
     monkeypatch.chdir(tmp_path)
     if given.endswith("\n"):
@@ -99,6 +100,7 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_configurations_of_the_project_are_valid(path, ranks):
+    """Oracle: the optimizer in the file's name; a batch that the ranks can share."""
     options = config.parse([f"--config={path}", "--data.path=somewhere"], ranks)
     assert options.optimizer in path.stem
     assert options.batch % ranks == 0
@@ -112,6 +114,7 @@ def test_the_published_recipe_scales_and_starts_factors_as_published():
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
+    """Oracle: the precedence that `parse` states; 3 ranks of 4 images."""
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
     options = config.parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
@@ -121,6 +124,7 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
 
 
 def test_help_names_every_option_and_model(capsys):
+    """Oracle: the fields of the options and the keys of `MODELS`."""
     with pytest.raises(SystemExit) as leave:
         config.parse(["--help"], ranks=1)
     assert not leave.value.code
@@ -139,6 +143,7 @@ def test_help_names_every_option_and_model(capsys):
     ],
 )
 def test_placements_become_strategies(given, workers):
+    """Oracle: workers of 4 ranks by the definition of each placement."""
     options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
     strategy = config.strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
@@ -151,19 +156,23 @@ def rates(ranks, steps, **chosen):
 
 
 def test_the_linear_schedule_ends_at_0_with_the_last_epoch():
+    """Oracle: 0.1 (1 - step / 20) at 10 epochs of 2 steps."""
     assert rates(4, [0, 10, 19, 20]) == pytest.approx([0.1, 0.05, 0.005, 0])
 
 
 def test_the_step_schedule_decays_at_its_epochs():
+    """Oracle: a tenth at steps 6 and 14, the first of epochs 3 and 7."""
     chosen = {"schedule": "step", "decay_epochs": [3, 7]}
     assert rates(1, [0, 5, 6, 13, 14], **chosen) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
 
 
 def test_a_rate_scaled_by_ranks_warms_up_from_the_unscaled_rate():
+    """Oracle: the line from lr to 4 lr over 4 steps; none on one rank."""
     chosen = {"schedule": "constant", "scale_lr": True, "warmup_epochs": 2}
     assert rates(4, [0, 2, 4, 19], **chosen) == pytest.approx([0.1, 0.25, 0.4, 0.4])
     assert rates(1, [0, 2, 4, 19], **chosen) == pytest.approx([0.1] * 4)
 
 
 def test_a_warm_up_never_has_rate_0():
+    """Oracle: 0, which would waste a step."""
     assert min(rates(2, range(4), warmup_epochs=2)) > 0

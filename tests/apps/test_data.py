@@ -81,6 +81,7 @@ def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(reco
 @pytest.mark.parametrize("write", [write_binary, write_python])
 @pytest.mark.parametrize("inside", [False, True])
 def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, inside):
+    """Oracle: the records that both files were written from."""
     folder = write(tmp_path, records)
     found = data.load("cifar10", str(folder if inside else tmp_path))
     labels = np.concatenate([records[name][0] for name in data.TRAIN_FILES])
@@ -93,6 +94,7 @@ def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, 
 
 
 def test_the_first_images_are_used_and_further_files_are_not_needed(tmp_path, records):
+    """Oracle: the number asked for, with a later file missing."""
     folder = write_binary(tmp_path, records)
     (folder / "data_batch_3.bin").unlink()
     found = data.load("cifar10", str(tmp_path), train_images=RECORDS + 5)
@@ -111,6 +113,7 @@ def test_the_first_images_are_used_and_further_files_are_not_needed(tmp_path, re
     ],
 )
 def test_a_damaged_binary_file_is_refused_in_one_line(tmp_path, records, name, content, message):
+    """Oracle: 61,460 bytes: 20 records of a label and 3,072 pixels."""
     path = write_binary(tmp_path, records) / name
     raw = path.read_bytes()
     path.unlink() if content is None else path.write_bytes(content(raw))
@@ -130,6 +133,7 @@ class Hostile:
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("place", ["all", "value", "key"])
 def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path, records, protocol, place):
+    """Oracle: the directory that it would make."""
     folder = write_python(tmp_path, records)
     victim = tmp_path / "victim"
     hostile = Hostile(os.mkdir, str(victim))
@@ -157,6 +161,7 @@ def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path, records, protoco
     ],
 )
 def test_odd_pickles_are_refused(tmp_path, records, opcodes):
+    """Oracle: opcodes that build or call, or hold no batch, by pickle's own specification."""
     folder = write_python(tmp_path, records)
     (folder / "test_batch").write_bytes(opcodes)
     with pytest.raises(ValueError, match="test_batch is no batch of CIFAR-10") as caught:
@@ -166,6 +171,7 @@ def test_odd_pickles_are_refused(tmp_path, records, opcodes):
 
 @pytest.mark.parametrize("kept", [0, 1, 5, 40, 100, 150, 300, 30_000, -1])
 def test_a_truncated_pickle_is_refused(tmp_path, records, kept):
+    """Oracle: a whole file cut at many lengths."""
     path = write_python(tmp_path, records) / "data_batch_4"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match="data_batch_4 is no batch of CIFAR-10"):
@@ -173,6 +179,7 @@ def test_a_truncated_pickle_is_refused(tmp_path, records, kept):
 
 
 def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, records):
+    """Oracle: 19 images of 3,072 pixels; labels 0 to 9."""
     folder = write_python(tmp_path, records)
     labels, pixels = records["test_batch"]
     (folder / "test_batch").write_bytes(python2_pickle(labels[1:], pixels[1:]))
@@ -184,6 +191,7 @@ def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, reco
 
 
 def test_a_wrong_directory_or_number_of_images_is_refused(tmp_path, records):
+    """Oracle: the numbers of images in files and data set."""
     with pytest.raises(ValueError, match=f"data.path={tmp_path} holds neither cifar-10-batches-bi"):
         data.load("cifar10", str(tmp_path))
     write_binary(tmp_path, records)
@@ -207,6 +215,7 @@ def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
 
 
 def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():
+    """Oracle: the shape asked for, and the same call again."""
     first = data.load("synthetic", train_images=40, size=8, classes=5)
     again = data.load("synthetic", train_images=40, size=8, classes=5)
     assert first.train_images.shape == (40, 3, 8, 8)

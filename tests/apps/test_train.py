@@ -45,6 +45,7 @@ def refused(run_dir, capfd, message, *more):
 
 
 def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
+    """Oracle: 95 % of the test digits, and the files and keys that the program's text promises."""
     config = APPS.parent / "jobs" / "configs" / "digits_kfac.yaml"
     run = tmp_path / "run"
     program = str(APPS / "train_cnn.py")
@@ -89,9 +90,9 @@ def plain(ranks, run_dir, *more):
 
 
 def assert_same_training(found, expected):
-    """The numbers of both runs agree to rounding, step by step."""
+    """The numbers of both agree to rounding, step by step."""
     for key in ("step", "lr", "loss", "train_loss", "test_loss"):
-        numbers = [[row[key] for row in rows(run) if key in row] for run in (found, expected)]
+        numbers = [[row[key] for row in lines if key in row] for lines in (found, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), key
 
 
@@ -104,12 +105,13 @@ def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(tmp_path):
     kept = "begun with ranks=2; kept: batch=120, lr scaled by 2"
     assert kept in plain(1, parts, *chosen, "--max_steps=5", "--resume=auto")
     assert kept in plain(3, parts, *chosen, "--resume=auto")
-    assert_same_training(parts, whole)
+    assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())
     assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
 
 
 def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):
+    """Oracle: the divisors of the batch."""
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
     plain(1, tmp_path, *chosen)
     program = str(Path(__file__).with_name("plain.py"))
@@ -120,17 +122,15 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):
 
 
 def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
-    """Oracle: the uninterrupted run of one rank, up to what BatchNorm's smaller shares change."""
+    """Oracle: the uninterrupted run of one rank, step by step, between two decompositions too."""
     one, two = tmp_path / "one", tmp_path / "two"
-    assert train_cnn.main(arguments(one, "--max_steps=6")) == 0
+    chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
+    plain(1, one, *chosen, "--max_steps=6")
     (checkpoint,) = (one / "checkpoints").iterdir()
     more = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
-    job = launch(2, str(APPS / "train_cnn.py"), *arguments(two, *more), timeout=110)
-    assert job.returncode == 0, job.stderr
-    assert train_cnn.main(arguments(one, "--resume=auto")) == 0
-    assert rows(two)[0]["step"] == 8
-    assert last(two, "train_loss") == pytest.approx(last(one, "train_loss"), rel=0.3)
-    assert last(two, "test_accuracy") == pytest.approx(last(one, "test_accuracy"), abs=0.05)
+    plain(2, two, *chosen, *more)
+    plain(1, one, *chosen, "--resume=auto")
+    assert_same_training(rows(two), [row for row in rows(one) if row["step"] > 6])
 
 
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
@@ -144,6 +144,7 @@ def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeyp
 
 
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
+    """Oracle: its own metrics before."""
     assert train_cnn.main(arguments(tmp_path)) == 0
     before = rows(tmp_path)
     assert train_cnn.main(arguments(tmp_path, "--resume=auto")) == 0
@@ -151,6 +152,7 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path):
 
 
 def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
+    """Oracle: a run that starts at step 0 and leaves out the lines of the killed one."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert train_cnn.main(arguments(tmp_path, "--resume=auto", "--max_steps=2")) == 0
     assert [row["step"] for row in rows(tmp_path)] == [2]
@@ -169,6 +171,7 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
     ],
 )
 def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd, more, message):
+    """Oracle: the key, what was saved, what this run has, and the flag that mends it."""
     assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
     refused(tmp_path, capfd, message, *more.split())
 
@@ -181,6 +184,7 @@ def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd
     ],
 )
 def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before, after, message):
+    """Oracle: the option as it was saved, in the spelling of the command line."""
     synthetic = ("--data.name=synthetic", "--max_steps=1")
     assert train_cnn.main(arguments(tmp_path, *synthetic, *before.split())) == 0
     refused(tmp_path, capfd, message, *synthetic, *after.split(), "--resume=auto")
@@ -196,10 +200,12 @@ def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before
 def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
     tmp_path, capfd, given, message
 ):
+    """Oracle: the counts of images."""
     refused(tmp_path, capfd, message, given)
 
 
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
+    """Oracle: torch's name for the first tensor whose shape differs."""
     assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
     wider = nn.Sequential(models.conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
     monkeypatch.setitem(models.MODELS, "digits_cnn", lambda classes, channels: wider)
@@ -207,6 +213,7 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
+    """Oracle: a rate of 1e30, which overflows in the second step."""
     chosen = ("--optimizer=sgd", "--lr=1e30")
     with pytest.raises(SystemExit) as leave:
         train_cnn.main(arguments(tmp_path, *chosen))
@@ -224,6 +231,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
     ],
 )
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
+    """Oracle: one line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
     job = launch(2, str(APPS / "train_cnn.py"), *arguments(run), *given.split(), timeout=60)
     assert job.returncode == 2
@@ -235,6 +243,7 @@ def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
 
 @pytest.mark.parametrize("place", ["start-up", "data", "forward", "step", "evaluation"])
 def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path, place):
+    """Oracle: the text that rank 1 raises, once."""
     raising = str(Path(__file__).with_name("raising.py"))
     job = launch(2, raising, place, *arguments(tmp_path / "run"), timeout=60)
     assert job.returncode not in (0, 2)
@@ -244,6 +253,7 @@ def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path, place):
 
 
 def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, caplog):
+    """Oracle: one line per step at an interval of 0 s; nothing is left at the last."""
     monkeypatch.setattr(record, "LINE_EVERY", 0.0)
     monkeypatch.setattr(record, "on_terminal", lambda: False)
     progress = record.Progress(first=2, last=4)
@@ -258,6 +268,7 @@ def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, c
     ("stderr_of_mpirun", "watched"), [("/dev/pts/3", True), ("pipe:[7]", False), ("/log", False)]
 )
 def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, watched):
+    """Oracle: where a descriptor of mpirun may lead: a terminal, a pipe, a file."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(record.os, "readlink", lambda path: stderr_of_mpirun)
     assert record.on_terminal() == watched
