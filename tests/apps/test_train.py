@@ -123,14 +123,14 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):
 
 def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
     """Oracle: the uninterrupted run of one rank, step by step, between two decompositions too."""
-    one, two = tmp_path / "one", tmp_path / "two"
+    whole, one, two = tmp_path / "whole", tmp_path / "one", tmp_path / "two"
     chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
+    plain(1, whole, *chosen)
     plain(1, one, *chosen, "--max_steps=6")
     (checkpoint,) = (one / "checkpoints").iterdir()
     more = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
     plain(2, two, *chosen, *more)
-    plain(1, one, *chosen, "--resume=auto")
-    assert_same_training(rows(two), [row for row in rows(one) if row["step"] > 6])
+    assert_same_training(rows(two), [row for row in rows(whole) if row["step"] > 6])
 
 
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
