@@ -60,9 +60,11 @@ def unlisted(tree: ast.AST, allowed: set[str]) -> set[str]:
     for name in imported(tree):
         package, _, rest = name.partition(".")
         part = rest.partition(".")[0]
-        known = package == "mpikfac" and part in MAY_IMPORT and part != "__init__"
-        found.add(part if known else package)
-    return found - allowed - sys.stdlib_module_names
+        if package == "mpikfac" and part in MAY_IMPORT:
+            found.add(part)
+        elif package not in sys.stdlib_module_names:
+            found.add(package)
+    return found - allowed
 
 
 def private(tree: ast.AST) -> set[str]:
@@ -104,10 +106,11 @@ def test_programs_use_the_public_library(path):
     "line",
     [
         *("from mpikfac import kron", "import mpikfac.comm", "from mpikfac.comm import agree"),
+        "from mpikfac import trace",  # the standard library has a module of that name
         *("import mpikfac; mpikfac.comm.agree", "from mpi4py import MPI", "import h5py as h"),
     ],
 )
-def test_a_way_around_the_public_library_is_seen(line):
+def test_a_way_around_the_house_is_seen(line):
     """Oracle: ways to reach a module of the library, MPI or HDF5."""
     assert private(ast.parse(line))
     assert unlisted(ast.parse(line), {"mpikfac"})
