@@ -24,6 +24,8 @@ class Layer:
     Attributes:
         name: the module's name in the model.
         shape: orders of its factors.
+        factors: their names, A's and G's.
+        parameters: the weight, and the bias if it is trained.
         spatial: whether positions are pixels, as normalisations other than "expand" ask.
     """
 
@@ -32,15 +34,13 @@ class Layer:
     def __init__(self, name: str, module: nn.Linear | nn.Conv2d) -> None:
         self.name = name
         self.module = module
-        self.bias = module.bias is not None and module.bias.requires_grad
+        self.parameters: list[Tensor] = [module.weight]
+        if module.bias is not None and module.bias.requires_grad:
+            self.parameters.append(module.bias)
+        self.bias = len(self.parameters) == 2
         outputs, fan_in = module.weight.shape[0], module.weight[0].numel()
         self.shape = LayerShape(name, fan_in + self.bias, outputs)
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The weight, and the bias if it is trained."""
-        bias = self.module.bias
-        return [self.module.weight, bias] if self.bias else [self.module.weight]  # type: ignore
+        self.factors = tuple(factor for factor, _ in self.shape.factors)
 
     def input_sum(self, x: Tensor) -> Tensor:
         """`sum(a a^T)` `[inputs, inputs]` of one forward call's input."""

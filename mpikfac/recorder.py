@@ -71,7 +71,7 @@ class Recorder:
                     f"statistics; add it to skip if that is meant"
                 )
             scales = count.factor_scales(normalization, layer.spatial)
-            for (name, _), scale in zip(layer.shape.factors, scales):
+            for name, scale in zip(layer.factors, scales):
                 if name in self.statistics:
                     self.statistics[name].mul_(scale / sharers)
 
@@ -103,7 +103,7 @@ class Recorder:
         if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
             x, g = x[None], g[None]
         with self.trace.stage("statistics"), torch.no_grad():
-            (a_name, _), (g_name, _) = layer.shape.factors
+            a_name, g_name = layer.factors
             if a_name in self.statistics:
                 kron.add_triangle(self.statistics[a_name], layer.input_sum(x))
             if g_name in self.statistics:
