@@ -102,6 +102,12 @@ use_wheel() {
     # Shared memory and TCP: the search for fast networks alone takes a second at each start.
     # A site's own MPI keeps the site's choice.
     export OMPI_MCA_pml="${OMPI_MCA_pml:-ob1}" OMPI_MCA_btl="${OMPI_MCA_btl:-self,sm,tcp}"
+    # Jobs that are aborted leave their shared memory behind, and its name is a 16-bit hash, which
+    # two jobs of one user can share and then crash: so a directory of this script's own.
+    if segments=$(mktemp -d /dev/shm/mpikfac.XXXXXX 2>/dev/null); then
+        trap 'rm -rf "$segments"' EXIT
+        export OMPI_MCA_btl_sm_backing_directory=$segments
+    fi
     use_mpirun
 }
 

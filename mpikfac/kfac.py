@@ -41,7 +41,7 @@ class KFAC:
 
     Args:
         model: its `Linear` and `Conv2d` layers are covered; the log lists what is not.
-        optimizer: any torch optimizer over the model's parameters.
+        optimizer: any torch optimizer over the model's parameters whose step needs no closure.
         comm: the communicator of all ranks.
         strategy: who computes what; every rank preconditions every layer if None (COMM-OPT).
         damping: Tikhonov damping. This and the next four may be functions of the step.

@@ -22,7 +22,7 @@ class Trace:
     """What each stage cost on this rank since the last `clear`.
 
     Attributes:
-        seconds: wall-clock time by stage.
+        seconds: wall-clock time by stage; on a GPU, stages that do not wait for it only launch.
         calls: times each stage ran.
         sent: bytes handed to MPI by stage, counted where the collective is called.
     """
