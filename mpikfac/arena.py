@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from mpikfac.plan import Layout
+from mpikfac.layout import Layout
 
 
 class Arena(dict[str, Tensor]):

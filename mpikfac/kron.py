@@ -9,7 +9,7 @@ from torch import Tensor
 def add_triangle(packed: Tensor, matrix: Tensor) -> None:
     """Adds the lower triangle of a symmetric `matrix` `[n, n]` to its folded form `packed`.
 
-    The triangle is folded into a full rectangle (`plan.triangle_shape`) as LAPACK's rectangular
+    The triangle is folded into a full rectangle (`layout.triangle_shape`) as LAPACK's rectangular
     full packed format does: the lower left block as it is, and below it the two diagonal blocks'
     triangles, one turned over so that they interlock. Slices only, no index tensors.
     """

@@ -15,7 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpikfac import moments
-from mpikfac.plan import LayerShape, Shape
+from mpikfac.layout import Shape
+from mpikfac.plan import LayerShape
 
 
 class Layer:

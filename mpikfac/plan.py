@@ -4,7 +4,7 @@ Ranks form a grid of `rows` x `columns`. A column owns a group of layers and its
 gradient workers of those layers; a row crosses all columns. `rows` is the number of workers of a
 layer: all ranks in COMM-OPT, one in MEM-OPT [Pauloski et al., TPDS22].
 
-Every rank makes the same plan without talking. Standard library only.
+Every rank makes the same plan without talking.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Shape = tuple[int, ...]
+from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
+
 Solver = Literal["eigen", "inverse", "unsplit-inverse"]
-ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not depend on offsets
 
 
 @dataclass(frozen=True)
@@ -98,49 +98,6 @@ class Strategy:
             )
         _check_divides(count, ranks)
         return cls(workers=count, **choices)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where named blocks lie in one flat buffer, segment by segment.
-
-    Attributes:
-        shapes: shape of each block.
-        offsets: first element of each block.
-        bounds: segment k is the elements from `bounds[k]` up to `bounds[k + 1]`.
-    """
-
-    shapes: dict[str, Shape]
-    offsets: dict[str, int]
-    bounds: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        """Number of elements, padding included."""
-        return self.bounds[-1]
-
-    def counts(self) -> tuple[int, ...]:
-        """Number of elements of each segment."""
-        return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
-
-
-def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """A `Layout` that holds the blocks of each segment one after the other, aligned."""
-    shapes: dict[str, Shape] = {}
-    offsets: dict[str, int] = {}
-    bounds = [0]
-    for segment in segments:
-        end = bounds[-1]
-        for name, shape in segment:
-            shapes[name], offsets[name] = shape, end
-            end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
-        bounds.append(end)
-    return Layout(shapes, offsets, tuple(bounds))
-
-
-def triangle_shape(order: int) -> Shape:
-    """Shape of a symmetric matrix's lower triangle folded into a full rectangle."""
-    return (order + 1, order // 2) if order % 2 == 0 else (order, (order + 1) // 2)
 
 
 @dataclass(frozen=True)

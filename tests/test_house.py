@@ -18,12 +18,13 @@ PROGRAMS = sorted((ROOT / "apps").rglob("*.py"))
 MAY_IMPORT = {
     "__init__": set(),
     "__main__": set(),  # hands over to programs, by name
-    "plan": set(),
+    "layout": set(),
+    "plan": {"layout"},
     "schedule": set(),
     "moments": {"torch"},
     "kron": {"torch"},
-    "layers": {"torch", "plan", "moments"},
-    "arena": {"torch", "plan"},
+    "layers": {"torch", "layout", "plan", "moments"},
+    "arena": {"torch", "layout"},
     "trace": set(),
     "errors": set(),
     "comm": {"mpi4py", "torch", "errors", "trace"},

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpikfac import kron
-from mpikfac.plan import triangle_shape
+from mpikfac.layout import triangle_shape
 
 
 def symmetric(order, rank):

@@ -5,7 +5,8 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac.plan import ALIGNMENT, LayerShape, Strategy, divisors, make_plan, triangle_shape
+from mpikfac.layout import ALIGNMENT, triangle_shape
+from mpikfac.plan import LayerShape, Strategy, divisors, make_plan
 
 orders = st.integers(1, 40)
 

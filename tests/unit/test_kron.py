@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from mpikfac import kron, moments
-from mpikfac.plan import triangle_shape
+from mpikfac.layout import triangle_shape
 
 
 def symmetric(order, rank=None):

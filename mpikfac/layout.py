@@ -1,0 +1,53 @@
+"""Where named blocks of numbers lie in one flat buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not depend on offsets
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where named blocks lie in one flat buffer, segment by segment.
+
+    Attributes:
+        shapes: shape of each block.
+        offsets: first element of each block.
+        bounds: segment k is the elements from `bounds[k]` up to `bounds[k + 1]`.
+    """
+
+    shapes: dict[str, Shape]
+    offsets: dict[str, int]
+    bounds: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements, padding included."""
+        return self.bounds[-1]
+
+    def counts(self) -> tuple[int, ...]:
+        """Number of elements of each segment."""
+        return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
+
+
+def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
+    """A `Layout` that holds the blocks of each segment one after the other, aligned."""
+    shapes: dict[str, Shape] = {}
+    offsets: dict[str, int] = {}
+    bounds = [0]
+    for segment in segments:
+        end = bounds[-1]
+        for name, shape in segment:
+            shapes[name], offsets[name] = shape, end
+            end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
+        bounds.append(end)
+    return Layout(shapes, offsets, tuple(bounds))
+
+
+def triangle_shape(order: int) -> Shape:
+    """Shape of a symmetric matrix's lower triangle folded into a full rectangle."""
+    return (order + 1, order // 2) if order % 2 == 0 else (order, (order + 1) // 2)
