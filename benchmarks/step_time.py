@@ -5,11 +5,14 @@
 Every repetition runs one step of each kind in turn, so that a drift of the machine's speed falls on
 all of them; medians are over repetitions, of the slowest rank. Averages over intervals are composed
 from the kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
+
+At one rank kfac-pytorch is timed in turn with the others if Python finds it (package `kfac`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import platform
 import statistics
 import time
@@ -97,36 +100,56 @@ def make_kinds(
 
         return step
 
-    return {
+    def peer(factor_every: int, basis_every: int = NEVER) -> Callable[..., None]:
+        from kfac.preconditioner import KFACPreconditioner
+
+        model, optimizer = model_and_optimizer()
+        preconditioner = KFACPreconditioner(
+            model, factor_update_steps=factor_every, inv_update_steps=basis_every, lr=1e-3
+        )
+
+        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            preconditioner.step()
+            optimizer.step()
+
+        return step
+
+    kinds = {
         "plain PyTorch SGD": plain(),
         "SGD": ours(None),
         "K-FAC, ordinary": ours(NEVER),
         "K-FAC, factors": ours(1),
         "K-FAC, factors and bases": ours(1, 1),
     }
+    if comm.size == 1 and importlib.util.find_spec("kfac") is not None:
+        kinds |= {
+            "kfac-pytorch, ordinary": peer(NEVER),
+            "kfac-pytorch, factors": peer(1),
+            "kfac-pytorch, both": peer(1, 1),
+        }
+    return kinds
 
 
 def report(options: argparse.Namespace, ranks: int, median: dict[str, float]) -> None:
     """Prints medians, ratios to the plain SGD step, and averages over intervals."""
     base = median["plain PyTorch SGD"]
-    ordinary, factors, refresh = list(median.values())[2:]
     print(
         f"{options.model}, batch {options.batch} per rank, {ranks} ranks, "
         f"{torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
         f"Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
     )
     for name, seconds in median.items():
-        print(f"{name:28s} {seconds * 1e3:9.1f} ms {seconds / base:6.2f} x")
-    for factor_every, basis_every in INTERVALS:
-        period = [
-            (refresh if step % basis_every == 0 else factors)
-            if step % factor_every == 0
-            else ordinary
-            for step in range(basis_every)
-        ]
-        average = sum(period) / len(period)
-        name = f"K-FAC ({factor_every}, {basis_every}) on average"
-        print(f"{name:28s} {average * 1e3:9.1f} ms {average / base:6.2f} x")
+        print(f"{name:36s} {seconds * 1e3:9.1f} ms {seconds / base:6.2f} x")
+    times = list(median.values())[2:]
+    for who, kinds in (("K-FAC", times[:3]), ("kfac-pytorch", times[3:])):
+        for factor_every, basis_every in INTERVALS if kinds else ():
+            ordinary, factors, refresh = kinds
+            rest = basis_every // factor_every - 1
+            average = ((basis_every - rest - 1) * ordinary + rest * factors + refresh) / basis_every
+            name = f"{who} ({factor_every}, {basis_every}) on average"
+            print(f"{name:36s} {average * 1e3:9.1f} ms {average / base:6.2f} x")
 
 
 if __name__ == "__main__":

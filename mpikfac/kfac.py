@@ -94,14 +94,14 @@ class KFAC:
         one_of("normalization", normalization, NORMALIZATIONS)
         one_of("start", start, ("first", "identity"))
 
-        self.layers, others = cover(model, skip)
-        blocks: list[Block] = [*self.layers, *others]
+        self.layers, self.others = cover(model, skip)
+        blocks: list[Block] = [*self.layers, *self.others]
         dtype, device = common_type(blocks)
         self.plan = make_plan(
             [layer.shape for layer in self.layers],
             comm.size,
             strategy or Strategy.comm_opt(comm.size),
-            [(other.name, tuple(other.tensor.shape)) for other in others],
+            [(other.name, tuple(other.tensor.shape)) for other in self.others],
             solver,
             dtype.itemsize,
         )
@@ -123,7 +123,7 @@ class KFAC:
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
-            _report_others(others, optimizer)
+            _report_others(self.others, optimizer)
 
     # -- the main path ---------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class KFAC:
         self._publish_directions()
         self._clip()
         self._write_back()
-        self.gradients.write(self.gradients.blocks[len(self.layers) :])
+        self.gradients.write(self.others)
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
 
@@ -164,6 +164,14 @@ class KFAC:
         self._clip()
         self._write_back()
         self._begin(self.steps + 1)
+
+    def discard(self) -> None:
+        """Forgets the passes since the last step, of a batch that is not to be stepped with."""
+        self.recorder.clear()
+
+    def detach(self) -> None:
+        """Removes the hooks from the model, which is then as before, but for its weights."""
+        self.recorder.detach()
 
     def _begin(self, step: int) -> None:
         self.steps = step
@@ -300,14 +308,6 @@ class KFAC:
                 **self.settings.described(),
             },
         )
-
-    def discard(self) -> None:
-        """Forgets the passes since the last step, of a batch that is not to be stepped with."""
-        self.recorder.clear()
-
-    def detach(self) -> None:
-        """Removes the hooks from the model, which is then as before, but for its weights."""
-        self.recorder.detach()
 
     # -- state -----------------------------------------------------------------------------------
 
