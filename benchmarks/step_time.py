@@ -27,6 +27,7 @@ import mpikfac
 from mpikfac_apps import models
 
 NEVER = 10**9
+Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
 
 
@@ -58,78 +59,81 @@ def main() -> None:
         report(options, comm.size, {name: statistics.median(s) for name, s in seconds.items()})
 
 
-def make_kinds(
-    options: argparse.Namespace, comm: MPI.Intracomm
-) -> dict[str, Callable[[torch.Tensor, torch.Tensor], None]]:
+def make_kinds(options: argparse.Namespace, comm: MPI.Intracomm) -> dict[str, Step]:
     """One callable per kind of step, each with its own model and optimizer."""
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=options.workers or comm.size)
 
-    def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        model = models.build(options.model, classes=10)
-        return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
+    def ours(factor_every: int, basis_every: int) -> Step:
+        model, optimizer = fresh(options.model)
+        every = {"factor_every": factor_every, "basis_every": basis_every}
+        kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **every)
+        return step_of(model, optimizer, kfac.step)
 
-    def plain() -> Callable[[torch.Tensor, torch.Tensor], None]:
-        model, optimizer = model_and_optimizer()
-        parameters = list(model.parameters())
-
-        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            flat = torch.cat([p.grad.view(-1) for p in parameters])
-            comm.Allreduce(MPI.IN_PLACE, flat.numpy())
-            flat /= comm.size
-            for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-                p.grad.copy_(part.view_as(p))
-            optimizer.step()
-
-        return step
-
-    def ours(factor_every: int | None, basis_every: int = NEVER) -> Callable[..., None]:
-        model, optimizer = model_and_optimizer()
-        if factor_every is None:
-            trainer = mpikfac.DataParallel(model, optimizer, comm)
-        else:
-            intervals = {"factor_every": factor_every, "basis_every": basis_every}
-            trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **intervals)
-
-        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            trainer.step()
-
-        return step
-
-    def peer(factor_every: int, basis_every: int = NEVER) -> Callable[..., None]:
-        from kfac.preconditioner import KFACPreconditioner
-
-        model, optimizer = model_and_optimizer()
-        preconditioner = KFACPreconditioner(
-            model, factor_update_steps=factor_every, inv_update_steps=basis_every, lr=1e-3
-        )
-
-        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-            optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
-            preconditioner.step()
-            optimizer.step()
-
-        return step
-
+    model, optimizer = fresh(options.model)
+    baseline = mpikfac.DataParallel(model, optimizer, comm)
     kinds = {
-        "plain PyTorch SGD": plain(),
-        "SGD": ours(None),
-        "K-FAC, ordinary": ours(NEVER),
-        "K-FAC, factors": ours(1),
+        "plain PyTorch SGD": plain(options.model, comm),
+        "SGD": step_of(model, optimizer, baseline.step),
+        "K-FAC, ordinary": ours(NEVER, NEVER),
+        "K-FAC, factors": ours(1, NEVER),
         "K-FAC, factors and bases": ours(1, 1),
     }
     if comm.size == 1 and importlib.util.find_spec("kfac") is not None:
         kinds |= {
-            "kfac-pytorch, ordinary": peer(NEVER),
-            "kfac-pytorch, factors": peer(1),
-            "kfac-pytorch, both": peer(1, 1),
+            "kfac-pytorch, ordinary": peer(options.model, NEVER, NEVER),
+            "kfac-pytorch, factors": peer(options.model, 1, NEVER),
+            "kfac-pytorch, both": peer(options.model, 1, 1),
         }
     return kinds
+
+
+def fresh(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The same model and optimizer at every call."""
+    torch.manual_seed(0)
+    model = models.build(name, classes=10)
+    return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> Step:
+    """A training step that ends with `finish`."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        finish()
+
+    return step
+
+
+def plain(name: str, comm: MPI.Intracomm) -> Step:
+    """PyTorch alone: one flattened Allreduce of the gradients, then the optimizer."""
+    model, optimizer = fresh(name)
+    parameters = list(model.parameters())
+
+    def finish() -> None:
+        flat = torch.cat([p.grad.view(-1) for p in parameters])
+        comm.Allreduce(MPI.IN_PLACE, flat.numpy())
+        flat /= comm.size
+        for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+            p.grad.copy_(part.view_as(p))
+        optimizer.step()
+
+    return step_of(model, optimizer, finish)
+
+
+def peer(name: str, factor_every: int, basis_every: int) -> Step:
+    """kfac-pytorch on one rank."""
+    from kfac.preconditioner import KFACPreconditioner
+
+    model, optimizer = fresh(name)
+    every = {"factor_update_steps": factor_every, "inv_update_steps": basis_every}
+    preconditioner = KFACPreconditioner(model, lr=1e-3, **every)
+
+    def finish() -> None:
+        preconditioner.step()
+        optimizer.step()
+
+    return step_of(model, optimizer, finish)
 
 
 def report(options: argparse.Namespace, ranks: int, median: dict[str, float]) -> None:

@@ -26,7 +26,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends import cudnn
 from torch.nn.grad import conv2d_weight
 
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
@@ -173,11 +172,7 @@ def _autocorrelation(x: Tensor, window: Window) -> Tensor:
     channels, (kh, kw) = x.shape[1], window.kernel
     below = F.pad(x, (0, 0, 0, window.reach[0]))
     shape = (channels, channels, kh, 2 * kw - 1)
-    # The frame is subtracted in full precision, so TF32 would leave more than its rounding error.
-    with cudnn.flags(enabled=cudnn.enabled, benchmark=cudnn.benchmark, allow_tf32=False):
-        return conv2d_weight(
-            below, shape, x, padding=(0, window.reach[1]), dilation=window.dilation
-        )
+    return conv2d_weight(below, shape, x, padding=(0, window.reach[1]), dilation=window.dilation)
 
 
 def _toeplitz(correlation: Tensor, kh: int, kw: int) -> Tensor:

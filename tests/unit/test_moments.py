@@ -101,3 +101,16 @@ def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):
     everything = F.unfold(x, 3, padding=1)
     assert sum(p.numel() for p in copied) < everything.numel()
     assert_moment(total, everything.transpose(1, 2).reshape(-1, 144))
+
+
+def test_precision_settings_are_left_alone():
+    """Oracle: the setting itself; torch's older and newer settings must not be mixed."""
+    settings = torch.backends.cudnn.conv
+    before = settings.fp32_precision
+    settings.fp32_precision = "ieee"
+    try:
+        x = torch.randn(32, 16, 8, 8)
+        moments.conv_input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
+        assert settings.fp32_precision == "ieee"
+    finally:
+        settings.fp32_precision = before
