@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpikfac import moments
+from mpikfac import convolution, moments
 from mpikfac.layout import Shape
 from mpikfac.plan import LayerShape
 
@@ -96,7 +96,7 @@ class ConvLayer(Layer):
             )
         self._padding = _padding(module)
         self._pads_by_zeros = module.padding_mode == "zeros"
-        self._window = moments.Window(
+        self._window = convolution.Window(
             module.kernel_size,
             module.stride,
             self._padding if self._pads_by_zeros else ((0, 0), (0, 0)),
@@ -108,11 +108,11 @@ class ConvLayer(Layer):
         if not self._pads_by_zeros:
             (top, bottom), (left, right) = self._padding
             x = F.pad(x, (left, right, top, bottom), mode=self.module.padding_mode)
-        return moments.conv_input_sum(x, self._window, self.bias)
+        return convolution.input_sum(x, self._window, self.bias)
 
     def output_sum(self, g: Tensor) -> Tensor:
         """`sum(g g^T)` over all output pixels."""
-        return moments.conv_output_sum(g)
+        return convolution.output_sum(g)
 
 
 class Other:

@@ -4,7 +4,7 @@ import oracles
 import pytest
 import torch
 
-from mpikfac import kron, moments
+from mpikfac import convolution, kron
 from mpikfac.layout import triangle_shape
 
 
@@ -107,8 +107,10 @@ def test_factors_with_dead_inputs_are_decomposed(dead, seed):
     """Oracle: the factor itself, from its basis, to float32 rounding."""
     torch.manual_seed(seed)
     x = torch.randn(64, 32, 1, 1).relu() * (torch.rand(32, 1, 1) >= dead)
-    window = moments.Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))  # 8 of 9 taps see zeros only
-    factor = moments.conv_input_sum(x, window, bias=False) / len(x)
+    window = convolution.Window(
+        (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)
+    )  # 8 of 9 taps see zeros only
+    factor = convolution.input_sum(x, window, bias=False) / len(x)
     values, vectors = kron.eigenbasis(factor)
     torch.testing.assert_close(vectors * values @ vectors.T, factor, rtol=1e-4, atol=1e-5)
 

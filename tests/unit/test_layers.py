@@ -53,7 +53,7 @@ def test_inputs_of_a_convolution_are_what_its_weight_multiplies(
     monkeypatch, geometry, correlates, bias
 ):
     """Oracle: autograd's derivative of the module's own output by its weight."""
-    monkeypatch.setattr(layers.moments, "_worth_correlating", lambda *_: correlates)
+    monkeypatch.setattr(layers.convolution, "worth_correlating", lambda *_: correlates)
     torch.manual_seed(0)
     module = nn.Conv2d(3, 2, bias=bias, **geometry).double()
     x = torch.randn(2, 3, 6, 7).double()

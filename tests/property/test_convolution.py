@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac import moments
+from mpikfac import convolution
 
 pairs = st.tuples
 
@@ -15,7 +15,7 @@ pairs = st.tuples
 @st.composite
 def convolutions(draw, channels, stride, kernel):
     """An input `[batch, channels, height, width]` and a window with at least one position."""
-    shape = moments.Window(
+    shape = convolution.Window(
         kernel=draw(pairs(kernel, kernel)),
         stride=draw(pairs(stride, stride)),
         padding=draw(pairs(*[pairs(st.integers(0, 4), st.integers(0, 4))] * 2)),
@@ -36,7 +36,7 @@ def assert_sum_over_patches(x, shape, bias):
     columns = F.unfold(padded, shape.kernel, shape.dilation, 0, shape.stride)
     a = columns.transpose(1, 2).reshape(-1, columns.shape[1])
     a = torch.cat([a, a.new_ones(len(a), 1)], 1) if bias else a
-    found = moments.conv_input_sum(x, shape, bias)
+    found = convolution.input_sum(x, shape, bias)
     torch.testing.assert_close(found, a.T @ a, rtol=1e-10, atol=1e-10)
 
 
@@ -45,10 +45,10 @@ def assert_sum_over_patches(x, shape, bias):
     st.booleans(),
 )
 @settings(max_examples=150)
-def test_unstrided_convolutions(convolution, bias):
+def test_unstrided_convolutions(case, bias):
     """Oracle: im2col by `torch.nn.functional.unfold`, whether the autocorrelation pays or not."""
-    with mock.patch.object(moments, "_worth_correlating", return_value=True):
-        assert_sum_over_patches(*convolution, bias)
+    with mock.patch.object(convolution, "worth_correlating", return_value=True):
+        assert_sum_over_patches(*case, bias)
 
 
 @given(
@@ -56,6 +56,6 @@ def test_unstrided_convolutions(convolution, bias):
     st.booleans(),
 )
 @settings(max_examples=100)
-def test_any_convolution(convolution, bias):
+def test_any_convolution(case, bias):
     """Oracle: im2col by `torch.nn.functional.unfold`."""
-    assert_sum_over_patches(*convolution, bias)
+    assert_sum_over_patches(*case, bias)
