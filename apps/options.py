@@ -53,6 +53,10 @@ class KfacOptions:
         solver: eigenbases, or damped inverses with the damping split between both factors or not.
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
+        subsample: factors are estimated from every n-th image of a batch.
+        delay: steps after which a decomposition, made in the background, is used.
+        statistics_dtype: inputs of convolutions are rounded to it before they are multiplied.
+        precondition_dtype: gradients and decompositions are rounded to it to precondition.
         skip: names of layers that are trained without K-FAC.
     """
 
@@ -71,6 +75,10 @@ class KfacOptions:
     solver: Literal["eigen", "inverse", "unsplit-inverse"] = "eigen"
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
+    subsample: int = bounded(1, ">= 1")
+    delay: int = bounded(0, ">= 0")
+    statistics_dtype: Literal["bfloat16"] | None = None
+    precondition_dtype: Literal["bfloat16"] | None = None
     skip: list[str] = field(default_factory=list)
 
 

@@ -30,8 +30,9 @@ from mpikfac_apps.options import Options
 
 KFAC_SETTINGS = (
     *("damping", "factor_every", "basis_every", "decay", "kl_clip"),
-    *("solver", "normalization", "start", "skip"),
+    *("solver", "normalization", "start", "subsample", "delay", "skip"),
 )
+KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
 
 log = logging.getLogger("mpikfac.train")
 
@@ -129,7 +130,8 @@ class Run:
     def _build_trainer(self) -> None:
         comm, options = self.comm, self.options
         torch.manual_seed(options.seed)
-        model = models.build(options.model, self.classes, self.channels).to(self.device)
+        model = models.build(options.model, self.classes, self.channels)
+        model = model.to(self.device, memory_format=torch.channels_last)
         self.lr = config.learning_rate(options, len(self.batches), self.began_on)
         self.optimizer = torch.optim.SGD(
             model.parameters(), options.lr, options.momentum, weight_decay=options.weight_decay
@@ -141,6 +143,9 @@ class Run:
             else:
                 strategy = config.strategy(options.kfac, comm.size)
                 settings = {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
+                for key in KFAC_DTYPES:
+                    if name := getattr(options.kfac, key):
+                        settings[key] = getattr(torch, name)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from mpikfac import kron
 from mpikfac.arena import Arena
+from mpikfac.bases import Bases
 from mpikfac.comm import Grid, agree, broadcast
 from mpikfac.data_parallel import (
     Block,
@@ -54,6 +55,11 @@ class KFAC:
             the same with all of the damping added to each, as published codes do.
         normalization: scaling of factors, see `moments`.
         start: an average starts at the "first" factor or at the "identity".
+        subsample: estimate a batch's factors from every n-th of its examples.
+        statistics_dtype: round inputs of convolutions to it before they are multiplied.
+        precondition_dtype: round gradients and decompositions to it to precondition.
+        delay: steps after which a decomposition is used. It is made in the background meanwhile,
+            and used no earlier where it is done before, so that results do not depend on timing.
         skip: names of modules that are trained first-order.
 
     Raises:
@@ -82,6 +88,10 @@ class KFAC:
         solver: Solver = "eigen",
         normalization: Normalization = "expand",
         start: Literal["first", "identity"] = "first",
+        subsample: int = 1,
+        statistics_dtype: torch.dtype | None = None,
+        precondition_dtype: torch.dtype | None = None,
+        delay: int = 0,
         skip: Iterable[str] = (),
         trace: Trace | None = None,
     ) -> None:
@@ -93,8 +103,12 @@ class KFAC:
         self.trace = trace or Trace()
         one_of("normalization", normalization, NORMALIZATIONS)
         one_of("start", start, ("first", "identity"))
+        one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
+        one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
+        _check_count("subsample", subsample, 1)
+        _check_count("delay", delay, 0)
 
-        self.layers, self.others = cover(model, skip)
+        self.layers, self.others = cover(model, skip, statistics_dtype)
         blocks: list[Block] = [*self.layers, *self.others]
         dtype, device = common_type(blocks)
         self.plan = make_plan(
@@ -106,7 +120,13 @@ class KFAC:
             dtype.itemsize,
         )
         self._groups = _groups_of(self.layers, optimizer)
-        self._check_agreement(comm)
+        self._check_agreement(
+            comm,
+            delay=delay,
+            subsample=subsample,
+            statistics_dtype=statistics_dtype,
+            precondition_dtype=precondition_dtype,
+        )
         broadcast(comm, [*model.parameters(), *model.buffers()])
 
         self.grid = Grid(comm, self.plan.rows, self.trace)
@@ -114,12 +134,11 @@ class KFAC:
         self.gradients = Gradients(blocks, self.plan, self.grid)
         self.statistics = Arena(self.plan.statistics(rank), dtype, device)
         self.averages = Arena(self.plan.averages(rank), dtype, device)
-        self.bases = Arena(self.plan.bases(rank), dtype, device)
+        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, delay)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
-        self.recorder = Recorder(model, self.layers, self.statistics, self.trace)
+        self.recorder = Recorder(model, self.layers, self.statistics, self.trace, subsample)
         self._average_weight = 0.0
-        self._has_bases = False
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
@@ -181,8 +200,10 @@ class KFAC:
     def _refresh_curvature(self) -> None:
         if self.recorder.recording:
             self._reduce_statistics()
-        if self.settings.due("basis_every", self.steps) or not self._has_bases:
+        if self.settings.due("basis_every", self.steps) or not self.bases.ready:
+            self._publish_bases()  # of the interval before, if they are still on their way
             self._decompose_owned()
+        if self.bases.due(self.steps):
             self._publish_bases()
 
     def _reduce_statistics(self) -> None:
@@ -201,34 +222,26 @@ class KFAC:
         self.statistics.flat.zero_()
 
     def _decompose_owned(self) -> None:
-        """Decomposes the factors that this rank owns."""
-        with self.trace.stage("decompose"):
-            for name in self.plan.owned(self.grid.world.rank):
-                try:
-                    self._decompose(name, kron.unfold_triangle(self.averages[name]))
-                except ArithmeticError as error:
-                    raise ArithmeticError(
-                        f"factor {name!r} at step {self.steps}: {error}; if the loss has diverged, "
-                        f"try a smaller learning rate or a larger damping"
-                    ) from None
-        self._has_bases = True
+        """Starts to decompose the factors that this rank owns."""
+        self.bases.decompose(self.averages, self.steps, self.settings.at("damping", self.steps))
 
     def _publish_bases(self) -> None:
         """Sends decompositions to the other workers of their layers."""
-        self.grid.gather(self.bases.flat, self.bases.layout.bounds, "column", "publish bases")
+        if not self.bases.pending:
+            return
+        with self.trace.stage("decompose"):
+            self.bases.take()
+        arena = self.bases.arena
+        self.grid.gather(arena.flat, arena.layout.bounds, "column", "publish bases")
+        self.bases.refresh()
 
     def _precondition(self) -> None:
         """Preconditions the gradients of the layers that this rank works on."""
-        damping = self.settings.at("damping", self.steps)
         with self.trace.stage("precondition"):
+            self.bases.damp(self.settings.at("damping", self.steps))
             for name in self.plan.preconditioned(self.grid.world.rank):
-                gradient, out = self.gradients.arena[name], self.directions[name]
-                if self.plan.solver != "eigen":
-                    a, g = self.bases[f"{name}.A.inverse"], self.bases[f"{name}.G.inverse"]
-                    kron.precondition_by_inverse(gradient, a, g, out)
-                else:
-                    a_basis, g_basis = self._eigenbasis(f"{name}.A"), self._eigenbasis(f"{name}.G")
-                    kron.precondition(gradient, a_basis, g_basis, damping, out)
+                direction = self.bases.precondition(name, self.gradients.arena[name])
+                self.directions[name].copy_(direction)
 
     def _publish_directions(self) -> None:
         """Sends preconditioned gradients to the ranks that did not compute them."""
@@ -256,25 +269,6 @@ class KFAC:
 
     # -- details of the stages -------------------------------------------------------------------
 
-    def _eigenbasis(self, factor: str) -> tuple[Tensor, Tensor]:
-        return self.bases[f"{factor}.values"], self.bases[f"{factor}.vectors"]
-
-    def _decompose(self, name: str, factor: Tensor) -> None:
-        if self.plan.solver != "eigen":
-            self.bases[f"{name}.inverse"].copy_(self._damped_inverse(name, factor))
-            return
-        values, vectors = kron.eigenbasis(factor)
-        self.bases[f"{name}.values"].copy_(values)
-        self.bases[f"{name}.vectors"].copy_(vectors)
-
-    def _damped_inverse(self, name: str, factor: Tensor) -> Tensor:
-        damping = self.settings.at("damping", self.steps)
-        if self.plan.solver == "unsplit-inverse":
-            return kron.damped_inverse(factor, damping)
-        layer, _, kind = name.rpartition(".")
-        other = kron.unfold_triangle(self.averages[f"{layer}.{'G' if kind == 'A' else 'A'}"])
-        return kron.damped_inverse(factor, kron.tikhonov_share(factor, other, damping))
-
     def _divergence(self) -> Tensor:
         """`sum lr^2 <direction, gradient>` `[1]` over the layers whose directions are here."""
         total = self.directions.flat.new_zeros(1)
@@ -288,7 +282,7 @@ class KFAC:
     def _forget_curvature(self) -> None:
         """No statistics, no bases, and averages at their start."""
         self.recorder.clear()
-        self._has_bases = False
+        self.bases.forget()
         self._average_weight = 0.0
         self.averages.flat.zero_()
         if self.start == "identity":
@@ -296,7 +290,7 @@ class KFAC:
             for name, average in self.averages.items():
                 kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
 
-    def _check_agreement(self, comm: Any) -> None:
+    def _check_agreement(self, comm: Any, **estimator: object) -> None:
         agree(
             comm,
             {
@@ -305,6 +299,7 @@ class KFAC:
                 "plan": self.plan.digest(),
                 "normalization": self.normalization,
                 "start": self.start,
+                **estimator,
                 **self.settings.described(),
             },
         )
@@ -320,10 +315,7 @@ class KFAC:
         state = model_state(self.model, self.optimizer, self.gradients)
         state |= {"trainer/steps": self.steps, "kfac/average_weight": self._average_weight}
         state |= {f"kfac/factors/{name}": average for name, average in self.averages.items()}
-        if self._has_bases:
-            state |= {f"kfac/bases/{name}": basis for name, basis in self.bases.items()}
-            state["kfac/solver"] = self.plan.solver
-        return state
+        return state | {f"kfac/{name}": value for name, value in self.bases.state_dict().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes from `state` what this rank needs, whatever strategy and ranks it was saved from.
@@ -336,10 +328,8 @@ class KFAC:
             self._average_weight = float(state["kfac/average_weight"])
             for name, average in self.averages.items():
                 average.copy_(state[f"kfac/factors/{name}"])
-        self._has_bases = "kfac/solver" in state and state["kfac/solver"] == self.plan.solver
-        if self._has_bases:
-            for name, basis in self.bases.items():
-                basis.copy_(state[f"kfac/bases/{name}"])
+        kept = {n.removeprefix("kfac/"): v for n, v in state.items() if n.startswith("kfac/")}
+        self.bases.load_state_dict(kept)
         self._begin(int(state["trainer/steps"]))
 
 
@@ -374,3 +364,8 @@ def _report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
     forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
     if forgotten:
         log.warning("not trained, as the optimizer does not have them: %s", forgotten)
+
+
+def _check_count(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")

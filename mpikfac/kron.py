@@ -1,13 +1,14 @@
-"""Kronecker-factored algebra: triangles, eigenbases, damped solves, KL clip. Pure functions."""
+"""Kronecker-factored algebra: triangles, damped solves, KL clip. Pure functions."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def add_triangle(packed: Tensor, matrix: Tensor) -> None:
-    """Adds the lower triangle of a symmetric `matrix` `[n, n]` to its folded form `packed`.
+def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
+    """Adds the lower triangle of a symmetric `matrix` `[n, n]`, times `weight`, to `packed`.
 
     The triangle is folded into a full rectangle (`layout.triangle_shape`) as LAPACK's rectangular
     full packed format does: the lower left block as it is, and below it the two diagonal blocks'
@@ -15,9 +16,9 @@ def add_triangle(packed: Tensor, matrix: Tensor) -> None:
     """
     lower_left, first, second = _fold(packed)
     half = first.shape[1]
-    lower_left += matrix[half:, :half]
-    first += matrix[:half, :half].tril()
-    second += matrix[half:, half:].triu()
+    lower_left.add_(matrix[half:, :half], alpha=weight)
+    first.add_(matrix[:half, :half].tril(), alpha=weight)
+    second.add_(matrix[half:, half:].triu(), alpha=weight)
 
 
 def unfold_triangle(packed: Tensor) -> Tensor:
@@ -42,79 +43,49 @@ def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return (lower_left, rest[1:], rest[:-1]) if even else (lower_left, rest, rest[:-1, 1:])
 
 
-def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, by the faster of two libraries.
 
-    Raises:
-        ArithmeticError: the factor, or what comes of it, is not finite.
+    On processors that are not Intel's, oneDNN multiplies float32 matrices twice as fast as MKL,
+    which `@` calls. It takes the second one transposed: copying it has to pay off, too.
     """
-    try:
-        values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # LAPACK's float32 iteration may not converge on factors with many zero rows (inputs that
-        # are never active); in float64 it does.
-        if not factor.isfinite().all():
-            raise ArithmeticError("the factor is not finite") from None
-        values, vectors = (part.to(factor.dtype) for part in torch.linalg.eigh(factor.double()))
-    if not values.isfinite().all():
-        raise ArithmeticError("the eigenvalues are not finite")
-    return values.clamp_(min=0), vectors
+    enough_rows = b.T.is_contiguous() or len(a) >= 256
+    if a.is_cpu and a.dtype == torch.float32 and enough_rows and a.numel() * b.shape[1] >= 2**24:
+        return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
+    return a @ b
 
 
-def precondition(
-    gradient: Tensor,
-    input_basis: tuple[Tensor, Tensor],
-    output_basis: tuple[Tensor, Tensor],
-    damping: float,
-    out: Tensor,
+def damped_denominators(
+    input_values: Tensor, output_values: Tensor, damping: float, out: Tensor
 ) -> None:
-    """`out` becomes `(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
+    """`out` `[outputs, inputs]` becomes the eigenvalues of `G (x) A + damping I`.
 
     Damping is added to the products of eigenvalues, so it may change at every step without a new
     decomposition [Pauloski et al., SC20, eq. 13-15].
-
-    Args:
-        input_basis: eigenvalues and eigenvectors of A.
-        output_basis: eigenvalues and eigenvectors of G.
     """
-    (a_values, a_vectors), (g_values, g_vectors) = input_basis, output_basis
-    rotated = g_vectors.T @ gradient @ a_vectors
-    rotated /= torch.outer(g_values, a_values).add_(damping)
-    torch.mm(g_vectors @ rotated, a_vectors.T, out=out)
+    torch.mul(output_values[:, None], input_values, out=out)
+    out += damping
 
 
-def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """`(factor + damping I)^-1` `[n, n]`, by Cholesky.
+def precondition(
+    gradient: Tensor, input_vectors: Tensor, output_vectors: Tensor, denominators: Tensor
+) -> Tensor:
+    """`(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    Raises:
-        ArithmeticError: that matrix is not finite or not positive definite.
+    Computed in the vectors' dtype, but for the division.
     """
-    damped = factor.clone()
-    damped.diagonal().add_(damping)
-    root, failed = torch.linalg.cholesky_ex(damped)
-    if failed or not root.diagonal().isfinite().all():
-        raise ArithmeticError("the damped factor is not finite or not positive definite")
-    return torch.cholesky_inverse(root)
-
-
-def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:
-    """The part `[]` of the Kronecker product's damping that `factor` takes; `other` the rest.
-
-    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the ratio of the factors' mean
-    eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
-    """
-    mean, other_mean = (matrix.diagonal().mean() for matrix in (factor, other))
-    ratio = mean / other_mean
-    # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
-    comparable = ratio.isfinite() & (ratio > 0)
-    return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))
+    dtype = input_vectors.dtype
+    rotated = product(product(output_vectors.T, gradient.to(dtype)), input_vectors)
+    rotated = (rotated / denominators).to(dtype)
+    return product(product(output_vectors, rotated), input_vectors.T)
 
 
 def precondition_by_inverse(
-    gradient: Tensor, input_inverse: Tensor, output_inverse: Tensor, out: Tensor
-) -> None:
-    """`out` becomes `G^-1 gradient A^-1`, all `[outputs, inputs]`, with damped inverses."""
-    torch.mm(output_inverse @ gradient, input_inverse, out=out)
+    gradient: Tensor, input_inverse: Tensor, output_inverse: Tensor
+) -> Tensor:
+    """`G^-1 gradient A^-1` `[outputs, inputs]` with damped inverses, computed in their dtype."""
+    # The input inverse is symmetric: its transpose is what `product` takes without a copy.
+    return product(product(output_inverse, gradient.to(input_inverse.dtype)), input_inverse.T)
 
 
 def kl_scale(divergence: Tensor, kl_clip: float) -> Tensor:

@@ -87,8 +87,11 @@ class ConvLayer(Layer):
     spatial = True
     module: nn.Conv2d
 
-    def __init__(self, name: str, module: nn.Conv2d) -> None:
+    def __init__(
+        self, name: str, module: nn.Conv2d, statistics_dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(name, module)
+        self._statistics_dtype = statistics_dtype
         if module.groups != 1:
             raise ValueError(
                 f"layer {name!r}: Conv2d with groups={module.groups} is not covered; "
@@ -108,7 +111,7 @@ class ConvLayer(Layer):
         if not self._pads_by_zeros:
             (top, bottom), (left, right) = self._padding
             x = F.pad(x, (left, right, top, bottom), mode=self.module.padding_mode)
-        return convolution.input_sum(x, self._window, self.bias)
+        return convolution.input_sum(x, self._window, self.bias, self._statistics_dtype)
 
     def output_sum(self, g: Tensor) -> Tensor:
         """`sum(g g^T)` over all output pixels."""
@@ -159,11 +162,16 @@ class Statistic(Other):
         self.write_values(value)
 
 
-def cover(model: nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list[Other]]:
+def cover(
+    model: nn.Module, skip: Iterable[str] = (), statistics_dtype: torch.dtype | None = None
+) -> tuple[list[Layer], list[Other]]:
     """The layers that K-FAC covers and everything else that is trained, both in model order.
 
     `Linear` and `Conv2d` are covered, except where the weight is frozen or `skip` names the module
     or a module that holds it.
+
+    Args:
+        statistics_dtype: what inputs of convolutions are rounded to before they are multiplied.
 
     Raises:
         ValueError: a layer that cannot be covered exactly, or a name in `skip` that no module has.
@@ -172,10 +180,13 @@ def cover(model: nn.Module, skip: Iterable[str] = ()) -> tuple[list[Layer], list
     _check_skip(model, skip)
     layers: list[Layer] = []
     for name, module in model.named_modules():
-        kind = {nn.Linear: Layer, nn.Conv2d: ConvLayer}.get(type(module))
         skipped = any(name == s or name.startswith(f"{s}.") for s in skip)
-        if kind and not skipped and module.weight.requires_grad:
-            layers.append(kind(name, module))
+        if type(module) not in (nn.Linear, nn.Conv2d) or skipped or not module.weight.requires_grad:
+            continue
+        if type(module) is nn.Conv2d:
+            layers.append(ConvLayer(name, module, statistics_dtype))
+        else:
+            layers.append(Layer(name, module))
     _check_shared(model, layers)
     covered = {id(parameter) for layer in layers for parameter in layer.parameters}
     return layers, uncovered(model, covered)

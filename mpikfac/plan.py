@@ -166,6 +166,17 @@ class Plan:
         """Factors that `rank` decomposes, in model order."""
         return [name for name, owner in self.owners.items() if owner == rank]
 
+    def decompositions(self, rank: int) -> list[tuple[str, Shape]]:
+        """Names and shapes of what `rank` decomposes its factors into."""
+        blocks: list[tuple[str, Shape]] = []
+        for name in self.owned(rank):
+            order = self.orders[name]
+            if self.solver == "eigen":
+                blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
+            else:
+                blocks.append((f"{name}.inverse", (order, order)))
+        return blocks
+
     def recorded(self, rank: int) -> list[str]:
         """Factors of which `rank` records statistics of its own batch."""
         return self.owned(rank) if self.strategy.reduction == "none" else list(self.owners)
@@ -199,10 +210,15 @@ class Plan:
     def bases(self, rank: int) -> Layout:
         """Decompositions that `rank` holds, one segment for each row of its column."""
         if not self.publishes_bases:
-            return lay_out([self._bases(self.owned(rank))])
+            return lay_out([self.decompositions(rank)])
         column = self.position(rank)[1]
         mates = [row * self.columns + column for row in range(self.rows)]
-        return lay_out(self._bases(self.owned(mate)) for mate in mates)
+        return lay_out(self.decompositions(mate) for mate in mates)
+
+    def denominators(self, rank: int) -> Layout:
+        """Damped eigenvalues of each layer that `rank` preconditions; empty for inverses."""
+        names = self.preconditioned(rank) if self.solver == "eigen" else []
+        return lay_out([self._matrices(names)])
 
     def gradients(self) -> Layout:
         """All gradients: model order, or updater by updater if owners update."""
@@ -223,6 +239,7 @@ class Plan:
             "statistics": self.statistics(rank),
             "averages": self.averages(rank),
             "bases": self.bases(rank),
+            "denominators": self.denominators(rank),
             "gradients": self.gradients(),
             "directions": self.directions(rank),
         }
@@ -271,16 +288,6 @@ class Plan:
 
     def _triangles(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
         return [(name, triangle_shape(self.orders[name])) for name in names]
-
-    def _bases(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
-        blocks: list[tuple[str, Shape]] = []
-        for name in names:
-            order = self.orders[name]
-            if self.solver == "eigen":
-                blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
-            else:
-                blocks.append((f"{name}.inverse", (order, order)))
-        return blocks
 
     def _matrices(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
         orders = self.orders

@@ -28,10 +28,19 @@ class Recorder:
     _passes = 0
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], statistics: Arena, trace: Trace
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        statistics: Arena,
+        trace: Trace,
+        subsample: int = 1,
     ) -> None:
-        """Adds hooks to the model and to the layers that have a block in `statistics`."""
+        """Adds hooks to the model and to the layers that have a block in `statistics`.
+
+        With `subsample=n`, a call's sums are estimated from every n-th of its examples.
+        """
         self.statistics = statistics
+        self.subsample = subsample
         self.trace = trace
         self._counts: dict[str, Count] = {}
         names = {name.rpartition(".")[0] for name in statistics}
@@ -103,13 +112,15 @@ class Recorder:
         if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
             x, g = x[None], g[None]
         with self.trace.stage("statistics"), torch.no_grad():
-            a_name, g_name = layer.factors
-            if a_name in self.statistics:
-                kron.add_triangle(self.statistics[a_name], layer.input_sum(x))
-            if g_name in self.statistics:
-                kron.add_triangle(self.statistics[g_name], layer.output_sum(g))
             count = self._counts.setdefault(layer.name, Count())
             count.add(len(x), layer.positions(g), forward_pass)
+            some_x, some_g = x[:: self.subsample], g[:: self.subsample]
+            weight = len(x) / max(1, len(some_x))
+            a_name, g_name = layer.factors
+            if a_name in self.statistics:
+                kron.add_triangle(self.statistics[a_name], layer.input_sum(some_x), weight)
+            if g_name in self.statistics:
+                kron.add_triangle(self.statistics[g_name], layer.output_sum(some_g), weight)
 
 
 @dataclass

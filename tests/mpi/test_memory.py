@@ -23,7 +23,8 @@ def arenas(kfac):
     kept = {
         "statistics": kfac.statistics,
         "averages": kfac.averages,
-        "bases": kfac.bases,
+        "bases": kfac.bases.arena,
+        "denominators": kfac.bases.denominators,
         "gradients": kfac.gradients.arena,
         "directions": kfac.directions,
     }

@@ -75,6 +75,20 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     assert max(scales) < 1  # else the clip would not be tested
 
 
+@pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
+def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
+    """Oracle: one process that does the same; steps with decompositions of before and without."""
+    steps, settings = range(6), {"delay": 2}
+    found = problem.run(trainer(comm, strategy, **settings), comm, steps)
+    alone = trainer(comm.Split(comm.rank), None, **settings)
+    for step in steps:
+        images, labels = problem.batch(step)
+        alone.optimizer.zero_grad()
+        F.cross_entropy(alone.model(images), labels).backward()
+        alone.step()
+    torch.testing.assert_close(found, problem.state(alone.model), rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("workers", WORKERS)
 def test_unclipped_steps(comm, workers, update):

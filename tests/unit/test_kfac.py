@@ -112,6 +112,28 @@ def test_factors_and_bases_have_their_own_intervals(
     assert [step for step, (_, seen) in enumerate(calls) if seen] == list(bases)
 
 
+@pytest.mark.parametrize("normalization", ["expand", "sc20", "kfac-pytorch"])
+@pytest.mark.parametrize(("subsample", "examples"), [(3, [0, 3, 6, 9]), (20, [0])])
+def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, normalization):
+    """Oracle: factors of a batch that holds these examples only, each in as many copies.
+
+    The loss is a sum over examples, so that the gradient at one does not depend on the others.
+    """
+
+    def trained(images, **settings):
+        model = problem.network()
+        choices = problem.SETTINGS | settings | {"normalization": normalization}
+        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+        model(images).square().sum().backward()
+        kfac.step()
+        return kfac.averages.flat
+
+    images, _ = problem.batch(0)
+    copies = images[examples].repeat_interleave(len(images) // len(examples), 0)
+    expected = trained(copies)
+    torch.testing.assert_close(trained(images, subsample=subsample), expected)
+
+
 def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
     """Oracle: numerator and weight of the average, step by step."""
     model = linear()
@@ -244,6 +266,11 @@ def test_precondition_refuses_owners_that_step(comm):
         ({"solver": "cg"}, "solver='cg' must be one of 'eigen', 'inverse', 'unsplit-inverse'"),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
         ({"start": "zero"}, "start='zero' must be one of 'first', 'identity'"),
+        ({"delay": -1}, "delay=-1 must be a whole number of at least 0"),
+        ({"subsample": 0}, "subsample=0 must be a whole number of at least 1"),
+        ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
+        ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),
+        ({"precondition_dtype": "bfloat16"}, "precondition_dtype='bfloat16' must be one of"),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (
             {"strategy": mpikfac.Strategy(2)},

@@ -1,0 +1,98 @@
+"""Decompositions of Kronecker factors: eigenbases, and damped inverses. Pure functions.
+
+A factor is symmetric and positive semidefinite, `[n, n]`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpikfac.kron import product
+
+LEAF = 192  # order up to which LAPACK inverts a block faster than products do
+TOLERANCE = 1e-3  # of an inverse, as a relative error of the direction that comes of it
+
+
+def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+
+    Raises:
+        ArithmeticError: the factor, or what comes of it, is not finite.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(factor)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        # LAPACK's float32 iteration may not converge on factors with many zero rows (inputs that
+        # are never active); in float64 it does.
+        if not factor.isfinite().all():
+            raise ArithmeticError("the factor is not finite") from None
+        values, vectors = (part.to(factor.dtype) for part in torch.linalg.eigh(factor.double()))
+    if not values.isfinite().all():
+        raise ArithmeticError("the eigenvalues are not finite")
+    return values.clamp_(min=0), vectors
+
+
+def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
+    """`(factor + damping I)^-1` `[n, n]`, by blocks where that is fast and accurate, or Cholesky.
+
+    Raises:
+        ArithmeticError: that matrix is not finite or not positive definite.
+    """
+    damped = factor.clone()
+    damped.diagonal().add_(damping)
+    if damped.is_cpu and damped.dtype == torch.float32 and len(damped) > LEAF:
+        inverse = _inverse_by_blocks(damped)
+        if _error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
+            return inverse
+    root, failed = torch.linalg.cholesky_ex(damped)
+    if failed or not root.diagonal().isfinite().all():
+        raise ArithmeticError("the damped factor is not finite or not positive definite")
+    return torch.cholesky_inverse(root)
+
+
+def _inverse_by_blocks(matrix: Tensor) -> Tensor:
+    """The inverse of a positive definite matrix by its Schur complement, recursively.
+
+    Nearly all of the work is in general products, which take less time than the triangular ones of
+    LAPACK though they are twice as many. Rounding errors grow with the condition of the leading
+    blocks, faster than in Cholesky's method: what comes of it has to be checked. It is NaN or far
+    off where the matrix is not positive definite.
+    """
+    if len(matrix) <= LEAF:
+        return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
+    half = len(matrix) // 2
+    coupling = matrix[half:, :half]
+    leading = _inverse_by_blocks(matrix[:half, :half])
+    projected = product(coupling, leading)
+    rest = _inverse_by_blocks(matrix[half:, half:] - product(projected, coupling.T))
+    lower = product(rest, projected)
+    inverse = torch.empty_like(matrix)
+    inverse[half:, half:] = rest
+    inverse[half:, :half] = lower.neg()
+    inverse[:half, half:] = inverse[half:, :half].T
+    inverse[:half, :half] = product(projected.T, lower).add_(leading)
+    return inverse
+
+
+def _error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
+    """Relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
+
+    `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
+    """
+    # Fixed and without a pattern; torch's generator belongs to the program.
+    probes = torch.arange(8.0 * len(matrix)).square_().sin_().view(8, -1)
+    return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
+
+
+def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:
+    """The part `[]` of the Kronecker product's damping that `factor` takes; `other` the rest.
+
+    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the ratio of the factors' mean
+    eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
+    """
+    mean, other_mean = (matrix.diagonal().mean() for matrix in (factor, other))
+    ratio = mean / other_mean
+    # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
+    comparable = ratio.isfinite() & (ratio > 0)
+    return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))
