@@ -5,6 +5,8 @@
 Every repetition runs one step of each kind in turn, so that a drift of the machine's speed falls on
 all of them; medians are over repetitions, of the slowest rank. Averages over intervals are composed
 from the kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
+"Preconditioning" is that stage's share of an ordinary step. All models are in channels-last format
+unless `--contiguous` is given.
 
 At one rank kfac-pytorch is timed in turn with the others if Python finds it (package `kfac`).
 """
@@ -17,6 +19,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +32,21 @@ from mpikfac_apps import models
 NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
+KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases": (1, 1)}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eigen": {},
+    "inverse": {"solver": "inverse"},
+    "bfloat16": {
+        "solver": "inverse",
+        "statistics_dtype": torch.bfloat16,
+        "precondition_dtype": torch.bfloat16,
+    },
+    "eigen, bfloat16": {
+        "statistics_dtype": torch.bfloat16,
+        "precondition_dtype": torch.bfloat16,
+    },
+    "inverse, subsample 4": {"solver": "inverse", "subsample": 4},
+}
 
 
 def main() -> None:
@@ -39,13 +57,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="image height and width")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--workers", type=int, help="gradient workers (default: all ranks)")
+    parser.add_argument("--contiguous", action="store_true", help="models in NCHW format")
+    parser.add_argument("--variants", default="eigen;inverse;bfloat16", help="separated by ;")
+    parser.add_argument("--no-bases", action="store_true", help="leave out steps with new bases")
     options = parser.parse_args()
     comm = mpikfac.world()
     torch.manual_seed(comm.rank)
     images = torch.randn(options.batch, 3, options.size, options.size)
     labels = torch.randint(10, (options.batch,))
 
-    kinds = make_kinds(options, comm)
+    kinds, traces = make_kinds(options, comm)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for repetition in range(options.repetitions + 2):
         for name, step in kinds.items():
@@ -56,41 +77,48 @@ def main() -> None:
             if repetition >= 2:
                 seconds[name].append(elapsed)
     if comm.rank == 0:
-        report(options, comm.size, {name: statistics.median(s) for name, s in seconds.items()})
+        preconditioning = {
+            name: trace.seconds["precondition"] / trace.calls["precondition"]
+            for name, trace in traces.items()
+        }
+        medians = {name: statistics.median(s) for name, s in seconds.items()}
+        report(options, comm.size, medians, preconditioning)
 
 
-def make_kinds(options: argparse.Namespace, comm: MPI.Intracomm) -> dict[str, Step]:
-    """One callable per kind of step, each with its own model and optimizer."""
+def make_kinds(
+    options: argparse.Namespace, comm: MPI.Intracomm
+) -> tuple[dict[str, Step], dict[str, mpikfac.Trace]]:
+    """One callable per kind of step, each with its own model and optimizer; traces by variant."""
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=options.workers or comm.size)
-
-    def ours(factor_every: int, basis_every: int) -> Step:
-        model, optimizer = fresh(options.model)
-        every = {"factor_every": factor_every, "basis_every": basis_every}
-        kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **every)
-        return step_of(model, optimizer, kfac.step)
-
-    model, optimizer = fresh(options.model)
+    model, optimizer = fresh(options)
     baseline = mpikfac.DataParallel(model, optimizer, comm)
     kinds = {
-        "plain PyTorch SGD": plain(options.model, comm),
+        "plain PyTorch SGD": plain(options, comm),
         "SGD": step_of(model, optimizer, baseline.step),
-        "K-FAC, ordinary": ours(NEVER, NEVER),
-        "K-FAC, factors": ours(1, NEVER),
-        "K-FAC, factors and bases": ours(1, 1),
     }
+    traces = {}
+    for variant in options.variants.split(";"):
+        for kind, (factor_every, basis_every) in KINDS.items():
+            if options.no_bases and basis_every == 1:
+                continue
+            model, optimizer = fresh(options)
+            settings = {"factor_every": factor_every, "basis_every": basis_every, "damping": 0.03}
+            settings |= VARIANTS[variant]
+            kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
+            kinds[f"{variant}: {kind}"] = step_of(model, optimizer, kfac.step)
+            traces.setdefault(variant, kfac.trace)
     if comm.size == 1 and importlib.util.find_spec("kfac") is not None:
-        kinds |= {
-            "kfac-pytorch, ordinary": peer(options.model, NEVER, NEVER),
-            "kfac-pytorch, factors": peer(options.model, 1, NEVER),
-            "kfac-pytorch, both": peer(options.model, 1, 1),
-        }
-    return kinds
+        for kind, every in KINDS.items():
+            kinds[f"kfac-pytorch: {kind}"] = peer(options, *every)
+    return kinds, traces
 
 
-def fresh(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fresh(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model and optimizer at every call."""
     torch.manual_seed(0)
-    model = models.build(name, classes=10)
+    model = models.build(options.model, classes=10)
+    if not options.contiguous:
+        model = model.to(memory_format=torch.channels_last)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
 
 
@@ -105,13 +133,13 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable
     return step
 
 
-def plain(name: str, comm: MPI.Intracomm) -> Step:
+def plain(options: argparse.Namespace, comm: MPI.Intracomm) -> Step:
     """PyTorch alone: one flattened Allreduce of the gradients, then the optimizer."""
-    model, optimizer = fresh(name)
+    model, optimizer = fresh(options)
     parameters = list(model.parameters())
 
     def finish() -> None:
-        flat = torch.cat([p.grad.view(-1) for p in parameters])
+        flat = torch.cat([p.grad.flatten() for p in parameters])
         comm.Allreduce(MPI.IN_PLACE, flat.numpy())
         flat /= comm.size
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
@@ -121,11 +149,11 @@ def plain(name: str, comm: MPI.Intracomm) -> Step:
     return step_of(model, optimizer, finish)
 
 
-def peer(name: str, factor_every: int, basis_every: int) -> Step:
+def peer(options: argparse.Namespace, factor_every: int, basis_every: int) -> Step:
     """kfac-pytorch on one rank."""
     from kfac.preconditioner import KFACPreconditioner
 
-    model, optimizer = fresh(name)
+    model, optimizer = fresh(options)
     every = {"factor_update_steps": factor_every, "inv_update_steps": basis_every}
     preconditioner = KFACPreconditioner(model, lr=1e-3, **every)
 
@@ -136,24 +164,34 @@ def peer(name: str, factor_every: int, basis_every: int) -> Step:
     return step_of(model, optimizer, finish)
 
 
-def report(options: argparse.Namespace, ranks: int, median: dict[str, float]) -> None:
+def report(
+    options: argparse.Namespace,
+    ranks: int,
+    median: dict[str, float],
+    preconditioning: dict[str, float],
+) -> None:
     """Prints medians, ratios to the plain SGD step, and averages over intervals."""
     base = median["plain PyTorch SGD"]
+
+    def line(name: str, seconds: float) -> None:
+        print(f"{name:44s} {seconds * 1e3:9.1f} ms {seconds / base:7.3f} x")
+
     print(
-        f"{options.model}, batch {options.batch} per rank, {ranks} ranks, "
-        f"{torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
+        f"{options.model}, {options.size} x {options.size}, batch {options.batch} per rank, "
+        f"{ranks} ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
         f"Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
     )
     for name, seconds in median.items():
-        print(f"{name:36s} {seconds * 1e3:9.1f} ms {seconds / base:6.2f} x")
-    times = list(median.values())[2:]
-    for who, kinds in (("K-FAC", times[:3]), ("kfac-pytorch", times[3:])):
-        for factor_every, basis_every in INTERVALS if kinds else ():
-            ordinary, factors, refresh = kinds
+        line(name, seconds)
+    for variant, seconds in preconditioning.items():
+        line(f"{variant}: preconditioning", seconds)
+    for variant in [*preconditioning, "kfac-pytorch"]:
+        times = [median.get(f"{variant}: {kind}") for kind in KINDS]
+        for factor_every, basis_every in INTERVALS if all(times) else ():
+            ordinary, factors, refresh = times
             rest = basis_every // factor_every - 1
             average = ((basis_every - rest - 1) * ordinary + rest * factors + refresh) / basis_every
-            name = f"{who} ({factor_every}, {basis_every}) on average"
-            print(f"{name:36s} {average * 1e3:9.1f} ms {average / base:6.2f} x")
+            line(f"{variant}: ({factor_every}, {basis_every}) on average", average)
 
 
 if __name__ == "__main__":
