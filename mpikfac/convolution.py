@@ -83,10 +83,15 @@ def input_sum(
 
 
 def by_patches(x: Tensor, window: Window) -> Tensor:
-    """`sum(a a^T)` from the copy of all patches (im2col), taken as pixels with more channels."""
+    """`sum(a a^T)` from the copy of all patches (im2col)."""
     channels, (kh, kw) = x.shape[1], window.kernel
-    patches = _patches(_channels_last(x), window).permute(0, 1, 2, 4, 5, 3).flatten(3)
-    total = output_sum(patches.permute(0, 3, 1, 2)).view(kh, kw, channels, kh, kw, channels)
+    patches = _patches(_channels_last(x), window)
+    if patches[..., 0, 0, 0].numel() < channels * kh * kw:
+        rows = patches.flatten(3).flatten(0, 2)
+        return rows.T @ rows
+    # Taken as pixels with more channels, offsets before channels, they are copied in long runs.
+    pixels = patches.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
+    total = output_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return _matrix(total.transpose(2, 3).transpose(3, 4))
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mpikfac.kron import product
 
-LEAF = 192  # order up to which LAPACK inverts a block faster than products do
-TOLERANCE = 1e-3  # of an inverse, as a relative error of the direction that comes of it
+LEAF = 192  # order up to which a block is left to LAPACK
+TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions that it gives
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,9 +26,10 @@ def numbers(rank, size):
 
 @pytest.fixture(params=[None, 3], ids=["whole", "in pieces"])
 def pieces(request, monkeypatch):
-    """Messages in one piece, and split as those of 2^31 elements and more are."""
+    """Messages in one piece, and split as large reductions and messages of 2^31 elements are."""
     if request.param:
         monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", request.param)
+        monkeypatch.setattr(mpikfac.comm, "PIECE", request.param)
 
 
 def uneven(size):
@@ -91,6 +92,7 @@ def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
 
     whole = trained()
     monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", 500)
+    monkeypatch.setattr(mpikfac.comm, "PIECE", 500)
     torch.testing.assert_close(trained(), whole, rtol=0, atol=1e-10)
 
 

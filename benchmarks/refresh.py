@@ -1,0 +1,285 @@
+"""Time and error of ways to refresh the decompositions of all factors of a network.
+
+    export OMP_NUM_THREADS=1
+    python benchmarks/refresh.py record --data DIR --out runs/refresh
+    python benchmarks/refresh.py time --out runs/refresh
+    python benchmarks/refresh.py errors --out runs/refresh
+
+`record` trains, and keeps gradients and the factors' running averages of the last step and of 10
+steps before, when all was decomposed exactly, and the exact directions, in float64. `time` sums
+over factors the median seconds of each. `errors` prints relative errors of the direction over
+layers. The candidates that gained too little for a place in the library stand here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpikfac
+from mpikfac import kron
+from mpikfac.decompose import damped_inverse, eigenbasis, tikhonov_share
+from mpikfac.kron import product
+from mpikfac_apps import batches, data, models
+
+INTERVAL = 10  # steps between refreshes
+DAMPINGS = (1e-3, 3e-2)
+WINDOW = 128  # neighbouring eigenvectors that are resolved exactly
+
+Basis = tuple[Tensor, Tensor]
+
+
+def main() -> None:
+    """Records, or prints a table of times or of errors."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["record", "time", "errors"])
+    parser.add_argument("--out", type=Path, required=True, help="directory of the recording")
+    parser.add_argument("--data", help="directory of CIFAR-10")
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--size", type=int, default=64, help="image height and width")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--methods", nargs="*", default=[*EIGEN, *INVERSE], help="default: all")
+    options = parser.parse_args()
+    if options.what == "record":
+        options.out.mkdir(parents=True, exist_ok=True)
+        torch.save(record(options), options.out / "recording.pt")
+        return
+    layers = torch.load(options.out / "recording.pt", map_location=options.device)
+    (print_times if options.what == "time" else print_errors)(layers, options.methods)
+
+
+# -- recording -----------------------------------------------------------------------------------
+
+
+def record(options: argparse.Namespace) -> dict[str, dict]:
+    """By layer: `gradient`, factors now and 10 steps before, bases of those, exact directions."""
+    torch.manual_seed(0)
+    model = models.build(options.model, classes=10).to(options.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), solver="inverse", damping=0.03)
+    images = data.load("cifar10", options.data, 10_000)
+    normalise = batches.Normalise(images.train_images, torch.device("cpu"))
+    draw = batches.Batches(
+        images.train_images, images.train_labels, options.batch, seed=0, augment=True
+    )
+    before: dict[str, Tensor] = {}
+    for step in range(options.steps + 1):
+        x, labels = draw.get(0, step)
+        x = F.interpolate(normalise(x), size=(options.size,) * 2, mode="bilinear")
+        optimizer.zero_grad()
+        F.cross_entropy(model(x.to(options.device)), labels.to(options.device)).backward()
+        kfac.step()
+        if step == options.steps - INTERVAL:
+            before = {name: kron.unfold_triangle(packed) for name, packed in kfac.averages.items()}
+    now = {name: kron.unfold_triangle(packed) for name, packed in kfac.averages.items()}
+    gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions}
+    return {name: recorded(name, gradients[name], before, now) for name in gradients}
+
+
+def recorded(
+    name: str, gradient: Tensor, before: dict[str, Tensor], now: dict[str, Tensor]
+) -> dict:
+    """What is kept of a layer."""
+    a, g = now[f"{name}.A"], now[f"{name}.G"]
+    then = before[f"{name}.A"], before[f"{name}.G"]
+    exact = exact_directions(gradient.double(), a.double(), g.double())
+    return {
+        "gradient": gradient,
+        "factors": (a, g),
+        "factors before": then,
+        "bases before": tuple(eigenbasis(factor) for factor in then),
+        "exact": {key: direction.float() for key, direction in exact.items()},
+    }
+
+
+def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, float], Tensor]:
+    """Directions by solver and damping."""
+    bases = eigenbasis(a), eigenbasis(g)
+    directions = {}
+    for damping in DAMPINGS:
+        directions["eigen", damping] = by_bases(gradient, bases, damping)
+        shares = tikhonov_share(a, g, damping), tikhonov_share(g, a, damping)
+        inverses = [damped_inverse(f, share) for f, share in zip((a, g), shares)]
+        directions["inverse", damping] = inverses[1] @ gradient @ inverses[0]
+    return directions
+
+
+def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Tensor:
+    """The direction from eigenbases of A and G."""
+    (a_values, a_vectors), (g_values, g_vectors) = bases
+    rotated = g_vectors.T @ gradient @ a_vectors / (torch.outer(g_values, a_values) + damping)
+    return g_vectors @ rotated @ a_vectors.T
+
+
+# -- candidates ----------------------------------------------------------------------------------
+
+
+def reestimated(factor: Tensor, basis: Basis, floor: float) -> Basis:
+    """The old eigenvectors, with new eigenvalues `diag(Q^T F Q)`."""
+    vectors = basis[1]
+    return (vectors * product(factor, vectors)).sum(0).clamp_(min=0), vectors
+
+
+def rotated(factor: Tensor, basis: Basis, floor: float) -> Basis:
+    """The old eigenvectors, rotated once towards the new ones.
+
+    `T = Q^T F Q` is diagonalised exactly within windows of neighbouring eigenvalues. What couples
+    windows is removed at first order, by the skew-symmetric `T_ij / (t_j - t_i)`, in a Cayley
+    transform that keeps Q orthogonal. Gaps are bounded from below by a tenth of the eigenvalues
+    plus `floor`, the eigenvalue that damping equals: closer ones need no rotation.
+    """
+    vectors = basis[1]
+    rotated = product(vectors.T, product(factor, vectors))
+    order = rotated.diagonal().argsort()
+    vectors, rotated = vectors[:, order], rotated[order][:, order]
+    for start in range(0, len(order), WINDOW):
+        window = slice(start, start + WINDOW)
+        within = torch.linalg.eigh(rotated[window, window]).eigenvectors
+        vectors[:, window] = vectors[:, window] @ within
+        rotated[:, window] = rotated[:, window] @ within
+        rotated[window] = within.T @ rotated[window]
+    values = rotated.diagonal().clamp(min=0)
+    gap = values - values[:, None]
+    least = 0.1 * (floor + (values + values[:, None]) / 2)
+    angles = rotated * gap / (gap.square() + least.square())
+    half = (angles - angles.T) / 4
+    one = torch.eye(len(half)).to(half)
+    return values, product(vectors, torch.linalg.solve(one - half, one + half))
+
+
+def twice(factor: Tensor, basis: Basis, floor: float) -> Basis:
+    """Rotated twice, with eigenvalues re-estimated at the end."""
+    basis = rotated(factor, rotated(factor, basis, floor), floor)
+    return reestimated(factor, basis, floor)
+
+
+def once(factor: Tensor, basis: Basis, floor: float) -> Basis:
+    """Rotated once, with eigenvalues re-estimated at the end."""
+    return reestimated(factor, rotated(factor, basis, floor), floor)
+
+
+def cholesky(factor: Tensor, share: Tensor, old: Tensor) -> Tensor:
+    """`(factor + share I)^-1` by LAPACK alone."""
+    damped = factor.clone()
+    damped.diagonal().add_(share)
+    return torch.cholesky_inverse(torch.linalg.cholesky(damped))
+
+
+def newton_schulz(factor: Tensor, share: Tensor, old: Tensor) -> Tensor:
+    """The old inverse X after one step `X (2 I - M X)`; M = factor + share I."""
+    residual = product(factor, old).add_(old, alpha=share.item()).neg_()
+    residual.diagonal().add_(2)
+    return product(old, residual)
+
+
+EIGEN: dict[str, Callable[[Tensor, Basis, float], Basis]] = {
+    "eigh": lambda factor, old, floor: eigenbasis(factor),
+    "eigenvectors of 10 steps ago": lambda factor, old, floor: old,
+    "... with new eigenvalues": reestimated,
+    "... rotated once": once,
+    "... rotated twice": twice,
+}
+INVERSE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "Cholesky": cholesky,
+    "by blocks (damped_inverse)": lambda factor, share, old: damped_inverse(factor, share),
+    "inverse of 10 steps ago": lambda factor, share, old: old,
+    "... after a Newton-Schulz step": newton_schulz,
+    "... after two Newton-Schulz steps": lambda factor, share, old: newton_schulz(
+        factor, share, newton_schulz(factor, share, old)
+    ),
+}
+
+
+def refreshers(layer: dict, method: str, damping: float) -> list[Callable[[], Basis | Tensor]]:
+    """Functions without arguments that refresh A and G of a layer."""
+    (a, g), then = layer["factors"], layer["factors before"]
+    if method in EIGEN:
+        bases = layer["bases before"]
+        floors = [damping / other[0].max().clamp(min=1e-30).item() for other in reversed(bases)]
+        calls = zip((a, g), bases, floors)
+        return [lambda call=call: EIGEN[method](*call) for call in calls]
+    shares = tikhonov_share(a, g, damping), tikhonov_share(g, a, damping)
+    shares_then = tikhonov_share(*then, damping), tikhonov_share(*reversed(then), damping)
+    old = [damped_inverse(factor, share) for factor, share in zip(then, shares_then)]
+    return [lambda call=call: INVERSE[method](*call) for call in zip((a, g), shares, old)]
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def print_times(layers: dict[str, dict], methods: list[str]) -> None:
+    """Seconds of all factors at the first damping, by method, and ratios to eigh by order."""
+    taken: dict[str, dict[int, float]] = {}
+    for method in dict.fromkeys(["eigh", *methods]):
+        by_order = taken[method] = {}
+        for layer in layers.values():
+            for factor, refresh in zip(layer["factors"], refreshers(layer, method, DAMPINGS[0])):
+                n = len(factor)
+                by_order[n] = by_order.get(n, 0) + seconds(refresh, 5 if n <= 1152 else 1)
+        total, reference = sum(by_order.values()), sum(taken["eigh"].values())
+        print(f"| {method} | {total:.2f} s | {reference / total:.1f} |", end="", flush=True)
+        ratios = {n: taken["eigh"][n] / by_order[n] for n in sorted(by_order)}
+        print("".join(f" {n}: {ratio:.1f}" for n, ratio in ratios.items()), "|", flush=True)
+
+
+def seconds(refresh: Callable[[], object], repetitions: int) -> float:
+    """Median of `repetitions` calls, after one that does not count if they are many."""
+    times = []
+    for _ in range(repetitions + (repetitions > 1)):
+        synchronise()
+        start = time.perf_counter()
+        refresh()
+        synchronise()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[-repetitions:])
+
+
+def synchronise() -> None:
+    """Waits for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def print_errors(layers: dict[str, dict], methods: list[str]) -> None:
+    """Median, 90th percentile and worst error by method and damping, against both exact ones."""
+    for method in methods:
+        solver = "eigen" if method in EIGEN else "inverse"
+        for damping in DAMPINGS:
+            own, eigen = [], []
+            for layer in layers.values():
+                found = direction(layer, method, damping)
+                own.append(error(found, layer["exact"][solver, damping]))
+                eigen.append(error(found, layer["exact"]["eigen", damping]))
+            print(f"| {method} | {damping:.0e} | {spread(own)} | {spread(eigen)} |", flush=True)
+
+
+def direction(layer: dict, method: str, damping: float) -> Tensor:
+    """A layer's direction after its factors are refreshed by `method`."""
+    a, g = (refresh() for refresh in refreshers(layer, method, damping))
+    if method in EIGEN:
+        return by_bases(layer["gradient"], (a, g), damping)
+    return g @ layer["gradient"] @ a
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    """Relative, in the Frobenius norm."""
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+def spread(errors: list[float]) -> str:
+    """Median, 90th percentile and maximum."""
+    quantiles = statistics.quantiles(errors, n=10, method="inclusive")
+    return " / ".join(f"{value:.1e}" for value in (quantiles[4], quantiles[8], max(errors)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mpikfac import decompose
+
+LEAF = decompose.LEAF
+
+
+def spectrum(values):
+    """A float32 matrix with the given eigenvalues, in a random basis."""
+    basis = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64)).Q
+    product = basis * values @ basis.T
+    return ((product + product.T) / 2).float()
+
+
+def error(inverse, matrix):
+    """Relative error of `inverse`, in float64."""
+    exact = torch.linalg.inv(matrix.double())
+    return ((inverse - exact).norm() / exact.norm()).item()
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def test_eigenvalues_are_not_negative():
+    """Oracle: rounding makes some eigenvalues of a singular factor negative; a basis has none."""
+    factor = spectrum(torch.tensor([3.0, 2.0, 1.0] + [0.0] * 17))
+    assert torch.linalg.eigvalsh(factor).min() < 0
+    values, vectors = decompose.eigenbasis(factor)
+    assert values.min() == 0
+    torch.testing.assert_close(vectors * values @ vectors.T, factor)
+
+
+@pytest.mark.parametrize("dead", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("seed", range(3))
+def test_factors_with_dead_inputs_are_decomposed(dead, seed):
+    """Oracle: the factor itself, from its basis, to float32 rounding."""
+    torch.manual_seed(seed)
+    inputs = torch.randn(64, 32).relu() * (torch.rand(32) >= dead)
+    factor = torch.zeros(288, 288)
+    factor[4::9, 4::9] = inputs.T @ inputs / 64  # of a 3x3 kernel on 1x1 maps
+    values, vectors = decompose.eigenbasis(factor)
+    torch.testing.assert_close(vectors * values @ vectors.T, factor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, 50, LEAF, LEAF + 1, 2 * LEAF, 2 * LEAF + 1, 4 * LEAF + 3])
+@pytest.mark.parametrize("rank", [1.0, 0.3])
+def test_a_damped_inverse_is_the_dense_inverse(order, rank):
+    """Oracle: the inverse in float64; at orders at and around which blocks are split."""
+    rows = torch.randn(max(1, int(rank * order)), order)
+    factor = rows.T @ rows / len(rows)
+    inverse = decompose.damped_inverse(factor, 0.1)
+    assert error(inverse, factor + 0.1 * torch.eye(order)) < 5e-5
+
+
+@pytest.mark.parametrize("order", [LEAF, LEAF + 1, 2 * LEAF + 1, 4 * LEAF + 3])
+def test_blocks_give_the_inverse_and_are_taken(order):
+    """Oracle: the inverse in float64; a wrong one would be hidden by Cholesky's in its place."""
+    factor = spectrum(torch.rand(order))
+    damped = factor + 0.1 * torch.eye(order)
+    alone = decompose._inverse_by_blocks(damped)
+    assert error(alone, damped) < 1e-5
+    assert torch.equal(decompose.damped_inverse(factor, 0.1), alone)
+
+
+def test_a_damped_inverse_leaves_the_factor_as_it_is():
+    """Oracle: the factor before; damping added in place would pile up in the running average."""
+    factor = spectrum(torch.rand(LEAF + 1))
+    before = factor.clone()
+    decompose.damped_inverse(factor, 0.1)
+    assert torch.equal(factor, before)
+
+
+@pytest.mark.parametrize("damping", [1e-4, 1e-5])
+def test_where_blocks_are_not_accurate_enough_cholesky_is_taken(damping):
+    """Oracle: LAPACK's inverse, bit by bit; blocks alone are off by more than the tolerance."""
+    factor = spectrum(torch.cat([torch.rand(3) + 30, torch.zeros(5 * LEAF)]))
+    damped = factor + damping * torch.eye(len(factor))
+    alone = decompose._inverse_by_blocks(damped)
+    assert not error(alone, damped) < decompose.TOLERANCE  # may be NaN
+    expected = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    assert torch.equal(decompose.damped_inverse(factor, damping), expected)
+
+
+@pytest.mark.parametrize("off", [1e-2, 1e-4])
+def test_the_error_of_an_inverse_is_seen(off):
+    """Oracle: an inverse whose every direction is off by a known factor."""
+    matrix = spectrum(torch.rand(300) + 0.1)
+    inverse = torch.linalg.inv(matrix.double()).float() * (1 + off)
+    assert decompose._error_of_inverse(matrix, inverse) == pytest.approx(off, rel=0.1)
+
+
+@pytest.mark.parametrize("order", [3, LEAF + 1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_decomposed(order, bad):
+    """Oracle: an error; LAPACK would return NaN without one."""
+    factor = torch.eye(order)
+    factor[1, 1] = bad
+    with pytest.raises(ArithmeticError, match="not finite"):
+        decompose.eigenbasis(factor)
+    with pytest.raises(ArithmeticError, match="not finite"):
+        decompose.damped_inverse(factor, 0.1)
+
+
+@pytest.mark.parametrize("order", [3, LEAF + 1, 3 * LEAF])
+def test_what_is_not_positive_definite_is_not_inverted(order):
+    """Oracle: an error; such a matrix may well have an inverse, also by blocks."""
+    with pytest.raises(ArithmeticError, match="not positive definite"):
+        decompose.damped_inverse(-torch.eye(order), 0.1)
+
+
+@pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
+    """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
+    share = decompose.tikhonov_share(a * torch.eye(3), g * torch.eye(2), 0.04)
+    assert share.item() == pytest.approx(0.2)
