@@ -50,7 +50,8 @@ class KfacOptions:
         basis_every: steps between two decompositions.
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
-        solver: eigenbases, or damped inverses with the damping split between both factors or not.
+        solver: damped inverses with the damping split between both factors, eigenbases, or inverses
+            with all of the damping in each.
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
         subsample: factors are estimated from every n-th image of a batch.
@@ -72,7 +73,7 @@ class KfacOptions:
     basis_every: int = bounded(10, ">= 1")
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
-    solver: Literal["eigen", "inverse", "unsplit-inverse"] = "eigen"
+    solver: Literal["inverse", "eigen", "unsplit-inverse"] = "inverse"
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
     subsample: int = bounded(1, ">= 1")

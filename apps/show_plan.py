@@ -70,7 +70,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--update", choices=("everyone", "owner"), default="everyone")
     add("--balance", choices=("compute", "memory"), default="compute")
     add("--colocate", action=argparse.BooleanOptionalAction, default=True)
-    add("--solver", choices=("eigen", "inverse", "unsplit-inverse"), default="eigen")
+    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"), default="inverse")
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
 

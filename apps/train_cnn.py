@@ -203,7 +203,8 @@ class Run:
         loss = self._finite(self.meter.recent())
         speed, communication = self.speed.rates()
         self.speed.mark()
-        self._row(loss=loss, images_per_second=speed, communication=communication)
+        clip = {} if self.options.optimizer == "sgd" else {"kl_scale": self.trainer.kl_scale.item()}
+        self._row(loss=loss, images_per_second=speed, communication=communication, **clip)
 
     def _end_epoch(self, epoch: int) -> None:
         loss, accuracy = self.meter.everything()

@@ -73,12 +73,19 @@ def main() -> int:
 def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int) -> Path:
     """The metrics file of one run, made unless it is there and complete."""
     name = "-".join([optimizer, *choice.values(), str(seed)])
-    directory = options.out / name
-    metrics = directory / "metrics.jsonl"
+    metrics = options.out / name / "metrics.jsonl"
     if metrics.exists() and len(by_epoch(metrics)) == int(COMMON["epochs"]):
         return metrics
+    return launch(options, name, optimizer, {**COMMON, **choice}, seed)
+
+
+def launch(
+    options: argparse.Namespace, name: str, optimizer: str, settings: dict[str, str], seed: int
+) -> Path:
+    """Trains; the metrics file of the run, under `options.out`."""
+    directory = options.out / name
     shutil.rmtree(directory, ignore_errors=True)
-    settings = {**COMMON, **choice, "optimizer": optimizer, "seed": str(seed)}
+    settings = {**settings, "optimizer": optimizer, "seed": str(seed)}
     settings |= {"data.path": str(options.data), "run_dir": str(directory)}
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
     program = Path(__file__).parents[1] / "apps" / "train_cnn.py"
@@ -87,6 +94,7 @@ def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], see
         command += [f"--{key}", value]
     print(name, flush=True)
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    metrics = directory / "metrics.jsonl"
     print(f"  {accuracy(metrics):.2%}", flush=True)
     return metrics
 

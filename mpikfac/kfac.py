@@ -50,9 +50,10 @@ class KFAC:
         basis_every: interval in steps between decompositions.
         decay: of the running average of factors, in [0, 1).
         kl_clip: bound on a step's squared Fisher norm; None for no bound.
-        solver: "eigen"; "inverse", damped inverses with the damping split between A and G, in
-            which a change of damping takes effect at the next decomposition; "unsplit-inverse",
-            the same with all of the damping added to each, as published codes do.
+        solver: "inverse", damped inverses with the damping split between A and G, in which a change
+            of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
+            damping; "unsplit-inverse", inverses with all of it added to each, as published codes
+            do.
         normalization: scaling of factors, see `moments`.
         start: an average starts at the "first" factor or at the "identity".
         subsample: estimate a batch's factors from every n-th of its examples.
@@ -85,7 +86,7 @@ class KFAC:
         basis_every: int | Schedule = 10,
         decay: float | Schedule = 0.95,
         kl_clip: float | Schedule | None = 0.001,
-        solver: Solver = "eigen",
+        solver: Solver = "inverse",
         normalization: Normalization = "expand",
         start: Literal["first", "identity"] = "first",
         subsample: int = 1,

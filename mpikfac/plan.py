@@ -316,14 +316,14 @@ def make_plan(
     ranks: int,
     strategy: Strategy,
     others: Iterable[tuple[str, Shape]] = (),
-    solver: Solver = "eigen",
+    solver: Solver = "inverse",
     itemsize: int = 4,
 ) -> Plan:
     """The plan for `layers` on `ranks` ranks; the same on every rank.
 
     Args:
         others: names and shapes of parameters (and buffers) that no layer covers.
-        solver: "eigen" (eigenvectors and eigenvalues) or one of the damped inverses.
+        solver: one of the damped inverses, or "eigen" (eigenvectors and eigenvalues).
         itemsize: bytes of one element.
 
     Raises:

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from mpikfac import Strategy, divisors
 
-SETTINGS = {"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001}
+SETTINGS = {
+    **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
+    "solver": "eigen",
+}
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac import kron
+from mpikfac import decompose, kron
 from mpikfac.layout import triangle_shape
 
 
@@ -35,7 +35,9 @@ def test_preconditioning_solves_the_damped_system(outputs, inputs, rank, damping
     torch.manual_seed(seed)
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs).double()
-    out = torch.empty_like(gradient)
-    kron.precondition(gradient, kron.eigenbasis(a), kron.eigenbasis(g), damping, out)
+    (a_values, a_vectors), (g_values, g_vectors) = map(decompose.eigenbasis, (a, g))
+    denominators = torch.empty_like(gradient)
+    kron.damped_denominators(a_values, g_values, damping, denominators)
+    out = kron.precondition(gradient, a_vectors, g_vectors, denominators)
     expected = oracles.kronecker_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)

@@ -59,7 +59,7 @@ def test_new_damping_needs_no_new_basis(comm):
     """Oracle: the dense solve with the old factors and the damping of the step."""
     damping = schedule.step_decay(0.1, at=[2], factor=0.01)
     model = linear()
-    settings = {"basis_every": 100, "factor_every": 100, "kl_clip": None}
+    settings = {"basis_every": 100, "factor_every": 100, "kl_clip": None, "solver": "eigen"}
     kfac = mpikfac.KFAC(model, sgd(model, lr=0), comm, damping=damping, **settings)
     for step in range(4):
         gradient = learn(kfac, step)
@@ -167,7 +167,7 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
 def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
     """Oracle: the dense solve with the loaded factors; only decompositions are made again."""
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None)
+    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None, solver="eigen")
     learn(kfac, 0)
     kfac.step()
     settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}

@@ -80,7 +80,7 @@ def test_statistics_are_aligned_triangles():
 
 def test_gradients_and_bases_by_hand():
     """Oracle: element counts by hand, rounded up to 16."""
-    p = plan(2, 2)
+    p = plan(2, 2, solver="eigen")
     assert p.gradients().shapes["conv"] == (4, 10)
     assert p.gradients().size == 48 + 64 + 16 + 3 * 16
     assert p.bases(0).counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16)
@@ -135,7 +135,7 @@ def test_what_travels(strategy, full, ordinary):
 
 def test_sizes_of_messages():
     """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
-    p = plan(2, 2, "owners")
+    p = plan(2, 2, "owners", solver="eigen")
     statistics, bases, gradients = p.messages(1, True, True)
     assert (statistics.bytes, statistics.wire) == (4 * 224, 4 * 224 // 2)
     assert (bases.bytes, bases.wire) == (4 * 256, 4 * (160 + 256) // 2)
