@@ -8,7 +8,8 @@ from the kinds: with (factor_every, basis_every) = (1, 10), nine factor steps an
 "Preconditioning" is that stage's share of an ordinary step. All models are in channels-last format
 unless `--contiguous` is given.
 
-At one rank kfac-pytorch is timed in turn with the others if Python finds it (package `kfac`).
+At one rank and with `--contiguous`, the only format that it takes, kfac-pytorch is timed in turn
+with the others if Python finds it (package `kfac`).
 """
 
 from __future__ import annotations
@@ -33,19 +34,13 @@ NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases": (1, 1)}
+ROUNDED = {"statistics_dtype": torch.bfloat16, "precondition_dtype": torch.bfloat16}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "eigen": {},
-    "inverse": {"solver": "inverse"},
-    "bfloat16": {
-        "solver": "inverse",
-        "statistics_dtype": torch.bfloat16,
-        "precondition_dtype": torch.bfloat16,
-    },
-    "eigen, bfloat16": {
-        "statistics_dtype": torch.bfloat16,
-        "precondition_dtype": torch.bfloat16,
-    },
-    "inverse, subsample 4": {"solver": "inverse", "subsample": 4},
+    "eigen": {"solver": "eigen"},
+    "inverse": {},
+    "bfloat16": ROUNDED,
+    "eigen, bfloat16": {"solver": "eigen"} | ROUNDED,
+    "subsample 4": {"subsample": 4},
 }
 
 
@@ -107,7 +102,7 @@ def make_kinds(
             kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
             kinds[f"{variant}: {kind}"] = step_of(model, optimizer, kfac.step)
             traces.setdefault(variant, kfac.trace)
-    if comm.size == 1 and importlib.util.find_spec("kfac") is not None:
+    if comm.size == 1 and options.contiguous and importlib.util.find_spec("kfac") is not None:
         for kind, every in KINDS.items():
             kinds[f"kfac-pytorch: {kind}"] = peer(options, *every)
     return kinds, traces
