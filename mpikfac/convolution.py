@@ -8,7 +8,7 @@ matrix products, on channels-last images without a copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 
 import torch
@@ -131,7 +131,7 @@ def _strip(x: Tensor, window: Window, dim: int, side: int) -> tuple[Tensor, Wind
     become channels of the image, of which each pixel is one position in `dim`.
 
     Returns:
-        The image `[batch, taps * channels, ...]`, its window, and the taps.
+        The image `[batch, taps * channels, ...]`, turned if `dim` is 1, its window, and the taps.
     """
     pad, dilation = window.padding[dim][side], window.dilation[dim]
     thickness = window.reach[dim] - pad
@@ -143,10 +143,14 @@ def _strip(x: Tensor, window: Window, dim: int, side: int) -> tuple[Tensor, Wind
         overhang[2 * (1 - dim) + side] = (seen - 1) * dilation
         views = F.pad(strip, overhang).unfold(2 + dim, (seen - 1) * dilation + 1, 1)
         strip = views[..., ::dilation].permute(0, 4, 1, 2, 3).flatten(1, 2)
+    taps = slice(hidden, None) if side == 0 else slice(0, seen)
     kernel, padding = list(window.kernel), list(window.padding)
     kernel[dim], padding[dim] = 1, (0, 0)
-    taps = slice(hidden, None) if side == 0 else slice(0, seen)
-    return _channels_last(strip), replace(window, kernel=kernel, padding=padding), taps
+    shape = Window(kernel, window.stride, padding, window.dilation)
+    if dim == 1:  # turned to lie along rows, as the weight-gradient kernel likes it
+        strip = strip.transpose(2, 3)
+        shape = Window(kernel[::-1], window.stride, padding[::-1], window.dilation[::-1])
+    return _channels_last(strip), shape, taps
 
 
 def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
