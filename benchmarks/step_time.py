@@ -52,14 +52,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="image height and width")
     parser.add_argument("--repetitions", type=int, default=9)
     parser.add_argument("--workers", type=int, help="gradient workers (default: all ranks)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--contiguous", action="store_true", help="models in NCHW format")
     parser.add_argument("--variants", default="eigen;inverse;bfloat16", help="separated by ;")
     parser.add_argument("--no-bases", action="store_true", help="leave out steps with new bases")
     options = parser.parse_args()
     comm = mpikfac.world()
     torch.manual_seed(comm.rank)
-    images = torch.randn(options.batch, 3, options.size, options.size)
-    labels = torch.randint(10, (options.batch,))
+    options.device = mpikfac.device(comm, options.device)
+    images = torch.randn(options.batch, 3, options.size, options.size).to(options.device)
+    labels = torch.randint(10, (options.batch,)).to(options.device)
 
     kinds, traces = make_kinds(options, comm)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
@@ -68,6 +70,8 @@ def main() -> None:
             comm.Barrier()
             start = time.perf_counter()
             step(images, labels)
+            if options.device.type == "cuda":
+                torch.cuda.synchronize()
             elapsed = comm.allreduce(time.perf_counter() - start, MPI.MAX)
             if repetition >= 2:
                 seconds[name].append(elapsed)
@@ -111,7 +115,7 @@ def make_kinds(
 def fresh(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same model and optimizer at every call."""
     torch.manual_seed(0)
-    model = models.build(options.model, classes=10)
+    model = models.build(options.model, classes=10).to(options.device)
     if not options.contiguous:
         model = model.to(memory_format=torch.channels_last)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
@@ -134,9 +138,9 @@ def plain(options: argparse.Namespace, comm: MPI.Intracomm) -> Step:
     parameters = list(model.parameters())
 
     def finish() -> None:
-        flat = torch.cat([p.grad.flatten() for p in parameters])
+        flat = torch.cat([p.grad.flatten() for p in parameters]).cpu()
         comm.Allreduce(MPI.IN_PLACE, flat.numpy())
-        flat /= comm.size
+        flat = flat.to(options.device) / comm.size
         for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
             p.grad.copy_(part.view_as(p))
         optimizer.step()
@@ -172,8 +176,8 @@ def report(
         print(f"{name:44s} {seconds * 1e3:9.1f} ms {seconds / base:7.3f} x")
 
     print(
-        f"{options.model}, {options.size} x {options.size}, batch {options.batch} per rank, "
-        f"{ranks} ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
+        f"{options.model} on {options.device}, {options.size} x {options.size}, "
+        f"batch {options.batch} per rank, {ranks} ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
         f"Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
     )
     for name, seconds in median.items():

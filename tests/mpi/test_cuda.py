@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch fin
 STEPS, BATCH = 3, 12
 
 
-def trained(comm, device: torch.device, strategy: mpikfac.Strategy) -> torch.Tensor:
-    """Weights after a few steps on `device`."""
+def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) -> mpikfac.KFAC:
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Conv2d(2, 9, 3, padding=1),
@@ -26,14 +27,20 @@ def trained(comm, device: torch.device, strategy: mpikfac.Strategy) -> torch.Ten
     )
     model = model.double().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=2)
+    return mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=2, **settings)
+
+
+def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) -> torch.Tensor:
+    """Weights after a few steps on `device`."""
     mine = slice(comm.rank * BATCH // comm.size, (comm.rank + 1) * BATCH // comm.size)
-    for _ in range(STEPS):
-        images, labels = torch.randn(BATCH, 2, 8, 8).double(), torch.randint(5, (BATCH,))
-        optimizer.zero_grad()
-        F.cross_entropy(model(images[mine].to(device)), labels[mine].to(device)).backward()
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        images = torch.randn(BATCH, 2, 8, 8, generator=generator).double()
+        labels = torch.randint(5, (BATCH,), generator=generator)
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(kfac.model(images[mine].to(device)), labels[mine].to(device)).backward()
         kfac.step()
-    return nn.utils.parameters_to_vector(model.parameters()).detach().cpu()
+    return nn.utils.parameters_to_vector(kfac.model.parameters()).detach().cpu()
 
 
 @pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
@@ -43,8 +50,23 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
     """Oracle: the same job on the CPU."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
-    for workers in mpikfac.divisors(comm.size):
+    cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
+    for workers, solver, delay in itertools.product(
+        mpikfac.divisors(comm.size), ("inverse", "eigen"), (0, 1)
+    ):
         strategy = mpikfac.Strategy(workers, reduction, update)
-        expected = trained(comm, torch.device("cpu"), strategy)
-        found = trained(comm, mpikfac.device(comm, "cuda"), strategy)
+        settings = {"solver": solver, "delay": delay}
+        expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
+        found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+def test_later_steps_allocate_no_device_memory(comm, solver: str) -> None:
+    """Oracle: the allocator's count of calls to the driver."""
+    device = mpikfac.device(comm, "cuda")
+    kfac = trainer(comm, device, mpikfac.Strategy.comm_opt(comm.size), solver=solver)
+    train(comm, kfac, device, 4)
+    before = torch.cuda.memory_stats()["num_device_alloc"]
+    train(comm, kfac, device, 4)
+    assert torch.cuda.memory_stats()["num_device_alloc"] == before

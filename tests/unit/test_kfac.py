@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import math
 import re
@@ -315,6 +316,26 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
     learn(kfac, 1)
     with pytest.raises(ValueError, match=re.escape(text)):
         kfac.step()
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
+    """Oracle: the bytes behind all tensors that exist, after one and after three intervals."""
+
+    def held():
+        tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+        return sum(storage.nbytes() for storage in storages.values())
+
+    model = problem.network()
+    settings = problem.SETTINGS | {"solver": solver}
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    problem.run(kfac, comm, range(6))
+    gc.collect()
+    before = held()
+    problem.run(kfac, comm, range(6, 18))
+    gc.collect()
+    assert held() == before
 
 
 def test_loading_forgets_the_batch_at_hand(comm):
