@@ -177,8 +177,8 @@ def report(
 
     print(
         f"{options.model} on {options.device}, {options.size} x {options.size}, "
-        f"batch {options.batch} per rank, {ranks} ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
+        f"batch {options.batch} per rank, {ranks} ranks, {torch.get_num_threads()} thread(s) each; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
     )
     for name, seconds in median.items():
         line(name, seconds)
