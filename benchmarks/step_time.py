@@ -175,10 +175,11 @@ def report(
     def line(name: str, seconds: float) -> None:
         print(f"{name:44s} {seconds * 1e3:9.1f} ms {seconds / base:7.3f} x")
 
+    library = MPI.Get_library_version().split(",")[0]
     print(
         f"{options.model} on {options.device}, {options.size} x {options.size}, "
         f"batch {options.batch} per rank, {ranks} ranks, {torch.get_num_threads()} thread(s) each; "
-        f"torch {torch.__version__}, Python {platform.python_version()}, {MPI.Get_library_version().split(',')[0]}"
+        f"torch {torch.__version__}, Python {platform.python_version()}, {library}"
     )
     for name, seconds in median.items():
         line(name, seconds)
