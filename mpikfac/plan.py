@@ -336,7 +336,8 @@ def make_plan(
     if solver == "inverse" and not strategy.colocate and strategy.reduction != "everyone":
         raise ValueError(
             f"solver='inverse' balances the damping of A and G by both traces, so with "
-            f"reduction='{strategy.reduction}' both need one owner; use colocate=True"
+            f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
+            f"solver='eigen'"
         )
     owners, columns_of = _place(layers, ranks, strategy)
     updaters = {layer.name: owners[f"{layer.name}.A"] for layer in layers}
