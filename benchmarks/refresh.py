@@ -107,10 +107,16 @@ def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, 
     directions = {}
     for damping in DAMPINGS:
         directions["eigen", damping] = by_bases(gradient, bases, damping)
-        shares = tikhonov_share(a, g, damping), tikhonov_share(g, a, damping)
+        shares = shares_of(a, g, damping)
         inverses = [damped_inverse(f, share) for f, share in zip((a, g), shares)]
         directions["inverse", damping] = inverses[1] @ gradient @ inverses[0]
     return directions
+
+
+def shares_of(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
+    """The damping of A and of G."""
+    means = a.diagonal().mean(), g.diagonal().mean()
+    return tikhonov_share(*means, damping), tikhonov_share(*reversed(means), damping)
 
 
 def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Tensor:
@@ -207,9 +213,8 @@ def refreshers(layer: dict, method: str, damping: float) -> list[Callable[[], Ba
         floors = [damping / other[0].max().clamp(min=1e-30).item() for other in reversed(bases)]
         calls = zip((a, g), bases, floors)
         return [lambda call=call: EIGEN[method](*call) for call in calls]
-    shares = tikhonov_share(a, g, damping), tikhonov_share(g, a, damping)
-    shares_then = tikhonov_share(*then, damping), tikhonov_share(*reversed(then), damping)
-    old = [damped_inverse(factor, share) for factor, share in zip(then, shares_then)]
+    shares = shares_of(a, g, damping)
+    old = [damped_inverse(*pair) for pair in zip(then, shares_of(*then, damping))]
     return [lambda call=call: INVERSE[method](*call) for call in zip((a, g), shares, old)]
 
 

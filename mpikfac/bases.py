@@ -110,10 +110,9 @@ class Bases:
         factor = kron.unfold_triangle(factors[name])
         if self.plan.solver == "unsplit-inverse":
             return decompose.damped_inverse(factor, damping)
-        other_name = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
-        other = kron.unfold_triangle(factors[other_name])
-        share = decompose.tikhonov_share(factor, other, damping)
-        return decompose.damped_inverse(factor, share)
+        other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
+        means = kron.mean_eigenvalue(factors[name]), kron.mean_eigenvalue(factors[other])
+        return decompose.damped_inverse(factor, decompose.tikhonov_share(*means, damping))
 
     # -- from gradients to directions ------------------------------------------------------------
 

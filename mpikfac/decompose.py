@@ -85,13 +85,12 @@ def _error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
     return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
 
 
-def tikhonov_share(factor: Tensor, other: Tensor, damping: float) -> Tensor:
-    """The part `[]` of the Kronecker product's damping that `factor` takes; `other` the rest.
+def tikhonov_share(mean: Tensor, other_mean: Tensor, damping: float) -> Tensor:
+    """The part `[]` of the Kronecker product's damping that a factor takes; the other the rest.
 
     `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the ratio of the factors' mean
     eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
     """
-    mean, other_mean = (matrix.diagonal().mean() for matrix in (factor, other))
     ratio = mean / other_mean
     # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
     comparable = ratio.isfinite() & (ratio > 0)

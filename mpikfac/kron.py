@@ -34,6 +34,13 @@ def unfold_triangle(packed: Tensor) -> Tensor:
     return matrix
 
 
+def mean_eigenvalue(packed: Tensor) -> Tensor:
+    """The mean eigenvalue `[]` of the matrix that `packed` holds: its trace by its order."""
+    lower_left, first, second = _fold(packed)
+    order = len(lower_left) + first.shape[1]
+    return (first.diagonal().sum() + second.diagonal().sum()) / order
+
+
 def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the lower left block and of the places of the two diagonal blocks' triangles."""
     rows, columns = packed.shape

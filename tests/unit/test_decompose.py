@@ -116,5 +116,5 @@ def test_what_is_not_positive_definite_is_not_inverted(order):
 @pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
     """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
-    share = decompose.tikhonov_share(a * torch.eye(3), g * torch.eye(2), 0.04)
+    share = decompose.tikhonov_share(torch.tensor(a), torch.tensor(g), 0.04)
     assert share.item() == pytest.approx(0.2)

@@ -4,7 +4,7 @@ import oracles
 import pytest
 import torch
 
-from mpikfac import convolution, decompose, kron
+from mpikfac import decompose, kron
 from mpikfac.layout import triangle_shape
 
 
@@ -22,11 +22,12 @@ def _seed():
 
 @pytest.mark.parametrize("order", range(1, 13))
 def test_a_triangle_unfolds_to_the_same_bits(order):
-    """Oracle: the matrix itself, and its elements at `torch.tril_indices`."""
+    """Oracle: the matrix itself, its elements at `torch.tril_indices`, its eigenvalues."""
     matrix = symmetric(order)
     packed = matrix.new_zeros(triangle_shape(order))
     kron.add_triangle(packed, matrix)
     assert torch.equal(kron.unfold_triangle(packed), matrix)
+    torch.testing.assert_close(kron.mean_eigenvalue(packed), torch.linalg.eigvalsh(matrix).mean())
     rows, columns = torch.tril_indices(order, order)
     assert torch.equal(packed.view(-1).sort().values, matrix[rows, columns].sort().values)
 
@@ -85,35 +86,12 @@ def test_damped_inverses_are_factored_tikhonov(outputs, inputs, damping):
     """Oracle: the two damped systems solved densely [Martens & Grosse 2015, sec. 6.3]."""
     a, g = symmetric(inputs), 100 * symmetric(outputs)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    a_inverse = decompose.damped_inverse(a, decompose.tikhonov_share(a, g, damping))
-    g_inverse = decompose.damped_inverse(g, decompose.tikhonov_share(g, a, damping))
+    means = a.diagonal().mean(), g.diagonal().mean()
+    a_inverse = decompose.damped_inverse(a, decompose.tikhonov_share(*means, damping))
+    g_inverse = decompose.damped_inverse(g, decompose.tikhonov_share(*reversed(means), damping))
     out = kron.precondition_by_inverse(gradient, a_inverse, g_inverse)
     expected = oracles.tikhonov_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-
-
-def test_a_damped_inverse_leaves_the_factor_as_it_is():
-    """Oracle: the factor before; damping added in place would pile up in the running average."""
-    factor = symmetric(4)
-    before = factor.clone()
-    decompose.damped_inverse(factor, 0.1)
-    assert torch.equal(factor, before)
-
-
-@pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
-    """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
-    share = decompose.tikhonov_share(a * torch.eye(3), g * torch.eye(2), 0.04)
-    assert share.item() == pytest.approx(0.2)
-
-
-def test_eigenvalues_are_not_negative():
-    """Oracle: rounding makes some eigenvalues of a singular factor negative; a basis has none."""
-    factor = symmetric(20, rank=3).float()
-    assert torch.linalg.eigvalsh(factor).min() < 0
-    values, vectors = decompose.eigenbasis(factor)
-    assert values.min() == 0
-    torch.testing.assert_close(vectors @ values.diag() @ vectors.T, factor)
 
 
 @pytest.mark.parametrize(
@@ -123,28 +101,3 @@ def test_the_kl_clip_is_its_formula(divergence, scale):
     """Oracle: min(1, sqrt(kl_clip / |divergence|)) at kl_clip 0.001 [SC20, eq. 18]."""
     found = kron.kl_scale(torch.tensor(divergence, dtype=torch.float64), 0.001)
     assert found.item() == pytest.approx(scale)
-
-
-@pytest.mark.parametrize("dead", [0.0, 0.5, 0.9])
-@pytest.mark.parametrize("seed", range(3))
-def test_factors_with_dead_inputs_are_decomposed(dead, seed):
-    """Oracle: the factor itself, from its basis, to float32 rounding."""
-    torch.manual_seed(seed)
-    x = torch.randn(64, 32, 1, 1).relu() * (torch.rand(32, 1, 1) >= dead)
-    window = convolution.Window(
-        (3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1)
-    )  # 8 of 9 taps see zeros only
-    factor = convolution.input_sum(x, window, bias=False) / len(x)
-    values, vectors = decompose.eigenbasis(factor)
-    torch.testing.assert_close(vectors * values @ vectors.T, factor, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_decomposed(bad):
-    """Oracle: an error; LAPACK would return NaN without one."""
-    factor = torch.eye(3)
-    factor[1, 1] = bad
-    with pytest.raises(ArithmeticError, match="not finite"):
-        decompose.eigenbasis(factor)
-    with pytest.raises(ArithmeticError, match="not finite"):
-        decompose.damped_inverse(factor, 0.1)
