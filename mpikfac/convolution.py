@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from mpikfac.kron import product
 from mpikfac.moments import with_bias
 
 
@@ -88,7 +89,7 @@ def by_patches(x: Tensor, window: Window) -> Tensor:
     patches = _patches(_channels_last(x), window)
     if patches[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = patches.flatten(3).flatten(0, 2)
-        return rows.T @ rows
+        return product(rows.T, rows)
     # Taken as pixels with more channels, offsets before channels, they are copied in long runs.
     pixels = patches.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = output_sum(pixels).view(kh, kw, channels, kh, kw, channels)

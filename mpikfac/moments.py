@@ -22,6 +22,8 @@ from typing import Literal
 
 from torch import Tensor
 
+from mpikfac.kron import product
+
 Normalization = Literal["expand", "sc20", "kfac-pytorch"]
 NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
 
@@ -38,13 +40,14 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
 def linear_input_sum(x: Tensor, bias: bool) -> Tensor:
     """`sum(a a^T)` `[inputs, inputs]` of a linear layer's input `[..., features]`."""
     rows = x.reshape(-1, x.shape[-1])
-    return with_bias(rows.T @ rows, rows.sum(0), len(rows)) if bias else rows.T @ rows
+    total = product(rows.T, rows)
+    return with_bias(total, rows.sum(0), len(rows)) if bias else total
 
 
 def linear_output_sum(g: Tensor) -> Tensor:
     """`sum(g g^T)` `[outputs, outputs]` of gradients `[..., outputs]`."""
     rows = g.reshape(-1, g.shape[-1])
-    return rows.T @ rows
+    return product(rows.T, rows)
 
 
 def with_bias(total: Tensor, sums: Tensor, count: int) -> Tensor:
