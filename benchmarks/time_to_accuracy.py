@@ -29,7 +29,10 @@ COMMON = {
     "schedule": "linear",
     "weight_decay": "0.0005",
 }
-SGD_GRID = [{"epochs": "15", "lr": lr} for lr in ("0.05", "0.1", "0.2")]
+SGD_GRID = [
+    {"epochs": epochs, "lr": lr}
+    for epochs, lr in (("15", "0.05"), ("15", "0.1"), ("15", "0.2"), ("8", "0.1"))
+]
 KFAC_GRID = [
     {
         **{"epochs": epochs, "lr": lr, "kfac.damping": damping, "kfac.kl_clip": clip},
