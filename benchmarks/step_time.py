@@ -5,8 +5,8 @@
 Every repetition runs one step of each kind in turn, so that a drift of the machine's speed falls on
 all of them; medians are over repetitions, of the slowest rank. Averages over intervals are composed
 from the kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
-"Preconditioning" is that stage's share of an ordinary step. All models are in channels-last format
-unless `--contiguous` is given.
+"Preconditioning" is that stage's mean time in ordinary steps. All models are in channels-last
+format unless `--contiguous` is given.
 
 At one rank and with `--contiguous`, the only format that it takes, kfac-pytorch is timed in turn
 with the others if Python finds it (package `kfac`).

@@ -17,18 +17,10 @@ import statistics
 import sys
 from pathlib import Path
 
-from learning import by_epoch, launch
+import learning
 
 RESULTS = Path(__file__).with_suffix(".json")
-SEEDS = (0, 1, 2)
-COMMON = {
-    "data.name": "cifar10",
-    "data.augment": "true",
-    "model": "resnet20",
-    "batch": "256",
-    "schedule": "linear",
-    "weight_decay": "0.0005",
-}
+COMMON = {key: value for key, value in learning.COMMON.items() if key != "data.train_images"}
 SGD_GRID = [
     {"epochs": epochs, "lr": lr}
     for epochs, lr in (("15", "0.05"), ("15", "0.1"), ("15", "0.2"), ("8", "0.1"))
@@ -61,9 +53,9 @@ def main() -> int:
             report(options, optimizer, choice, 0)
         known = [choice for choice in grid if epochs(options, optimizer, choice, 0)]
         best = max(known, key=lambda choice: epochs(options, optimizer, choice, 0)[-1])
-        for seed in SEEDS[1:]:
+        for seed in learning.SEEDS[1:]:
             report(options, optimizer, best, seed)
-        runs = [epochs(options, optimizer, best, seed) for seed in SEEDS]
+        runs = [epochs(options, optimizer, best, seed) for seed in learning.SEEDS]
         finals[optimizer] = [run[-1] for run in runs if run]
         mean = statistics.mean(finals[optimizer])
         print(f"{optimizer}: best setting, {len(finals[optimizer])} seed(s): mean {mean:.2%}")
@@ -84,8 +76,8 @@ def epochs(
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     name = "-".join([optimizer, *choice.values(), str(seed)])
     if name not in results and not options.known:
-        metrics = launch(options, name, optimizer, {**COMMON, **choice}, seed)
-        results[name] = [line["test_accuracy"] for line in by_epoch(metrics)]
+        metrics = learning.launch(options, name, optimizer, {**COMMON, **choice}, seed)
+        results[name] = [line["test_accuracy"] for line in learning.by_epoch(metrics)]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return results.get(name, [])
 

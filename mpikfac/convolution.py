@@ -1,4 +1,4 @@
-"""Second moments of a convolution's inputs and outputs, without copying its patches.
+"""Second moments of a convolution's inputs and outputs, mostly without copying its patches.
 
 The workhorse is the kernel that computes a convolution's weight gradient: it sums products of one
 image's pixels with another's at every offset of a kernel. On a CPU it runs near the rate of large
@@ -220,7 +220,7 @@ def can_correlate(x: Tensor, window: Window) -> bool:
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Whether `by_correlation` takes well under the work of the other ways.
+    """Whether `by_correlation` takes well under the work of `by_patches`.
 
     Work is in products per example and pair of channels; the rule is fitted to times on CPU cores.
     """
@@ -231,8 +231,8 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
     around = seen_h**2 * (2 * kw - 1) * frame_h * width
     beside = seen_w**2 * kh * frame_w * height
     spreading = 200 * (kh * kw) ** 2 / len(x)  # writes the matrix once, whatever the batch
-    rows = kw**2 * kh * (kh + 1) / 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
-    return x.shape[1] > 2 and shifts + around + beside + spreading < rows
+    patches = (kh * kw) ** 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
+    return x.shape[1] > 2 and shifts + around + beside + spreading < 0.55 * patches
 
 
 def _in_kernel(x: Tensor) -> bool:

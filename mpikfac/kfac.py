@@ -291,7 +291,7 @@ class KFAC:
             for name, average in self.averages.items():
                 kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
 
-    def _check_agreement(self, comm: Any, **estimator: object) -> None:
+    def _check_agreement(self, comm: Any, **choices: object) -> None:
         agree(
             comm,
             {
@@ -300,7 +300,7 @@ class KFAC:
                 "plan": self.plan.digest(),
                 "normalization": self.normalization,
                 "start": self.start,
-                **estimator,
+                **choices,
                 **self.settings.described(),
             },
         )
