@@ -12,6 +12,10 @@ from mpikfac import decompose, kron
 from mpikfac.arena import Arena
 from mpikfac.background import Background
 from mpikfac.plan import Plan
+from mpikfac.troubles import Troubles, all_finite
+
+# How a factor is decomposed, until it works: in its own dtype or another, and damped how much more.
+ATTEMPTS = ((None, 1.0), (torch.float64, 1.0), (torch.float64, 10.0))
 
 
 class Bases:
@@ -30,11 +34,13 @@ class Bases:
         device: torch.device,
         rounded_to: torch.dtype | None,
         delay: int,
+        troubles: Troubles,
     ) -> None:
         """See `KFAC` for `delay` and for `rounded_to`, its `precondition_dtype`."""
         self.plan = plan
         self.rank = rank
         self.delay = delay
+        self.troubles = troubles
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
         self.denominators = Arena(plan.denominators(rank), dtype, device)
@@ -74,12 +80,18 @@ class Bases:
     def take(self) -> None:
         """Puts this rank's own decompositions into the arena, waiting for them if need be.
 
+        What could not be made stays as it was; at the first time it is NaN, and so are directions.
+
         Raises:
-            ArithmeticError: a factor cannot be decomposed.
+            UserError: a factor could not be decomposed too many times in a row.
         """
         made, self._made = self._made, None
-        for name, block in made() if made else ():
-            self.arena[name].copy_(block)
+        blocks = dict(made()) if made else {}
+        for name, _ in self.plan.decompositions(self.rank):
+            if name in blocks:
+                self.arena[name].copy_(blocks[name])
+            elif not self.ready:
+                self.arena[name].fill_(torch.nan)
 
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
@@ -91,28 +103,46 @@ class Bases:
     def _blocks(
         self, factors: Mapping[str, Tensor], step: int, damping: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the arena's blocks that this rank makes, one by one."""
+        """Names and values of the arena's blocks that this rank can make, one by one."""
+        failed = []
         for name in self.plan.owned(self.rank):
-            try:
-                if self.plan.solver == "eigen":
-                    values, vectors = decompose.eigenbasis(kron.unfold_triangle(factors[name]))
-                    yield f"{name}.values", values
-                    yield f"{name}.vectors", vectors
-                else:
-                    yield f"{name}.inverse", self._damped_inverse(name, factors, damping)
-            except ArithmeticError as error:
-                raise ArithmeticError(
-                    f"factor {name!r} at step {step}: {error}; if the loss has diverged, "
-                    f"try a smaller learning rate or a larger damping"
-                ) from None
+            for dtype, more in ATTEMPTS:
+                try:
+                    made = self._decomposition(name, factors, damping * more, dtype)
+                except ArithmeticError:
+                    continue
+                yield from made.items()
+                break
+            else:
+                failed.append(name)
+        instead = "the one before is used" if self.ready else "its layer is not preconditioned"
+        self.troubles.note("decomposition", failed, step, instead)
 
-    def _damped_inverse(self, name: str, factors: Mapping[str, Tensor], damping: float) -> Tensor:
-        factor = kron.unfold_triangle(factors[name])
-        if self.plan.solver == "unsplit-inverse":
-            return decompose.damped_inverse(factor, damping)
-        other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
-        means = kron.mean_eigenvalue(factors[name]), kron.mean_eigenvalue(factors[other])
-        return decompose.damped_inverse(factor, decompose.tikhonov_share(*means, damping))
+    def _decomposition(
+        self, name: str, factors: Mapping[str, Tensor], damping: float, dtype: torch.dtype | None
+    ) -> dict[str, Tensor]:
+        """The arena's blocks for a factor, computed in `dtype`, or the factor's own if None.
+
+        Raises:
+            ArithmeticError: they are not finite, or the damped factor is not positive definite.
+        """
+        packed = factors[name].to(dtype or factors[name].dtype)
+        factor = kron.unfold_triangle(packed)
+        if self.plan.solver == "eigen":
+            values, vectors = decompose.eigenbasis(factor)
+            made = {f"{name}.values": values, f"{name}.vectors": vectors}
+        else:
+            if self.plan.solver == "inverse":
+                other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
+                means = kron.mean_eigenvalue(packed), kron.mean_eigenvalue(factors[other])
+                share: float | Tensor = decompose.tikhonov_share(*means, damping)
+            else:
+                share = damping
+            made = {f"{name}.inverse": decompose.damped_inverse(factor, share)}
+        made = {key: block.to(factors[name].dtype) for key, block in made.items()}
+        if not all(map(all_finite, made.values())):
+            raise ArithmeticError("the decomposition is not finite")
+        return made
 
     # -- from gradients to directions ------------------------------------------------------------
 
@@ -157,8 +187,9 @@ class Bases:
             block.copy_(state[f"bases/{name}"])
         self.refresh()
         if "due" in state:
-            names = dict(self.plan.decompositions(self.rank))
-            made = [(name, state[f"decompositions/{name}"]) for name in names]
+            names = [name for name, _ in self.plan.decompositions(self.rank)]
+            prefix = "decompositions/"  # those that could not be made are missing
+            made = [(n, state[prefix + n]) for n in names if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
 

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpikfac
 from mpikfac.arena import Arena
 from mpikfac.comm import SUMMABLE, Grid, agree, broadcast
-from mpikfac.layers import Layer, Other, uncovered
+from mpikfac.layers import Layer, Other, Statistic, uncovered, votes
 from mpikfac.plan import Plan, Strategy, make_plan
 from mpikfac.trace import Trace
+from mpikfac.troubles import Troubles, all_finite, not_finite
 
 Block = Layer | Other
 
@@ -24,14 +25,32 @@ class Gradients:
     """A model's gradients in one arena, from local to averaged to a step of the optimizer.
 
     Running statistics travel with them, so that ranks stay equal in BatchNorm's too.
+
+    Attributes:
+        broken: names of blocks whose average is not finite, of those that this rank steps; they
+            are left as they are.
     """
 
     def __init__(self, blocks: Sequence[Block], plan: Plan, grid: Grid) -> None:
         self.blocks = blocks
         self.plan = plan
         self.grid = grid
+        self.broken: Collection[str] = ()
         dtype, device = common_type(blocks)
         self.arena = Arena(plan.gradients(), dtype, device)
+        self.keep()
+
+    def keep(self) -> None:
+        """Makes the present running statistics those that `discard` goes back to."""
+        for block in self.blocks:
+            if isinstance(block, Statistic):
+                block.keep()
+
+    def discard(self) -> None:
+        """Takes running statistics back to those after the last step."""
+        for block in self.blocks:
+            if isinstance(block, Statistic):
+                block.leave()
 
     def read(self) -> None:
         """Copies the model's gradients into the arena."""
@@ -51,12 +70,28 @@ class Gradients:
         else:
             self.grid.sum_everywhere(self.arena.flat, "reduce gradients")
 
-    def write(self, blocks: Sequence[Block]) -> None:
-        """Makes the arena the gradients of those of `blocks` that this rank steps."""
+    def check(self, troubles: Troubles, step: int) -> None:
+        """Finds out what is `broken`; a rank's NaN is in the sum, so no message is needed.
+
+        Raises:
+            UserError: for too many steps in a row.
+        """
+        self.broken = ()
+        if not all_finite(self.arena.flat):
+            stepped = {b.name: self.arena[b.name] for b in self.blocks if self.steps(b)}
+            self.broken = not_finite(stepped)
+        rank, updaters = self.grid.world.rank, self.plan.updaters
+        mine = [name for name in self.broken if updaters[name] == rank]
+        troubles.note("gradient", mine, step, "left as they are in this step")
+
+    def write(self, blocks: Sequence[Block], values: Mapping[str, Tensor]) -> None:
+        """Makes `values` the gradients of those of `blocks` that this rank steps."""
         with self.grid.trace.stage("write back"):
             for block in blocks:
-                if self.steps(block):
-                    block.write_gradient(self.arena[block.name])
+                if block.name in self.broken:
+                    block.leave()
+                elif self.steps(block):
+                    block.write_gradient(values[block.name])
 
     def update(self, optimizer: Optimizer) -> None:
         """Steps the model: on every rank, or each block on its owner, whose values then go to all.
@@ -106,6 +141,8 @@ class DataParallel:
 
     Attributes:
         steps: completed steps.
+        votes: see `KFAC`.
+        troubles: see `KFAC`.
         trace: seconds and bytes of every stage.
     """
 
@@ -116,10 +153,13 @@ class DataParallel:
         self.optimizer = optimizer
         self.trace = trace or Trace()
         self.steps = 0
+        self.troubles = Troubles(comm.rank)
         blocks = uncovered(model)
-        itemsize = common_type(blocks)[0].itemsize
+        dtype, device = common_type(blocks)
+        blocks.append(ballot := votes(dtype, device))
+        self.votes = ballot.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
-        self.plan = make_plan([], comm.size, Strategy.mem_opt(), shapes, itemsize=itemsize)
+        self.plan = make_plan([], comm.size, Strategy.mem_opt(), shapes, itemsize=dtype.itemsize)
         agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
@@ -131,7 +171,8 @@ class DataParallel:
         """
         self.gradients.read()
         self.gradients.reduce()
-        self.gradients.write(self.gradients.blocks)
+        self.gradients.check(self.troubles, self.steps)
+        self.gradients.write(self.gradients.blocks, self.gradients.arena)
         self.gradients.update(self.optimizer)
         self.steps += 1
 
@@ -219,7 +260,7 @@ def load_model_state(
             optimizer.state[parameter][key.removeprefix(prefix)] = value
 
 
-def _tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
 
 
@@ -235,7 +276,7 @@ def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
 
-def _tensors(block: Block) -> Sequence[torch.Tensor]:
+def _tensors(block: Block) -> Sequence[Tensor]:
     return block.parameters if isinstance(block, Layer) else [block.tensor]
 
 

@@ -18,17 +18,14 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
 
     Raises:
-        ArithmeticError: the factor, or what comes of it, is not finite.
+        ArithmeticError: LAPACK's iteration does not converge, as in float32 on factors with many
+            zero rows (inputs that are never active), or the factor is not finite.
     """
     try:
         values, vectors = torch.linalg.eigh(factor)
-    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        # LAPACK's float32 iteration may not converge on factors with many zero rows (inputs that
-        # are never active); in float64 it does.
-        if not factor.isfinite().all():
-            raise ArithmeticError("the factor is not finite") from None
-        values, vectors = (part.to(factor.dtype) for part in torch.linalg.eigh(factor.double()))
-    if not values.isfinite().all():
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise ArithmeticError("the eigenvalues do not converge") from error
+    if not values.isfinite().all():  # LAPACK takes NaN for a number
         raise ArithmeticError("the eigenvalues are not finite")
     return values.clamp_(min=0), vectors
 

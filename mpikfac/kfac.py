@@ -18,19 +18,19 @@ from mpikfac.arena import Arena
 from mpikfac.bases import Bases
 from mpikfac.comm import Grid, agree, broadcast
 from mpikfac.data_parallel import (
-    Block,
     Gradients,
     common_type,
     describe,
     load_model_state,
     model_state,
 )
-from mpikfac.layers import Layer, Other, cover
+from mpikfac.layers import Layer, Other, cover, votes
 from mpikfac.moments import NORMALIZATIONS, Normalization
 from mpikfac.plan import Solver, Strategy, make_plan, one_of
 from mpikfac.recorder import Recorder
 from mpikfac.schedule import Schedule, Settings
 from mpikfac.trace import Trace
+from mpikfac.troubles import Troubles, all_finite, not_finite
 
 log = logging.getLogger("mpikfac")
 
@@ -70,6 +70,9 @@ class KFAC:
     Attributes:
         plan: the communication plan.
         steps: completed steps.
+        votes: `[16]`, of the model's dtype. What a rank writes there before a step travels beside
+            the gradients: after the step, all ranks find its mean over ranks.
+        troubles: what was not finite.
         kl_scale: what the last step was multiplied by, `[1]`, on the model's device.
         trace: seconds and bytes of every stage.
     """
@@ -110,8 +113,9 @@ class KFAC:
         _check_count("delay", delay, 0)
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
-        blocks: list[Block] = [*self.layers, *self.others]
-        dtype, device = common_type(blocks)
+        dtype, device = common_type([*self.layers, *self.others])
+        self.others.append(ballot := votes(dtype, device))
+        self.votes = ballot.tensor
         self.plan = make_plan(
             [layer.shape for layer in self.layers],
             comm.size,
@@ -132,10 +136,11 @@ class KFAC:
 
         self.grid = Grid(comm, self.plan.rows, self.trace)
         rank = comm.rank
-        self.gradients = Gradients(blocks, self.plan, self.grid)
+        self.troubles = Troubles(rank)
+        self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
         self.statistics = Arena(self.plan.statistics(rank), dtype, device)
         self.averages = Arena(self.plan.averages(rank), dtype, device)
-        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, delay)
+        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, delay, self.troubles)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
         self.recorder = Recorder(model, self.layers, self.statistics, self.trace, subsample)
@@ -157,11 +162,13 @@ class KFAC:
         self.gradients.read()
         self._refresh_curvature()
         self.gradients.reduce()
+        self.gradients.check(self.troubles, self.steps)
         self._precondition()
         self._publish_directions()
+        self._check_directions()
         self._clip()
-        self._write_back()
-        self.gradients.write(self.others)
+        self.gradients.write(self.layers, self.directions)
+        self.gradients.write(self.others, self.gradients.arena)
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
 
@@ -179,15 +186,18 @@ class KFAC:
             raise ValueError("update='owner' steps the model itself; call step()")
         self.gradients.read()
         self._refresh_curvature()
+        self.gradients.check(self.troubles, self.steps)
         self._precondition()
         self._publish_directions()
+        self._check_directions()
         self._clip()
-        self._write_back()
+        self.gradients.write(self.layers, self.directions)
         self._begin(self.steps + 1)
 
     def discard(self) -> None:
         """Forgets the passes since the last step, of a batch that is not to be stepped with."""
         self.recorder.clear()
+        self.gradients.discard()
 
     def detach(self) -> None:
         """Removes the hooks from the model, which is then as before, but for its weights."""
@@ -217,10 +227,23 @@ class KFAC:
             flat = self.statistics.segment(self.grid.world.rank)
         elif self.plan.strategy.reduction == "everyone":
             self.grid.sum_everywhere(flat, "reduce statistics")
+        self._check_statistics()
         decay = self.settings.at("decay", self.steps)
         self._average_weight = decay * self._average_weight + 1 - decay
         self.averages.flat.lerp_(flat, (1 - decay) / self._average_weight)
         self.statistics.flat.zero_()
+
+    def _check_statistics(self) -> None:
+        """Factors of this batch that are not finite become their averages, or the identity."""
+        broken: list[str] = []
+        if not all_finite(self.statistics.flat):
+            broken = not_finite({name: self.statistics[name] for name in self.averages})
+        for name in broken:
+            self.statistics[name].copy_(self.averages[name])
+            if self._average_weight == 0:
+                kron.add_identity(self.statistics[name])
+        mine = [name for name in broken if self.plan.owners[name] == self.grid.world.rank]
+        self.troubles.note("statistics", mine, self.steps, "their averages stay as they are")
 
     def _decompose_owned(self) -> None:
         """Starts to decompose the factors that this rank owns."""
@@ -250,6 +273,14 @@ class KFAC:
             bounds = self.directions.layout.bounds
             self.grid.gather(self.directions.flat, bounds, "row", "publish gradients")
 
+    def _check_directions(self) -> None:
+        """A direction that is not finite, as its layer has no bases, becomes the gradient."""
+        if not all_finite(self.directions.flat):
+            for name in not_finite(self.directions):
+                gradient = self.gradients.arena[name]
+                usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
+                self.directions[name].copy_(usable)
+
     def _clip(self) -> None:
         """Bounds the step by the KL clip."""
         if self.settings.kl_clip is None or not self.layers:
@@ -260,13 +291,6 @@ class KFAC:
         clip = self.settings.at("kl_clip", self.steps)
         self.kl_scale = kron.kl_scale(divergence, clip)
         self.directions.flat *= self.kl_scale
-
-    def _write_back(self) -> None:
-        """Makes the directions the gradients of the layers that this rank steps."""
-        with self.trace.stage("write back"):
-            for layer in self.layers:
-                if layer.name in self.directions:
-                    layer.write_gradient(self.directions[layer.name])
 
     # -- details of the stages -------------------------------------------------------------------
 
@@ -288,8 +312,8 @@ class KFAC:
         self.averages.flat.zero_()
         if self.start == "identity":
             self._average_weight = 1.0
-            for name, average in self.averages.items():
-                kron.add_triangle(average, torch.eye(self.plan.orders[name]).to(average))
+            for average in self.averages.values():
+                kron.add_identity(average)
 
     def _check_agreement(self, comm: Any, **choices: object) -> None:
         agree(

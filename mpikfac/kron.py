@@ -21,6 +21,13 @@ def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
     second.add_(matrix[half:, half:].triu(), alpha=weight)
 
 
+def add_identity(packed: Tensor) -> None:
+    """Adds the identity to the matrix that `packed` holds."""
+    _, first, second = _fold(packed)
+    first.diagonal().add_(1)
+    second.diagonal().add_(1)
+
+
 def unfold_triangle(packed: Tensor) -> Tensor:
     """The symmetric matrix `[n, n]` that `packed` holds."""
     lower_left, first, second = _fold(packed)

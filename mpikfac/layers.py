@@ -18,6 +18,8 @@ from mpikfac import convolution, moments
 from mpikfac.layout import Shape
 from mpikfac.plan import LayerShape
 
+VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer would not be less to send
+
 
 class Layer:
     """A module whose gradient K-FAC preconditions.
@@ -74,6 +76,11 @@ class Layer:
         """Makes `matrix` the weight and bias."""
         for part, parameter in zip(self.parts(matrix), self.parameters):
             parameter.detach().copy_(part)
+
+    def leave(self) -> None:
+        """Takes the gradients away: the optimizer leaves weight and bias as they are."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
         """Views of `matrix`, shaped as the weight and the bias."""
@@ -142,6 +149,10 @@ class Other:
         """Makes `value` the tensor's content."""
         self.tensor.detach().copy_(value)
 
+    def leave(self) -> None:
+        """Takes the gradient away: the optimizer leaves the parameter as it is."""
+        self.tensor.grad = None
+
 
 class Statistic(Other):
     """A running statistic of a normalisation layer: its value is averaged over ranks.
@@ -152,6 +163,7 @@ class Statistic(Other):
     def __init__(self, name: str, tensor: Tensor) -> None:
         super().__init__(name, tensor)
         self.parameters = []
+        self._kept = tensor.clone()  # the value that all ranks share; a forward pass changes it
 
     def read_gradient(self, out: Tensor) -> None:
         """Copies the value into `out`."""
@@ -160,6 +172,19 @@ class Statistic(Other):
     def write_gradient(self, value: Tensor) -> None:
         """Makes `value` the value."""
         self.write_values(value)
+
+    def write_values(self, value: Tensor) -> None:
+        """Makes `value` the value, which `leave` goes back to."""
+        super().write_values(value)
+        self.keep()
+
+    def keep(self) -> None:
+        """Makes the present value the one that `leave` goes back to."""
+        self._kept.copy_(self.tensor)
+
+    def leave(self) -> None:
+        """Takes the value back to that after the last step."""
+        self.tensor.copy_(self._kept)
 
 
 def cover(
@@ -212,11 +237,20 @@ def uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
     return others
 
 
+def votes(dtype: torch.dtype, device: torch.device) -> Statistic:
+    """Numbers of a rank that travel beside the gradients and come back as their mean over ranks.
+
+    What all ranks have to know about one of them costs no message of its own so.
+    """
+    return Statistic("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
+
+
 def covered_shapes(
     model: nn.Module, skip: Sequence[str] = ()
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """What `make_plan` asks of a model: layer shapes, and names and shapes of all others."""
+    """What `make_plan` asks of a model: layer shapes, and names and shapes of all that travels."""
     layers, others = cover(model, skip)
+    others.append(votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 
 

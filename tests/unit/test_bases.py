@@ -53,16 +53,6 @@ def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(co
     assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
 
 
-def test_what_cannot_be_decomposed_is_named_when_it_is_due(comm):
-    """Oracle: the step at which it was begun and the first factor in model order."""
-    kfac = trainer(comm, delay=1)
-    problem.run(kfac, comm, range(3))
-    kfac.averages.flat.fill_(float("nan"))
-    problem.run(kfac, comm, [3])
-    with pytest.raises(ArithmeticError, match=r"factor '0\.A' at step 3: .*not finite"):
-        problem.run(kfac, comm, [4])
-
-
 def test_bases_rounded_to_bfloat16_are_as_published(comm):
     """Oracle: the bases in the model's dtype; directions differ by rounding only."""
     exact, rounded = trainer(comm), trainer(comm, precondition_dtype=torch.bfloat16)

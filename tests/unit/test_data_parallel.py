@@ -117,7 +117,7 @@ def test_only_running_statistics_are_averaged(comm):
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
     trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
     names = [name for name, _ in trainer.plan.others]
-    assert names[-2:] == ["1.running_mean", "1.running_var"]
+    assert names[-3:] == ["1.running_mean", "1.running_var", "(votes)"]
     assert "table" not in names
 
 

@@ -8,6 +8,8 @@ from torch import nn
 
 from mpikfac import LayerShape, layers
 
+VOTES = ("(votes)", (layers.VOTES,))
+
 
 def covered(model, **options):
     return [layer.name for layer in layers.cover(model, **options)[0]]
@@ -96,10 +98,11 @@ def test_orders_of_factors():
     model = nn.Sequential(nn.Conv2d(3, 8, (3, 5)), nn.Linear(7, 4, bias=False))
     shapes, rest = layers.covered_shapes(model)
     assert shapes == [LayerShape("0", 46, 8), LayerShape("1", 7, 4)]
-    assert rest == []
+    assert rest == [VOTES]
     assert layers.covered_shapes(model, skip=["0"])[1] == [
         ("0.weight", (8, 3, 3, 5)),
         ("0.bias", (8,)),
+        VOTES,
     ]
 
 
@@ -109,7 +112,7 @@ def test_what_is_frozen_is_neither_covered_nor_trained():
     model[0].bias.requires_grad_(False)
     model[1].weight.requires_grad_(False)
     model[2].requires_grad_(False)
-    assert layers.covered_shapes(model) == ([LayerShape("0", 3, 4)], [("1.bias", (5,))])
+    assert layers.covered_shapes(model) == ([LayerShape("0", 3, 4)], [("1.bias", (5,)), VOTES])
 
 
 class Subclass(nn.Linear):

@@ -1,0 +1,64 @@
+"""Numbers that are not finite: counted, told once, and an error when they do not end."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection
+
+from torch import Tensor
+
+from mpikfac.errors import UserError
+
+TOLERATED = 3  # times in a row that something may go wrong before the run ends
+
+log = logging.getLogger("mpikfac")
+
+
+class Troubles:
+    """What went wrong on this rank, of what this rank answers for.
+
+    Attributes:
+        counts: how often by kind: "gradient", "statistics", "decomposition".
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.counts: Counter[str] = Counter()
+        self._streaks: dict[str, dict[str, int]] = {}
+
+    def note(self, kind: str, names: Collection[str], step: int, instead: str) -> None:
+        """Counts that `names`, and no others of that kind, went wrong at `step`.
+
+        Args:
+            instead: what is done about it, for the log.
+
+        Raises:
+            UserError: one of them has gone wrong more than `TOLERATED` times in a row.
+        """
+        before = self._streaks.get(kind, {})
+        if not names and not before:
+            return
+        self._streaks[kind] = streaks = {name: before.get(name, 0) + 1 for name in names}
+        self.counts[kind] += len(names)
+        for name, times in streaks.items():
+            if times > TOLERATED:
+                raise UserError(
+                    f"rank {self.rank}, step {step}: the {kind} of {name!r} was not finite "
+                    f"{times} times in a row; try a smaller learning rate or a larger damping"
+                )
+        if new := [name for name in names if name not in before]:
+            log.warning(
+                "rank %d, step %d: the %s of %s is not finite; %s",
+                *(self.rank, step, kind, ", ".join(map(repr, new)), instead),
+            )
+
+
+def all_finite(flat: Tensor) -> bool:
+    """Whether `flat` holds neither infinity nor NaN (nor numbers whose sum overflows); one pass."""
+    return bool(flat.sum().isfinite())
+
+
+def not_finite(blocks: dict[str, Tensor]) -> list[str]:
+    """Names of those blocks that hold infinity or NaN."""
+    return [name for name, block in blocks.items() if not block.isfinite().all()]

@@ -1,0 +1,216 @@
+"""Numbers that are not finite: what they touch is left out on all ranks, and training goes on."""
+
+from __future__ import annotations
+
+import math
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy, UserError, decompose
+from mpikfac.troubles import TOLERATED
+
+RANKS = mpikfac.world().size
+ALL = problem.strategies(RANKS)
+
+
+def trainer(comm, strategy=None, **settings):
+    model = problem.network()
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
+
+
+def backward(trainer, comm, step, spoil=None):
+    """The passes of a step, in which `spoil` may change this rank's images."""
+    images, labels = problem.shards(step, comm.size)[comm.rank]
+    trainer.optimizer.zero_grad()
+    F.cross_entropy(trainer.model(spoil(images) if spoil else images), labels).backward()
+
+
+def total(comm, trainer, kind):
+    return comm.allreduce(trainer.troubles.counts[kind])
+
+
+def assert_alike(comm, trainer):
+    """All ranks hold the same finite model; its bits."""
+    state = problem.state(trainer.model)
+    assert state.isfinite().all()
+    assert all(torch.equal(state, other) for other in comm.allgather(state))
+    return state
+
+
+def state_and_momentum(trainer):
+    buffers = [s["momentum_buffer"].flatten() for s in trainer.optimizer.state.values()]
+    return torch.cat([problem.state(trainer.model), *buffers])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("strategy", ALL, ids=problem.label)
+def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, bad):
+    """Oracle: weights, momentum and averages before; every layer and both its factors counted."""
+    kfac = trainer(comm, strategy)
+    problem.run(kfac, comm, [0, 1])
+    before = state_and_momentum(kfac), kfac.averages.flat.clone()
+    spoil = (lambda images: images * bad) if comm.rank == comm.size - 1 else None
+    backward(kfac, comm, 2, spoil)
+    kfac.step()
+    if strategy.reduction != "none":  # there, other ranks' factors are of other data
+        assert torch.equal(kfac.averages.flat, before[1])
+        assert total(comm, kfac, "statistics") == 6
+    assert torch.equal(state_and_momentum(kfac), before[0])
+    assert total(comm, kfac, "gradient") == 5  # 3 layers, scale and shift of the norm
+    problem.run(kfac, comm, [3])
+    assert not torch.equal(assert_alike(comm, kfac), before[0][: len(problem.state(kfac.model))])
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=problem.label)
+def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
+    """Oracle: the identity's triangle, and the statistics of the others."""
+    kfac = trainer(comm, strategy)
+    backward(kfac, comm, 0)
+    if "0.A" in kfac.statistics:
+        kfac.statistics["0.A"][0, 0] = math.nan
+    kfac.step()
+    if "0.A" in kfac.averages:
+        identity = torch.eye(kfac.plan.orders["0.A"], dtype=torch.float64)
+        torch.testing.assert_close(mpikfac.kron.unfold_triangle(kfac.averages["0.A"]), identity)
+    assert total(comm, kfac, "statistics") == 1
+    assert_alike(comm, kfac)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
+def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, monkeypatch):
+    """Oracle: the bases before; layers whose decompositions work get new ones."""
+    kfac = trainer(comm, strategy, solver=solver, basis_every=1, factor_every=1)
+    problem.run(kfac, comm, [0])
+    before = {name: block.clone() for name, block in kfac.bases.arena.items()}
+    fail_at(monkeypatch, order=kfac.plan.orders["3.A"])
+    problem.run(kfac, comm, [1])
+    for name, block in kfac.bases.arena.items():
+        assert torch.equal(block, before[name]) == name.startswith("3.A"), name
+    assert total(comm, kfac, "decomposition") == 1
+    assert_alike(comm, kfac)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
+def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, solver, monkeypatch):
+    """Oracle: the averaged gradient of that layer, times the KL clip's factor of the step."""
+    fail_at(monkeypatch, order=82)  # 3.A: 9 channels of 3 x 3, and the bias
+    kfac = trainer(comm, strategy, solver=solver)
+    backward(kfac, comm, 0)
+    kfac.step()
+    if "3" in kfac.directions:
+        gradient = kfac.gradients.arena["3"]
+        if strategy.update == "everyone":
+            assert torch.equal(kfac.directions["3"], gradient * kfac.kl_scale)
+    assert total(comm, kfac, "decomposition") == 1
+    assert_alike(comm, kfac)
+
+
+def fail_at(monkeypatch, order):
+    """No factor of that order can be decomposed from now on."""
+
+    def failing(function):
+        def decomposed(factor, *rest):
+            if len(factor) == order:
+                raise ArithmeticError("on purpose")
+            return function(factor, *rest)
+
+        return decomposed
+
+    for name in ("eigenbasis", "damped_inverse"):
+        monkeypatch.setattr(decompose, name, failing(getattr(decompose, name)))
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("works", [(torch.float64, 0.0), (torch.float64, 0.05)])
+def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
+    comm, solver, works, monkeypatch
+):
+    """Oracle: nothing is counted where a later attempt works; damping as said."""
+    seen = []
+    for name in ("eigenbasis", "damped_inverse"):
+        function = getattr(decompose, name)
+
+        def picky(factor, *damping, function=function):
+            seen.append((factor.dtype, *map(float, damping)))
+            least = works[1] if damping else 0.0
+            if factor.dtype != works[0] or (damping and float(damping[0]) < least):
+                raise ArithmeticError("on purpose")
+            return function(factor, *damping)
+
+        monkeypatch.setattr(decompose, name, picky)
+    model = problem.network().float()
+    settings = problem.SETTINGS | {"solver": solver}
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    images, labels = problem.shards(0, comm.size)[comm.rank]
+    F.cross_entropy(model(images.float()), labels).backward()
+    kfac.step()
+    assert {dtype for dtype, *_ in seen} <= {torch.float32, torch.float64}
+    assert total(comm, kfac, "decomposition") == 0 or (solver, works[1]) == ("inverse", 0.05)
+    assert_alike(comm, kfac)
+
+
+@pytest.mark.parametrize("update", ["everyone", "owner"])
+def test_too_many_in_a_row_end_the_run(comm, update):
+    """Oracle: the first step at which there are more than are tolerated; layer and rank named."""
+    alone = comm.Split(comm.rank)  # the rank that answers for a layer raises, which ends the job
+    kfac = trainer(alone, Strategy(1, update=update))
+    problem.run(kfac, alone, [0])
+    for _ in range(TOLERATED):
+        backward(kfac, alone, 0, lambda images: images * math.nan)
+        kfac.step()
+    backward(kfac, alone, 0, lambda images: images * math.nan)
+    with pytest.raises(UserError, match=rf"rank 0, step {TOLERATED + 1}: the \w+ of '0"):
+        kfac.step()
+
+
+def test_running_statistics_are_taken_back(comm):
+    """Oracle: mean and variance before a batch that is not finite on one rank."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), 0.1), comm)
+    for spoiled in (False, True):
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        images = torch.randn(6, 3, generator=torch.Generator().manual_seed(comm.rank))
+        kfac.optimizer.zero_grad()
+        bad = math.nan if spoiled and comm.rank == 0 else 1.0
+        model(images * bad).square().mean().backward()
+        kfac.step()
+        changed = {n for n, b in model.named_buffers() if not torch.equal(b, before[n])}
+        assert ("1.running_mean" in changed) != spoiled
+    assert_alike(comm, kfac)
+
+
+def test_votes_come_back_as_their_mean(comm):
+    """Oracle: the sum over ranks of what they wrote, for every way to update."""
+    for strategy in ALL:
+        kfac = trainer(comm, strategy)
+        for step in range(2):
+            kfac.votes[3] = comm.rank + step
+            problem.run(kfac, comm, [step])
+            expected = sum(range(comm.size)) / comm.size + step
+            assert kfac.votes[3].item() == pytest.approx(expected)
+            assert torch.equal(kfac.votes, comm.bcast(kfac.votes))
+
+
+def test_a_few_bad_batches_cost_little(comm):
+    """Oracle: the loss of the same 200 steps without them, to 1 %."""
+    losses = []
+    for bad_steps in ((), (0, 7, 8, 50, 111)):
+        kfac = trainer(comm, damping=0.1, kl_clip=None, factor_every=1)
+        for group in kfac.optimizer.param_groups:
+            group |= {"lr": 0.02, "weight_decay": 0.03}  # so that there is something to end at
+        for step in range(200):
+            bad = step in bad_steps and comm.rank == step % comm.size
+            backward(kfac, comm, step % 4, (lambda images: images * math.nan) if bad else None)
+            kfac.step()
+        model = kfac.model
+        with torch.no_grad():
+            parts = [F.cross_entropy(model(x), y).item() for x, y in map(problem.batch, range(4))]
+        losses.append(sum(parts))
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

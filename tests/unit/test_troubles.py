@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from mpikfac import UserError
+from mpikfac.troubles import TOLERATED, Troubles, all_finite, not_finite
+
+
+def test_troubles_are_counted_and_told_once_in_a_row(caplog):
+    """Oracle: two streaks of 'a', one of 'b', as one line each."""
+    troubles = Troubles(rank=3)
+    for step, names in enumerate([["a"], ["a", "b"], [], ["a"]]):
+        troubles.note("gradient", names, step, "left out")
+    assert troubles.counts == {"gradient": 4}
+    assert caplog.messages == [
+        "rank 3, step 0: the gradient of 'a' is not finite; left out",
+        "rank 3, step 1: the gradient of 'b' is not finite; left out",
+        "rank 3, step 3: the gradient of 'a' is not finite; left out",
+    ]
+
+
+def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
+    """Oracle: the number of times that is tolerated, by kind and name."""
+    troubles = Troubles(rank=0)
+    for step in range(TOLERATED):
+        troubles.note("gradient", ["a"], step, "")
+        troubles.note("statistics", ["a"], step, "")
+    troubles.note("gradient", [], TOLERATED, "")
+    troubles.note("gradient", ["a"], TOLERATED + 1, "")
+    with pytest.raises(UserError, match="rank 0, step 9: the statistics of 'a'"):
+        troubles.note("statistics", ["a"], 9, "")
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_found(bad):
+    blocks = {"a": torch.ones(3), "b": torch.tensor([1.0, bad]), "c": torch.tensor([])}
+    assert [all_finite(block) for block in blocks.values()] == [True, False, True]
+    assert not_finite(blocks) == ["b"]
+    assert not all_finite(torch.tensor([math.inf, -math.inf]))
