@@ -14,7 +14,10 @@ _EXPORTS = {
     "errors": ("UserError", "ending"),
     "plan": ("LayerShape", "Plan", "Strategy", "divisors", "make_plan"),
     "trace": ("COMMUNICATION", "Trace"),
-    "comm": ("agree", "device", "together", "world"),
+    "comm": (
+        *("agree", "check_survivable", "device", "lost_a_rank", "survivors", "together"),
+        "world",
+    ),
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),
     "kfac": ("KFAC",),

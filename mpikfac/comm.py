@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from mpi4py import MPI
@@ -148,6 +148,46 @@ def cuda_aware() -> bool:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
     queries = [getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) for path in libraries]
     return any(query is not None and query() for query in queries)
+
+
+def check_survivable() -> None:
+    """Returns if the job outlives a rank, so that the others can go on.
+
+    Collective over: none.
+
+    Raises:
+        ValueError: MPI or the way it was started does not allow it; what to do.
+    """
+    library = MPI.Get_library_version().split(",")[0].strip()
+    if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":  # noqa: SIM112 (its name is like this)
+        return
+    raise ValueError(
+        f"a job of {library}, started like this, ends when a rank dies; "
+        f"use Open MPI 5 and start it by mpirun --with-ft ulfm"
+    )
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether the error says that a rank has died, or that others have found so.
+
+    Collective over: none.
+    """
+    signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
+
+
+def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
+    """A communicator of the ranks that are left, in their order; to be called by all of them.
+
+    Ranks that still wait in `comm` or in one of `grids` are woken with an error.
+
+    Collective over: the ranks of comm that are left.
+    """
+    for grid in grids:
+        for part in (grid.world, grid.column, grid.row):
+            part.Revoke()
+    comm.Revoke()
+    return cast(MPI.Intracomm, comm.Shrink())
 
 
 class Grid:

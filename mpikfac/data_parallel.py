@@ -143,6 +143,7 @@ class DataParallel:
         steps: completed steps.
         votes: see `KFAC`.
         troubles: see `KFAC`.
+        intact: see `KFAC`.
         trace: seconds and bytes of every stage.
     """
 
@@ -152,7 +153,7 @@ class DataParallel:
         self.model = model
         self.optimizer = optimizer
         self.trace = trace or Trace()
-        self.steps = 0
+        self.steps, self.intact = 0, True
         self.troubles = Troubles(comm.rank)
         blocks = uncovered(model)
         dtype, device = common_type(blocks)
@@ -173,8 +174,9 @@ class DataParallel:
         self.gradients.reduce()
         self.gradients.check(self.troubles, self.steps)
         self.gradients.write(self.gradients.blocks, self.gradients.arena)
+        self.intact = False
         self.gradients.update(self.optimizer)
-        self.steps += 1
+        self.steps, self.intact = self.steps + 1, True
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name: model, optimizer and number of steps."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,12 +23,16 @@ class UserError(Exception):
 
 
 @contextmanager
-def ending(comm: Any) -> Iterator[None]:
+def ending(comm: Any, where: Callable[[], str] = lambda: "") -> Iterator[None]:
     """The whole job ends when the body fails on any rank; no rank is left waiting.
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...` and every rank exits with
-    code 2. Anything else is printed with its traceback by the rank it happened on, which then
-    aborts the job. Leaving by `SystemExit` counts as a failure too: the other ranks would wait.
+    code 2. Anything else is printed by the rank it happened on, its traceback and then one line
+    that sums it up, and that rank aborts the job. Leaving by `SystemExit` counts as a failure too:
+    the other ranks would wait.
+
+    Args:
+        where: what the rank is doing, such as "step 12", asked for when it fails.
 
     Collective over: none.
     """
@@ -42,9 +47,13 @@ def ending(comm: Any) -> Iterator[None]:
                 print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
             comm.Abort(USAGE_ERROR)
         raise SystemExit(USAGE_ERROR) from None
-    except BaseException:
-        report = f"rank {comm.rank} of {comm.size}:\n{traceback.format_exc()}"
-        print(report, file=sys.stderr, end="", flush=True)
+    except BaseException as error:
+        place = ", ".join(
+            filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
+        )
+        (what,) = traceback.format_exception_only(error)[-1:]
+        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(what.split())}"
+        print(report, file=sys.stderr, flush=True)
         comm.Abort(CRASH)
         raise
 

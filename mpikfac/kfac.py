@@ -73,6 +73,7 @@ class KFAC:
         votes: `[16]`, of the model's dtype. What a rank writes there before a step travels beside
             the gradients: after the step, all ranks find its mean over ranks.
         troubles: what was not finite.
+        intact: whether this rank's state is that after `steps` steps, and no later one's in part.
         kl_scale: what the last step was multiplied by, `[1]`, on the model's device.
         trace: seconds and bytes of every stage.
     """
@@ -169,6 +170,7 @@ class KFAC:
         self._clip()
         self.gradients.write(self.layers, self.directions)
         self.gradients.write(self.others, self.gradients.arena)
+        self.intact = False
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
 
@@ -204,7 +206,7 @@ class KFAC:
         self.recorder.detach()
 
     def _begin(self, step: int) -> None:
-        self.steps = step
+        self.steps, self.intact = step, True
         due = self.settings.due("factor_every", step)
         self.recorder.recording = due or self._average_weight == 0
 
@@ -228,6 +230,7 @@ class KFAC:
         elif self.plan.strategy.reduction == "everyone":
             self.grid.sum_everywhere(flat, "reduce statistics")
         self._check_statistics()
+        self.intact = False
         decay = self.settings.at("decay", self.steps)
         self._average_weight = decay * self._average_weight + 1 - decay
         self.averages.flat.lerp_(flat, (1 - decay) / self._average_weight)
@@ -253,6 +256,7 @@ class KFAC:
         """Sends decompositions to the other workers of their layers."""
         if not self.bases.pending:
             return
+        self.intact = False
         with self.trace.stage("decompose"):
             self.bases.take()
         arena = self.bases.arena

@@ -248,7 +248,7 @@ def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path, place):
     job = launch(2, raising, place, *arguments(tmp_path / "run"), timeout=60)
     assert job.returncode not in (0, 2)
     assert job.stderr.count("Traceback") == 1
-    assert job.stderr.count("rank 1 of 2:") == 1
+    assert job.stderr.count("mpikfac: rank 1 of 2, ") == 1
     assert f"RuntimeError: on purpose, in {place}" in job.stderr
 
 
