@@ -29,3 +29,39 @@ class Arena(dict[str, Tensor]):
         """Segment `index` of the layout, a view."""
         start, stop = self.layout.bounds[index : index + 2]
         return self.flat[start:stop]
+
+
+class Parts:
+    """What an arena held for each of several parts of a batch."""
+
+    def __init__(self, arena: Arena, count: int) -> None:
+        self._flat = arena.flat
+        self._kept = arena.flat.new_empty(count, len(arena.flat)) if count else None
+        self._count = count
+        self._taken = 0
+
+    def __len__(self) -> int:
+        """Parts of this rank; 0 if a share is not dealt out."""
+        return self._count
+
+    def add(self) -> None:
+        """Keeps what the arena holds.
+
+        Raises:
+            ValueError: there are more parts than this rank's.
+        """
+        if self._kept is None or self._taken == self._count:
+            raise ValueError(f"collect() was called more than {self._count} times before step()")
+        self._kept[self._taken].copy_(self._flat)
+        self._taken += 1
+
+    def take(self) -> Tensor:
+        """All parts, `[count, size]`; from here on they are collected anew.
+
+        Raises:
+            ValueError: some are missing.
+        """
+        if self._kept is None or self._taken < self._count:
+            raise ValueError(f"step() needs {self._count} parts; collect() took {self._taken}")
+        self._taken = 0
+        return self._kept

@@ -220,6 +220,33 @@ class Grid:
             for piece in _pieces(buffer, 0, len(buffer), PIECE):
                 self.world.Allreduce(MPI.IN_PLACE, piece)
 
+    def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
+        """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
+
+        The sum passes from rank to rank, and the last one sends it to all. Each element is added up
+        in one order, which does not depend on how the parts are spread over ranks.
+
+        Collective over: world.
+        """
+        _check(flat)
+        world, last = self.world, self.world.size - 1
+        self.trace.sent[stage] += flat.nbytes if last else 0
+        with self.trace.stage(stage):
+            parts, total = parts.cpu(), flat.cpu()  # themselves where they are on the host
+            for start in range(0, len(total), PIECE):
+                piece = total[start : start + PIECE]
+                if world.rank:
+                    world.Recv(piece.numpy(), source=world.rank - 1)
+                else:
+                    piece.zero_()
+                for part in parts:
+                    piece += part[start : start + PIECE]
+                if world.rank != last:
+                    world.Send(piece.numpy(), dest=world.rank + 1)
+            for piece in _pieces(total, 0, len(total), PIECE):
+                world.Bcast(piece.numpy(), root=last)
+            flat.copy_(total)
+
     def sum_to_owners(self, flat: Tensor, bounds: Sequence[int], stage: str) -> None:
         """Segment r of `flat` becomes its sum over all ranks, on rank r; the rest is undefined.
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpikfac
-from mpikfac.arena import Arena
+from mpikfac.arena import Arena, Parts
 from mpikfac.comm import SUMMABLE, Grid, agree, broadcast
-from mpikfac.layers import Layer, Other, Statistic, uncovered, votes
+from mpikfac.layers import Layer, Other, Statistic, Votes, uncovered
 from mpikfac.plan import Plan, Strategy, make_plan
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
@@ -38,6 +38,7 @@ class Gradients:
         self.broken: Collection[str] = ()
         dtype, device = common_type(blocks)
         self.arena = Arena(plan.gradients(), dtype, device)
+        self.parts = Parts(self.arena, plan.parts_per_rank)
         self.keep()
 
     def keep(self) -> None:
@@ -58,11 +59,24 @@ class Gradients:
             for block in self.blocks:
                 block.read_gradient(self.arena[block.name])
 
+    def collect(self) -> None:
+        """Keeps the gradients of one part of this rank's share, and makes room for the next."""
+        self.read()
+        self.parts.add()
+        self.discard()
+
     def reduce(self) -> None:
         """Averages the arena over ranks: everywhere, or each block on the rank that steps it.
 
         Collective over: world.
+
+        Raises:
+            ValueError: parts of the batch are missing.
         """
+        if self.parts:
+            self.grid.sum_in_order(self.parts.take(), self.arena.flat, "reduce gradients")
+            self.arena.flat /= len(self.parts) * self.plan.ranks
+            return
         self.arena.flat /= self.plan.ranks
         if self.owner_updates:
             bounds = self.arena.layout.bounds
@@ -134,6 +148,9 @@ class DataParallel:
 
     The baseline that K-FAC is compared with; it uses the same arena and collectives.
 
+    Args:
+        parts: see `Strategy`.
+
     Collective over: world. The model becomes rank 0's.
 
     Raises:
@@ -148,7 +165,12 @@ class DataParallel:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, comm: Any, trace: Trace | None = None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Any,
+        parts: int | None = None,
+        trace: Trace | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -157,10 +179,11 @@ class DataParallel:
         self.troubles = Troubles(comm.rank)
         blocks = uncovered(model)
         dtype, device = common_type(blocks)
-        blocks.append(ballot := votes(dtype, device))
-        self.votes = ballot.tensor
+        blocks.append(votes := Votes(dtype, device))
+        self.votes = votes.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
-        self.plan = make_plan([], comm.size, Strategy.mem_opt(), shapes, itemsize=dtype.itemsize)
+        strategy = Strategy.mem_opt(parts=parts)
+        self.plan = make_plan([], comm.size, strategy, shapes, itemsize=dtype.itemsize)
         agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
@@ -170,13 +193,18 @@ class DataParallel:
 
         Collective over: world.
         """
-        self.gradients.read()
+        if not self.gradients.parts:
+            self.gradients.read()
         self.gradients.reduce()
         self.gradients.check(self.troubles, self.steps)
         self.gradients.write(self.gradients.blocks, self.gradients.arena)
         self.intact = False
         self.gradients.update(self.optimizer)
         self.steps, self.intact = self.steps + 1, True
+
+    def collect(self) -> None:
+        """Takes one part of this rank's share of a batch; see `KFAC.collect`."""
+        self.gradients.collect()
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name: model, optimizer and number of steps."""

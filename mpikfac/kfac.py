@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac import kron
-from mpikfac.arena import Arena
+from mpikfac.arena import Arena, Parts
 from mpikfac.bases import Bases
 from mpikfac.comm import Grid, agree, broadcast
 from mpikfac.data_parallel import (
@@ -24,7 +24,7 @@ from mpikfac.data_parallel import (
     load_model_state,
     model_state,
 )
-from mpikfac.layers import Layer, Other, cover, votes
+from mpikfac.layers import Layer, Other, Votes, cover
 from mpikfac.moments import NORMALIZATIONS, Normalization
 from mpikfac.plan import Solver, Strategy, make_plan, one_of
 from mpikfac.recorder import Recorder
@@ -115,8 +115,8 @@ class KFAC:
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
         dtype, device = common_type([*self.layers, *self.others])
-        self.others.append(ballot := votes(dtype, device))
-        self.votes = ballot.tensor
+        self.others.append(votes := Votes(dtype, device))
+        self.votes = votes.tensor
         self.plan = make_plan(
             [layer.shape for layer in self.layers],
             comm.size,
@@ -140,6 +140,7 @@ class KFAC:
         self.troubles = Troubles(rank)
         self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
         self.statistics = Arena(self.plan.statistics(rank), dtype, device)
+        self._parts = Parts(self.statistics, self.plan.parts_per_rank)
         self.averages = Arena(self.plan.averages(rank), dtype, device)
         self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, delay, self.troubles)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
@@ -160,7 +161,8 @@ class KFAC:
 
         Collective over: world.
         """
-        self.gradients.read()
+        if not self._parts:
+            self.gradients.read()
         self._refresh_curvature()
         self.gradients.reduce()
         self.gradients.check(self.troubles, self.steps)
@@ -173,6 +175,23 @@ class KFAC:
         self.intact = False
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
+
+    def collect(self) -> None:
+        """Takes one part of this rank's share of a batch: call it after each part's backward pass.
+
+        Only with `Strategy(parts=n)`: a rank takes `n / ranks` parts one after the other, each with
+        the mean loss of its own examples and fresh gradients, and then calls `step`.
+
+        Collective over: none.
+
+        Raises:
+            ValueError: there are more parts than this rank's.
+        """
+        self.gradients.collect()
+        if self.recorder.recording:
+            self.recorder.finish(self.normalization, len(self._parts) * self.plan.ranks)
+            self._parts.add()
+            self.statistics.flat.zero_()
 
     def precondition(self) -> None:
         """Preconditions covered layers' gradients, which the caller has averaged and will step.
@@ -221,14 +240,16 @@ class KFAC:
 
     def _reduce_statistics(self) -> None:
         """Averages the batch's factors over ranks and over time."""
-        alone = self.plan.strategy.reduction == "none"
-        self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
-        flat = self.statistics.flat
-        if self.plan.strategy.reduction == "owners":
-            self.grid.sum_to_owners(flat, self.statistics.layout.bounds, "reduce statistics")
-            flat = self.statistics.segment(self.grid.world.rank)
-        elif self.plan.strategy.reduction == "everyone":
-            self.grid.sum_everywhere(flat, "reduce statistics")
+        flat, reduction = self.statistics.flat, self.plan.strategy.reduction
+        if self._parts:
+            self.grid.sum_in_order(self._parts.take(), flat, "reduce statistics")
+        else:
+            self.recorder.finish(self.normalization, 1 if reduction == "none" else self.plan.ranks)
+            if reduction == "owners":
+                self.grid.sum_to_owners(flat, self.statistics.layout.bounds, "reduce statistics")
+                flat = self.statistics.segment(self.grid.world.rank)
+            elif reduction == "everyone":
+                self.grid.sum_everywhere(flat, "reduce statistics")
         self._check_statistics()
         self.intact = False
         decay = self.settings.at("decay", self.steps)

@@ -187,6 +187,19 @@ class Statistic(Other):
         self.tensor.copy_(self._kept)
 
 
+class Votes(Statistic):
+    """Numbers of a rank that travel beside the gradients and come back as their mean over ranks.
+
+    What all ranks have to know of one another costs no message of its own so.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
+
+    def leave(self) -> None:
+        """Nothing: they stay until they have travelled."""
+
+
 def cover(
     model: nn.Module, skip: Iterable[str] = (), statistics_dtype: torch.dtype | None = None
 ) -> tuple[list[Layer], list[Other]]:
@@ -237,20 +250,12 @@ def uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
     return others
 
 
-def votes(dtype: torch.dtype, device: torch.device) -> Statistic:
-    """Numbers of a rank that travel beside the gradients and come back as their mean over ranks.
-
-    What all ranks have to know about one of them costs no message of its own so.
-    """
-    return Statistic("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
-
-
 def covered_shapes(
     model: nn.Module, skip: Sequence[str] = ()
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
     """What `make_plan` asks of a model: layer shapes, and names and shapes of all that travels."""
     layers, others = cover(model, skip)
-    others.append(votes(torch.float32, torch.device("cpu")))
+    others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 
 

@@ -53,6 +53,9 @@ class Strategy:
             layer's owner, which preconditions and steps, and weights are gathered.
         balance: what placement evens out: "compute" (n^3 of a factor) or "memory" (n^2).
         colocate: A and G of a layer on one owner; otherwise they may have two.
+        parts: a batch is dealt out in so many parts, whose gradients and statistics are added one
+            after the other: the same to the last bit on every number of ranks that divides it.
+            None: as MPI adds them.
     """
 
     workers: int = 1
@@ -60,6 +63,7 @@ class Strategy:
     update: Literal["everyone", "owner"] = "everyone"
     balance: Literal["compute", "memory"] = "compute"
     colocate: bool = True
+    parts: int | None = None
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
@@ -68,6 +72,11 @@ class Strategy:
         one_of("colocate", self.colocate, (True, False))
         if type(self.workers) is not int or self.workers < 1:
             raise ValueError(f"workers={self.workers!r} must be a whole number of at least 1")
+        if self.parts is not None and (self.reduction, self.update) != ("everyone", "everyone"):
+            raise ValueError(
+                f"parts={self.parts} needs reduction='everyone' and update='everyone', "
+                f"not {self.reduction!r} and {self.update!r}"
+            )
 
     @classmethod
     def comm_opt(cls, ranks: int, **choices: Any) -> Strategy:
@@ -176,6 +185,11 @@ class Plan:
             else:
                 blocks.append((f"{name}.inverse", (order, order)))
         return blocks
+
+    @property
+    def parts_per_rank(self) -> int:
+        """Parts of a batch that a rank takes one by one; 0 if it takes its share as a whole."""
+        return (self.strategy.parts or 0) // self.ranks
 
     def recorded(self, rank: int) -> list[str]:
         """Factors of which `rank` records statistics of its own batch."""
@@ -297,6 +311,8 @@ class Plan:
         size = layout.size * self.itemsize
         if self.ranks == 1 or size == 0:
             return []
+        if self.parts_per_rank:
+            return [Message(stage, "Send, Bcast", "world", size, size)]
         to_owners = len(layout.bounds) > 2
         ring = size * (self.ranks - 1) // self.ranks
         primitive, wire = ("Reduce_scatter", ring) if to_owners else ("Allreduce", 2 * ring)
@@ -338,6 +354,10 @@ def make_plan(
             f"solver='inverse' balances the damping of A and G by both traces, so with "
             f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
             f"solver='eigen'"
+        )
+    if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
+        raise ValueError(
+            f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
     owners, columns_of = _place(layers, ranks, strategy)
     updaters = {layer.name: owners[f"{layer.name}.A"] for layer in layers}

@@ -41,6 +41,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
+def sgd_all(model: nn.Module) -> torch.optim.Optimizer:
+    """Momentum and weight decay, alike for all layers of any network."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
 def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 

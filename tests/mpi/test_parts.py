@@ -1,0 +1,119 @@
+"""Batches in parts, added in order: the same bits on every number of ranks that divides them."""
+
+from __future__ import annotations
+
+import collections
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+PARTS = 12  # a divisor of it is every number of ranks that the tests are run on
+SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
+
+
+def network():
+    """With BatchNorm in training, which normalises each part by itself."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Conv2d(2, 9, 3, padding=1), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(576, 5)
+    )
+
+
+def trainer(comm, optimizer, **choices):
+    model = network()
+    if optimizer == "sgd":
+        return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=PARTS)
+    strategy = Strategy(**choices, parts=PARTS)
+    return mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
+
+
+def run(trainer, comm, steps):
+    mine = range(PARTS // comm.size * comm.rank, PARTS // comm.size * (comm.rank + 1))
+    for step in steps:
+        images, labels = (tensor.repeat_interleave(2, 0) for tensor in problem.batch(step))
+        for part in mine:
+            trainer.optimizer.zero_grad()
+            chosen = slice(2 * part, 2 * part + 2)
+            F.cross_entropy(trainer.model(images[chosen].float()), labels[chosen]).backward()
+            trainer.collect()
+        trainer.step()
+    state = trainer.model.state_dict()
+    del state["1.num_batches_tracked"]  # counts a rank's own batches, for the user's information
+    return torch.cat([value.flatten() for value in state.values()])
+
+
+@pytest.mark.parametrize("workers", mpikfac.divisors(mpikfac.world().size))
+def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
+    """Oracle: one rank that takes all parts; the plan's bytes."""
+    kfac = trainer(comm, "kfac", workers=workers)
+    found = run(kfac, comm, range(3))
+    alone = comm.Split(comm.rank)
+    assert torch.equal(found, run(trainer(alone, "kfac"), alone, range(3)))
+    assert kfac.model[1].running_mean.abs().sum() > 0
+    planned, sent = collections.Counter(), kfac.trace.sent
+    for message in kfac.plan.messages(comm.rank, True, False):
+        planned[message.stage] += 3 * message.bytes
+    assert sent["reduce gradients"] == planned["reduce gradients"]
+    assert sent["reduce statistics"] == planned["reduce statistics"]
+
+
+def test_sgd_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm):
+    """Oracle: one rank that takes all parts."""
+    alone = comm.Split(comm.rank)
+    expected = run(trainer(alone, "sgd"), alone, range(3))
+    assert torch.equal(run(trainer(comm, "sgd"), comm, range(3)), expected)
+
+
+def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
+    """Oracle: the sum in one process, element by element in order."""
+    monkeypatch.setattr(mpikfac.comm, "PIECE", 7)
+    grid = mpikfac.comm.Grid(comm, 1, mpikfac.Trace())
+    parts = torch.randn(3 * comm.size, 40, generator=torch.Generator().manual_seed(0))
+    expected = parts[0].clone()
+    for part in parts[1:]:
+        expected += part
+    flat = torch.empty(40)
+    grid.sum_in_order(parts[3 * comm.rank : 3 * comm.rank + 3], flat, "x")
+    assert torch.equal(flat, expected)
+
+
+def test_parts_are_those_of_the_joined_batch(comm):
+    """Oracle: as many ranks as parts without an order, to rounding."""
+    model, plain = problem.network(), problem.network()
+    strategy = Strategy(parts=comm.size)
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    other = mpikfac.KFAC(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
+    for step in range(problem.STEPS):
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        kfac.collect()
+        kfac.step()
+    expected = problem.run(other, comm)
+    torch.testing.assert_close(problem.state(model), expected, rtol=0, atol=1e-10)
+
+
+def test_a_wrong_number_of_parts_is_refused(comm):
+    """Oracle: the numbers that are meant."""
+    if comm.size == PARTS:
+        pytest.skip("every rank has one part")
+    text = f"parts={comm.size + 1} must be a multiple of the number of ranks"
+    if comm.size > 1:
+        with pytest.raises(ValueError, match=text):
+            mpikfac.make_plan([], comm.size, Strategy(parts=comm.size + 1))
+    with pytest.raises(ValueError, match="parts=4 needs reduction='everyone'"):
+        Strategy(reduction="owners", parts=4)
+    sgd = trainer(comm, "sgd")
+    count = PARTS // comm.size
+    with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; collect\(\) took 0"):
+        sgd.step()
+    for _ in range(count):
+        sgd.collect()
+    with pytest.raises(ValueError, match=f"more than {count} times"):
+        sgd.collect()
