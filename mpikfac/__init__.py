@@ -21,7 +21,12 @@ _EXPORTS = {
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),
     "kfac": ("KFAC",),
-    "checkpoint": ("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    "manifest": ("Checkpoint", "read_checkpoint"),
+    "starts": ("note_end", "note_start"),
+    "checkpoint": (
+        *("CheckpointWriter", "find_checkpoint"),
+        *("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
+    ),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES = ("schedule",)

@@ -1,44 +1,34 @@
-"""The run's state to and from HDF5: one directory per checkpoint, one file per writing rank.
+"""The run's state to and from checkpoints, by all ranks together.
 
-    root/step-000000120/shard-0.h5, shard-1.h5, ..., manifest.json
-
-The manifest names every item's shard, dtype and shape and every shard's size and SHA-256.
-The only importer of h5py, which works on images in memory: libhdf5 crashes on a full disk, and does
-not notice damage by itself, so bytes are written plainly and checked before it parses them.
+Each rank writes its share as one file; the checkpoint counts once all of them are on disk.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import re
+import logging
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import h5py
-import numpy as np
 import torch
 from torch import Tensor
 
 from mpikfac import durable
 from mpikfac.comm import agree, together
 from mpikfac.errors import UserError
+from mpikfac.manifest import Checkpoint, make_manifest, read_checkpoint
+from mpikfac.shard import Value, checksum, describe, write_shard
+from mpikfac.starts import TRIES, starts_from
 
-Value = Tensor | int | float | str
+PATIENCE = 5.0  # seconds until a file that rank 0 sees must be seen by all
 
-FORMAT, VERSION = "mpikfac checkpoint", 1
-SAME = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
-# dtype in the manifest (torch's, or "int" and "float" of Python) -> dtype in HDF5
-STORED = {name: np.dtype(name) for name in SAME} | {
-    "bool": np.dtype("uint8"),
-    "bfloat16": np.dtype("uint16"),
-    "int": np.dtype("int64"),
-    "float": np.dtype("float64"),
-}
+log = logging.getLogger("mpikfac")
 
 
 def save_checkpoint(
@@ -61,37 +51,74 @@ def save_checkpoint(
         ValueError: `step` is negative or `keep` is below 1.
         UserError: writing failed on some rank, ranks disagree, or an item cannot be stored.
     """
-    if step < 0 or keep < 1:
-        raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
-    agree(comm, {"root": str(root), "step": step, "keep": keep})
-    final = Path(root) / f"step-{step:09d}"
-    partial = durable.partial(final)
-    doing = f"writing checkpoint {final}"
-    with together(comm, doing):
-        described = {name: _describe(name, value) for name, value in items.items()}
-    held = comm.gather(described)
-    shares: list[list[str]] = []
-    with together(comm, doing):
-        if comm.rank == 0:
-            shares = _assign(held)
-            durable.begin(final)
-    names = comm.scatter(shares)
-    try:
-        with together(comm, doing):
-            shard = _write_shard(partial / f"shard-{comm.rank}.h5", items, names)
-        shards = comm.gather(shard)
-        with together(comm, doing):
-            if comm.rank == 0:
-                manifest = _manifest(step, held, shares, shards)
-                durable.commit(final, json.dumps(manifest, indent=1).encode())
-    except UserError:
-        if comm.rank == 0:
-            durable.abandon(final)
-        raise
-    with together(comm, f"deleting checkpoints older than {final}"):
-        if comm.rank == 0:
-            durable.prune(final, keep)
-    return final
+    begun = _begin(comm, Path(root), items, step, keep)
+    mine = {name: items[name] for name in begun.names}
+    return _finish(comm, begun, lambda: _write(begun, comm.rank, mine))
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training, one at a time.
+
+    Files are written by a thread on each rank, which never communicates. On that rank's host, the
+    copies of its share stay for the next time.
+    """
+
+    def __init__(self, comm: Any, root: str | Path, keep: int = 2) -> None:
+        self.comm, self.root, self.keep = comm, Path(root), keep
+        self._thread = ThreadPoolExecutor(1, "mpikfac-checkpoint")
+        self._copies: dict[str, Tensor] = {}
+        self._begun: _Begun | None = None
+        self._shard: Future[dict[str, Any] | None] = Future()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint was begun and is not committed; the same on all ranks."""
+        return self._begun is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of what is pending is on disk, or has failed."""
+        return self.pending and self._shard.done()
+
+    def begin(self, items: Mapping[str, Value], step: int) -> None:
+        """Begins what `save_checkpoint` does; the items may change as soon as this returns.
+
+        A checkpoint that is still pending is committed first.
+
+        Collective over: comm.
+
+        Raises:
+            ValueError: `step` is negative or `keep` is below 1.
+            UserError: as `save_checkpoint`, or the pending one failed; then none is begun.
+        """
+        self.commit()
+        begun = _begin(self.comm, self.root, items, step, self.keep)
+        mine = self._copied({name: items[name] for name in begun.names})
+        self._shard = self._thread.submit(_write, begun, self.comm.rank, mine)
+        self._begun = begun
+
+    def commit(self) -> Path | None:
+        """Waits for all ranks' parts and returns the checkpoint's path; None if none is pending.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: writing failed on some rank; its files are removed.
+        """
+        if self._begun is None:
+            return None
+        begun, self._begun = self._begun, None
+        return _finish(self.comm, begun, self._shard.result)
+
+    def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
+        """The items with tensors copied to the host, into the buffers of the last time."""
+        kept, self._copies = self._copies, {}
+        for name, value in items.items():
+            if isinstance(value, Tensor):
+                self._copies[name] = _to_host(value.detach(), kept.get(name))
+        if any(isinstance(value, Tensor) and value.is_cuda for value in items.values()):
+            torch.cuda.synchronize()
+        return {**items, **self._copies}
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -116,71 +143,142 @@ def load_checkpoint(comm: Any, path: str | Path) -> Checkpoint:
     found = None
     with together(comm, f"reading checkpoint {path}"):
         if comm.rank == 0:
-            found = Path(path), _read_manifest(Path(path) / durable.MANIFEST)
-    return Checkpoint(*comm.bcast(found))
+            found = read_checkpoint(path)
+    return comm.bcast(found)
 
 
-class Checkpoint(Mapping[str, Value]):
-    """A checkpoint's items by name; tensors come on the CPU.
+def find_checkpoint(comm: Any, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
+    """The newest checkpoint under `root` of which every file is right; None if there is none.
 
-    Reading is local to a rank and lazy: the first item of a shard reads that file, whose bytes are
-    kept as long as this object. Let `together` surround it, so that a damaged file ends all ranks.
+    One that is damaged, or after which two starts in a row committed no newer one, is passed over
+    with a warning. If all have been tried in vain, the newest of them is taken again.
+
+    Args:
+        skip: names of directories to pass over.
+
+    Collective over: comm.
 
     Raises:
-        UserError: the item is not in the checkpoint, or its file is missing or damaged.
+        UserError: all checkpoints are damaged, or ranks see different files.
     """
-
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self.path = path
-        self.step: int = manifest["step"]
-        self._items = manifest["items"]
-        self._shards = manifest["shards"]
-        self._open: dict[str, h5py.File] = {}
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._items
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The item, or `default` if the checkpoint has none of that name."""
-        return self[name] if name in self else default  # noqa: SIM401 (it would call itself)
-
-    def __getitem__(self, name: str) -> Value:
-        if name not in self:
-            raise UserError(f"checkpoint {self.path} has no item {name!r}")
-        item = self._items[name]
-        shard = item["shard"]
+    complete: list[Path] = []
+    with together(comm, f"looking for checkpoints in {root}"):
+        if comm.rank == 0:
+            complete = [path for path in durable.complete(Path(root)) if path.name not in skip]
+    paths = comm.bcast(complete[::-1])
+    _wait_for_files(comm, paths)
+    passed: list[str] = []
+    tired: list[Checkpoint] = []
+    for path in paths:
         try:
-            if shard not in self._open:
-                content = _read_shard(self.path / shard, **self._shards[shard])
-                self._open[shard] = h5py.File(io.BytesIO(content), "r")
-            return _decode(self._open[shard], name, item)
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            raise UserError(f"{self.path / shard}, item {name!r}: {error}") from error
+            checkpoint = load_checkpoint(comm, path)
+            _check(comm, checkpoint)
+        except UserError as error:
+            passed.append(str(error))
+            continue
+        starts = comm.bcast(starts_from(checkpoint) if comm.rank == 0 else None)
+        if starts < TRIES:
+            return _chosen(comm, checkpoint, passed)
+        passed.append(f"{path}: the last {starts} starts from it committed no newer checkpoint")
+        tired.append(checkpoint)
+    if tired:
+        return _chosen(comm, tired[0], passed)
+    if passed:
+        raise UserError(f"no checkpoint in {root} can be read: {'; '.join(passed)}")
+    return None
 
 
-def _describe(name: str, value: Value) -> dict[str, Any]:
-    """What the ranks tell each other about an item: enough to choose a writer, and to compare."""
-    if name in ("", "."):
-        raise ValueError(f"item name {name!r} cannot name a dataset")
-    if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        if dtype not in STORED:
-            raise ValueError(f"item {name!r} has dtype {dtype}; use one of {', '.join(STORED)}")
-        return {"dtype": dtype, "shape": list(value.shape), "bytes": value.nbytes}
-    if isinstance(value, str):
-        return {"dtype": "str", "shape": [], "bytes": len(value.encode())}
-    if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        raise ValueError(f"item {name!r} is {value}, which takes more than 64 bits; store a str")
-    if isinstance(value, int | float):
-        dtype = "int" if isinstance(value, int) else "float"
-        return {"dtype": dtype, "shape": [], "bytes": 8, "value": repr(value)}
-    raise ValueError(f"item {name!r} is a {type(value).__name__}; use Tensor, int, float or str")
+@dataclass
+class _Begun:
+    """A checkpoint whose temporary directory is made."""
+
+    final: Path
+    step: int
+    keep: int
+    names: list[str]  # what this rank writes
+    sums: dict[str, int]  # of the items that other ranks hold, too
+    room: str
+    held: list[dict[str, dict[str, Any]]]  # known to rank 0, as are the shares
+    shares: list[list[str]]
+
+    @property
+    def doing(self) -> str:
+        return f"writing checkpoint {self.final}"
+
+
+def _begin(comm: Any, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
+    if step < 0 or keep < 1:
+        raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
+    agree(comm, {"root": str(root), "step": step, "keep": keep})
+    begun = _Begun(root / f"step-{step:09d}", step, keep, [], {}, "", [], [])
+    with together(comm, begun.doing):
+        described = {name: describe(name, value) for name, value in items.items()}
+    begun.held = comm.gather(described) or []
+    shared: set[str] = set()
+    with together(comm, begun.doing):
+        if comm.rank == 0:
+            begun.shares = _assign(begun.held)
+            counts = Counter(name for described in begun.held for name in described)
+            shared = {name for name, count in counts.items() if count > 1}
+            begun.room = _room(begun)
+            with _told(begun.room):
+                durable.begin(begun.final)
+    begun.names = comm.scatter(begun.shares)
+    shared, begun.room = comm.bcast((shared, begun.room))
+    begun.sums = {name: checksum(value) for name, value in items.items() if name in shared}
+    return begun
+
+
+def _finish(comm: Any, begun: _Begun, write: Callable[[], dict[str, Any] | None]) -> Path:
+    """Commits the checkpoint as soon as `write` is done on all ranks."""
+    final = begun.final
+    try:
+        with together(comm, begun.doing), _told(begun.room):
+            shard = write()
+        written = comm.gather((shard, begun.sums))
+        with together(comm, begun.doing), _told(begun.room):
+            if comm.rank == 0:
+                shards, sums = zip(*written)
+                _compare(sums)
+                manifest = make_manifest(begun.step, begun.held, begun.shares, shards)
+                durable.commit(final, manifest)
+    except UserError:
+        if comm.rank == 0:
+            durable.abandon(final)
+        raise
+    with together(comm, f"deleting checkpoints older than {final}"):
+        if comm.rank == 0:
+            durable.prune(final, begun.keep)
+    return final
+
+
+def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, Any] | None:
+    return write_shard(durable.partial(begun.final) / f"shard-{rank}.h5", items) if items else None
+
+
+def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
+    """The value in host memory, in `buffer` if it fits; a GPU's copy may still be under way."""
+    if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
+        buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+    return buffer.copy_(value, non_blocking=True)
+
+
+def _room(begun: _Begun) -> str:
+    needed = sum(
+        described[name]["bytes"]
+        for described, names in zip(begun.held, begun.shares)
+        for name in names
+    )
+    return f"{needed:,} bytes needed, {durable.free(begun.final):,} free"
+
+
+@contextmanager
+def _told(room: str) -> Iterator[None]:
+    """What the system refuses is raised together with the bytes needed and free."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{error}; {room}") from error
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
@@ -205,107 +303,52 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
     return shares
 
 
-def _write_shard(
-    path: Path, items: Mapping[str, Value], names: Sequence[str]
-) -> dict[str, Any] | None:
-    if not names:
-        return None
-    image = io.BytesIO()
-    with h5py.File(image, "w") as file:
-        for name in sorted(names):
-            file.create_dataset(_key(name), data=_encode(items[name]))
-    content = image.getbuffer()
-    durable.write(path, content)
-    return {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+def _compare(sums: Sequence[Mapping[str, int]]) -> None:
+    """Raises ValueError if ranks hold other bytes of an item."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(sums):
+        for name, value in found.items():
+            one, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                raise ValueError(
+                    f"item {name!r} has other values on rank {rank} than on rank {one}; "
+                    f"what several ranks hold must be equal"
+                )
 
 
-def _manifest(
-    step: int, held: list[Any], shares: list[list[str]], shards: list[Any]
-) -> dict[str, Any]:
-    files = [f"shard-{rank}.h5" for rank in range(len(shards))]
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
-        "step": step,
-        "shards": {file: shard for file, shard in zip(files, shards, strict=True) if shard},
-        "items": {
-            name: {"shard": file} | described[name]
-            for file, described, names in zip(files, held, shares, strict=True)
-            for name in sorted(names)
-        },
+def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
+    """Returns when all ranks see the files that rank 0 sees; network file systems may lag."""
+    seen = comm.bcast(_files(checkpoints) if comm.rank == 0 else None)
+    with together(comm, "looking for checkpoints"):
+        deadline = time.monotonic() + PATIENCE
+        while missing := dict(seen.items() - _files(checkpoints).items()):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {comm.rank} does not see {next(iter(missing))} as rank 0 does: ranks "
+                    f"see different directories; use one on a file system that all ranks share"
+                )
+            time.sleep(0.1)
+
+
+def _files(directories: Sequence[Path]) -> dict[str, int]:
+    """Bytes of the directories' files, by path."""
+    return {
+        str(file): file.stat().st_size
+        for directory in directories
+        if directory.exists()
+        for file in directory.iterdir()
     }
-    return manifest | {"sha256": _digest(manifest)}
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads(path.read_bytes())
-        form, version = manifest["format"], manifest["version"]
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; this is no complete checkpoint") from None
-    except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} is damaged, or not the manifest of a checkpoint") from None
-    if (form, version) != (FORMAT, VERSION):
-        raise UserError(f"{path} is of {form} {version}; this program reads {FORMAT} {VERSION}")
-    if manifest.pop("sha256", None) != _digest(manifest):
-        raise UserError(f"{path} is damaged: its SHA-256 does not match")
-    for shard in manifest["shards"]:
-        if not re.fullmatch(r"shard-\d+\.h5", shard):
-            raise UserError(f"{path} names a file {shard!r}; shards are called shard-<number>.h5")
-    return manifest
+def _check(comm: Any, checkpoint: Checkpoint) -> None:
+    """Reads every file of the checkpoint, each on one rank, and raises UserError on all."""
+    with together(comm, f"reading checkpoint {checkpoint.path}"):
+        for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
+            checkpoint.check(shard)
 
 
-def _read_shard(path: Path, size: int, sha256: str) -> bytes:
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing") from None
-    if len(content) != size:
-        raise UserError(f"{path} is damaged: {len(content)} bytes, {size} were written")
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path} is damaged: its SHA-256 is not that of what was written")
-    return content
-
-
-def _key(name: str) -> str:
-    """The dataset's name: "/" would make groups, in which names can collide with parts of names."""
-    return quote(name, safe="")
-
-
-def _encode(value: Value) -> np.ndarray[Any, Any]:
-    if isinstance(value, Tensor):
-        stored = STORED[str(value.dtype).removeprefix("torch.")]
-        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        return flat.numpy().view(stored).reshape(tuple(value.shape))
-    if isinstance(value, str):
-        text = value.encode()
-        return np.array(text, h5py.string_dtype("utf-8", max(1, len(text))))
-    return np.array(value, STORED["int" if isinstance(value, int) else "float"])
-
-
-def _decode(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
-    """The item's value, if its dataset is what the manifest says, whole, and inside the file."""
-    kind, shape = item["dtype"], tuple(item["shape"])
-    link = file.get(_key(name), getlink=True)
-    dataset = file[_key(name)] if isinstance(link, h5py.HardLink) else None
-    if not isinstance(dataset, h5py.Dataset):
-        raise ValueError("is not a dataset of this file")
-    created = dataset.id.get_create_plist()
-    if created.get_layout() != h5py.h5d.CONTIGUOUS or created.get_external_count():
-        raise ValueError("is not stored in one piece")
-    expected = np.dtype(f"S{max(1, item['bytes'])}") if kind == "str" else STORED[kind]
-    if (dataset.dtype, dataset.shape) != (expected, shape):
-        raise ValueError(f"is {dataset.dtype} {dataset.shape}, not {expected} {shape}")
-    if dataset.nbytes > file.id.get_filesize():
-        raise ValueError("is larger than its file")
-    array = dataset[()]
-    if kind == "str":
-        return array.ljust(item["bytes"], b"\0").decode()  # numpy drops NULs at the end
-    if kind in ("int", "float"):
-        return array.item()
-    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-    return flat.view(getattr(torch, kind)).reshape(shape)
-
-
-def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _chosen(comm: Any, checkpoint: Checkpoint, passed: Sequence[str]) -> Checkpoint:
+    if comm.rank == 0:
+        for reason in passed:
+            log.warning("%s; going on from %s", reason, checkpoint.path)
+    return checkpoint

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -21,20 +22,41 @@ def begin(final: Path) -> None:
     """Makes the temporary directory of `final`, and removes those that killed runs left."""
     for leftover in final.parent.glob(".step-*.partial"):
         shutil.rmtree(leftover)
-    partial(final).mkdir(parents=True)
+    missing = [path for path in final.parents if not path.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(exist_ok=True)
+        _sync(directory.parent)
+    partial(final).mkdir()
 
 
-def write(path: Path, content: bytes | memoryview) -> None:
-    """The file holds `content`, on disk."""
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+def write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    """The file holds the blocks one after the other, on disk.
+
+    Raises:
+        OSError: with the file's name.
+    """
+    try:
+        with open(path, "wb") as file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = str(path)  # the system names it only where it could not be opened
+        raise
+
+
+def replace(path: Path, content: bytes) -> None:
+    """The file holds `content`, on disk; after a kill that, or what it held before."""
+    new = path.with_name(f".{path.name}.new")
+    write(new, [content])
+    os.replace(new, path)
+    _sync(path.parent)
 
 
 def commit(final: Path, manifest: bytes) -> None:
     """Gives the temporary directory, whose other files are written, its manifest and its name."""
-    write(partial(final) / MANIFEST, manifest)
+    write(partial(final) / MANIFEST, [manifest])
     _sync(partial(final))
     if final.exists():
         _remove(_replaced(final))
@@ -46,6 +68,11 @@ def commit(final: Path, manifest: bytes) -> None:
 def abandon(final: Path) -> None:
     """Removes the temporary directory of `final`, if it can be removed."""
     shutil.rmtree(partial(final), ignore_errors=True)
+
+
+def free(path: Path) -> int:
+    """Bytes that are free where `path` is, or will be."""
+    return shutil.disk_usage(next(found for found in [path, *path.parents] if found.exists())).free
 
 
 def prune(final: Path, keep: int) -> None:

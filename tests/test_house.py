@@ -40,7 +40,10 @@ MAY_IMPORT = {
         *("moments", "plan", "recorder", "schedule", "trace", "troubles"),
     },
     "durable": set(),
-    "checkpoint": {"h5py", "numpy", "torch", "comm", "durable", "errors"},
+    "shard": {"h5py", "numpy", "torch", "durable", "errors"},
+    "manifest": {"durable", "errors", "shard"},
+    "starts": {"durable", "manifest"},
+    "checkpoint": {"torch", "comm", "durable", "errors", "manifest", "shard", "starts"},
 }
 INHERITED = ("forward", "emit", "find_class")  # what they do is said where they are first defined
 
