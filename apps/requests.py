@@ -1,0 +1,147 @@
+"""Who asks a run for a checkpoint or for its end: signals, control files, and the clock.
+
+    touch RUN/control/checkpoint    write a checkpoint at the next step and go on
+    touch RUN/control/stop          write a checkpoint at the next step and end
+
+What one rank is asked, the caller agrees on over all ranks. Collective over: none.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+LOOK_EVERY = 1.0  # seconds between two looks for control files
+RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
+
+
+def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float) -> float | None:
+    """Unix time when the job is over: `max_minutes` from now or Slurm's limit, if one is known.
+
+    Raises:
+        ValueError: SLURM_JOB_END_TIME is no time after `now`.
+    """
+    ends = [] if max_minutes is None else [now + 60 * max_minutes]
+    if given := environ.get("SLURM_JOB_END_TIME"):
+        try:
+            end = float(given)
+        except ValueError:
+            end = math.nan
+        if not now < end < math.inf:
+            raise ValueError(
+                f"SLURM_JOB_END_TIME={given} must be a unix time after {now:.0f} (now); "
+                "unset it if it is not this job's"
+            )
+        ends.append(end)
+    return min(ends, default=None)
+
+
+class Requests:
+    """What this rank is asked for; to be polled once a step.
+
+    SIGTERM, SIGUSR1 and SIGUSR2 ask for the end. From here on they set a flag and nothing else.
+
+    Args:
+        control: the directory of control files, which is made; None: nobody looks for any.
+        end: unix time when the job is killed; the end is asked for while there is time for two
+            checkpoints as slow as the slowest, the longest pause between two polls, and `RESERVE`.
+        every_minutes: between two checkpoints.
+    """
+
+    def __init__(
+        self, control: Path | None, *, end: float | None, every_minutes: float | None
+    ) -> None:
+        now = time.monotonic()
+        self._control = control
+        self._end = math.inf if end is None else now + end - time.time()
+        self._every = math.inf if every_minutes is None else 60 * every_minutes
+        self._stop = self._checkpoint = ""  # who asked
+        self._saved, self._looked, self._polled = now, -math.inf, math.inf
+        self._slowest = self._pause = 0.0
+        if control is not None:
+            control.mkdir(parents=True, exist_ok=True)
+        self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        for number in SIGNALS:
+            # Python lets signals interrupt system calls, which MPI and HDF5 need not expect.
+            signal.siginterrupt(number, False)
+
+    @property
+    def stop(self) -> bool:
+        """Whether the run is to write a checkpoint and end."""
+        self._poll()
+        return self._stop != ""
+
+    @property
+    def checkpoint(self) -> bool:
+        """Whether a checkpoint is due, until it is `saved`."""
+        self._poll()
+        return self._checkpoint != ""
+
+    @property
+    def reason(self) -> str:
+        """Who asked first, such as "SIGTERM", "control/stop" or "end of job in 95 s"."""
+        return self._stop or self._checkpoint
+
+    def saved(self, seconds: float) -> None:
+        """A checkpoint took so long, written or failed; the next is due when it is asked for."""
+        self._checkpoint = ""
+        self._saved = time.monotonic()
+        self._slowest = max(self._slowest, seconds)
+
+    def ignore_signals(self) -> None:
+        """Signals do nothing from here on, also while the interpreter ends, when no handler runs.
+
+        A late one would else kill a run that has done what it was asked.
+        """
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        self._former.clear()
+
+    def close(self) -> None:
+        """Brings the former handlers back, unless signals are ignored."""
+        for number, handler in self._former.items():
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not installed from Python
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._ask_to_stop(signal.Signals(number).name)
+
+    def _ask_to_stop(self, who: str) -> None:
+        self._stop = self._stop or who
+
+    def _ask_to_save(self, who: str) -> None:
+        self._checkpoint = self._checkpoint or who
+
+    def _poll(self) -> None:
+        now = time.monotonic()
+        self._pause = max(self._pause, now - self._polled)
+        self._polled = now
+        left = self._end - now
+        if left <= 2 * self._slowest + self._pause + RESERVE:
+            self._ask_to_stop(f"end of job in {left:.0f} s")
+        if now - self._saved >= self._every:
+            self._ask_to_save(f"{self._every / 60:g} minutes")
+        if self._control is not None and now - self._looked >= LOOK_EVERY:
+            self._looked = now
+            taken = _take(self._control)
+            if "stop" in taken:
+                self._ask_to_stop("control/stop")
+            if "checkpoint" in taken:
+                self._ask_to_save("control/checkpoint")
+
+
+def _take(control: Path) -> set[str]:
+    """Removes the control files; the names of those that were there. Failing storage has none."""
+    taken = set()
+    with suppress(OSError):
+        # To list a directory asks a file server anew; to look for a name may ask a cache.
+        for name in {"checkpoint", "stop"}.intersection(os.listdir(control)):
+            os.unlink(control / name)
+            taken.add(name)
+    return taken

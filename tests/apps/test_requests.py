@@ -1,0 +1,223 @@
+"""Signals, control files and the clock, and what of them a run is asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from mpikfac_apps import requests
+from mpikfac_apps.requests import RESERVE, Requests, end_of_job
+
+
+@pytest.fixture
+def make():
+    """Makes requests, and brings the handlers back after the test."""
+    made = []
+
+    def make(control=None, *, end=None, every_minutes=None):
+        made.append(Requests(control, end=end, every_minutes=every_minutes))
+        return made[-1]
+
+    yield make
+    for asked in made:
+        asked.close()
+
+
+class Clock:
+    """Replaces the module's clock: `now` is unix time; the other clock began an hour earlier."""
+
+    def __init__(self) -> None:
+        self.now = 1e9
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now - 1e9 + 3600
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(requests, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_asks_for_the_end_once_and_by_its_name(make, name):
+    """Oracle: the signal sent to this process, twice, and then another."""
+    asked = make()
+    assert not asked.stop and asked.reason == ""
+    for number in (getattr(signal, name), getattr(signal, name), signal.SIGUSR1):
+        os.kill(os.getpid(), number)
+    assert asked.stop and not asked.checkpoint
+    assert asked.reason == name
+
+
+def test_close_brings_the_former_handlers_back(make):
+    """Oracle: the handlers before."""
+    before = [signal.getsignal(number) for number in requests.SIGNALS]
+    asked = make()
+    assert [signal.getsignal(number) for number in requests.SIGNALS] != before
+    asked.close()
+    assert [signal.getsignal(number) for number in requests.SIGNALS] == before
+
+
+LEAVES = """
+import sys, time
+from mpikfac_apps.requests import Requests
+asked = Requests(None, end=None, every_minutes=None)
+print("polls", flush=True)
+while not asked.stop:
+    time.sleep(0.001)
+if sys.argv[1] == "ignores":
+    asked.ignore_signals()
+    asked.close()
+class Late:
+    def __del__(self):
+        print("ends", flush=True)
+        sys.stdin.readline()
+kept = Late()
+kept.itself = kept  # freed when the interpreter has nearly ended
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("ignores", 0), ("obeys", -signal.SIGUSR1)])
+def test_a_late_signal_does_no_harm_once_signals_are_ignored(how, code):
+    """Oracle: the exit code of a process that gets one while its interpreter ends."""
+    command = [sys.executable, "-c", LEAVES, how]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as run:
+        assert run.stdout.readline() == "polls\n"
+        for _ in range(2):
+            run.send_signal(signal.SIGUSR1)
+        assert run.stdout.readline() == "ends\n"
+        run.send_signal(signal.SIGUSR1)
+    assert run.returncode == code
+
+
+def test_system_calls_go_on_after_a_signal():
+    """Oracle: a read in the C library, which the signal interrupts or not."""
+    program = """
+import ctypes, os, signal, threading, time
+from mpikfac_apps.requests import Requests
+Requests(None, end=None, every_minutes=None)
+get, put = os.pipe()
+def later():
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(0.2)  # else there is something to read before the signal arrives
+    os.write(put, b"x")
+threading.Timer(0.2, later).start()
+print(ctypes.CDLL(None, use_errno=True).read(get, ctypes.create_string_buffer(1), 1))
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "1\n", ran.stderr
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "stop"])
+def test_a_control_file_is_obeyed_and_removed(make, clock, tmp_path, name):
+    """Oracle: the file system, and a clock that stands until a second is over."""
+    asked = make(tmp_path / "control")
+    assert not asked.stop
+    file = tmp_path / "control" / name
+    file.touch()
+    assert not getattr(asked, name), "looked twice in a second"
+    clock.now += 1
+    assert (asked.stop, asked.checkpoint) == (name == "stop", name == "checkpoint")
+    assert asked.reason == f"control/{name}"
+    assert not file.exists()
+
+
+def test_a_checkpoint_is_asked_for_until_it_is_saved(make, clock, tmp_path):
+    """Oracle: the order of requests; the later SIGTERM is the reason of what is left to do."""
+    asked = make(tmp_path)
+    (tmp_path / "checkpoint").touch()
+    assert asked.checkpoint and asked.checkpoint
+    os.kill(os.getpid(), signal.SIGTERM)
+    asked.saved(1.0)
+    assert not asked.checkpoint and asked.stop
+    assert asked.reason == "SIGTERM"
+    (tmp_path / "checkpoint").touch()
+    clock.now += 1
+    assert asked.checkpoint
+
+
+def test_a_control_directory_that_cannot_be_read_asks_for_nothing(make, clock, tmp_path):
+    """Oracle: a directory that is gone, and one in a file's place."""
+    asked = make(tmp_path / "control")
+    (tmp_path / "control").rmdir()
+    assert not asked.stop
+    (tmp_path / "control" / "stop").mkdir(parents=True)
+    clock.now += 1
+    assert not asked.stop
+
+
+def test_minutes_pass_between_two_checkpoints(make, clock):
+    """Oracle: 15 minutes by the clock, from the start and from the last checkpoint."""
+    asked = make(every_minutes=15)
+    for _ in range(2):
+        clock.now += 899
+        assert not asked.checkpoint
+        clock.now += 1
+        assert asked.checkpoint and not asked.stop
+        assert asked.reason == "15 minutes"
+        asked.saved(3.0)
+
+
+@pytest.mark.parametrize(
+    ("writes", "pause", "margin"),
+    [([], 1, RESERVE + 1), ([4, 30, 5], 1, RESERVE + 61), ([30], 100, RESERVE + 160)],
+)
+def test_the_end_is_asked_for_in_time_for_two_slow_checkpoints(make, clock, writes, pause, margin):
+    """Oracle: 2 x the slowest write + the longest pause between polls + 60 s, by hand."""
+    end = clock.now + 2000
+    asked = make(end=end)
+    clock.now += 1000  # of start-up: no pause between two polls
+    assert not asked.stop
+    clock.now += pause
+    for seconds in writes:
+        asked.saved(seconds)
+    while not asked.stop:
+        clock.now += 1
+    assert end - clock.now == margin
+    assert asked.reason == f"end of job in {margin:.0f} s"
+
+
+def test_a_poll_costs_nearly_nothing(make, clock, tmp_path, monkeypatch):
+    """Oracle: the looks at the storage that 1,000 polls in 10 s take."""
+    asked, looks = make(tmp_path), []
+    monkeypatch.setattr(requests.os, "listdir", lambda path: looks.append(path) or [])
+    for _ in range(1000):
+        assert not asked.stop and not asked.checkpoint
+        clock.now += 0.01
+    assert len(looks) in (10, 11)
+
+
+NOW = 1_700_000_000
+
+
+@pytest.mark.parametrize(
+    ("minutes", "given", "end"),
+    [
+        (None, None, None),
+        (None, "", None),
+        (10, None, NOW + 600),
+        (None, f"{NOW + 60}", NOW + 60),
+        (10, f"{NOW + 60}", NOW + 60),
+        (10, f"{NOW + 6000}", NOW + 600),
+    ],
+)
+def test_a_job_ends_at_the_earlier_of_two_times(minutes, given, end):
+    """Oracle: the minimum by hand."""
+    environ = {} if given is None else {"SLURM_JOB_END_TIME": given}
+    assert end_of_job(minutes, environ, NOW) == end
+
+
+@pytest.mark.parametrize("given", ["soon", "nan", "inf", "-1", "0", f"{NOW}", "12:00", "9" * 400])
+def test_a_bad_end_of_the_job_is_refused(given):
+    """Oracle: values that are no time to come."""
+    with pytest.raises(ValueError, match=f"SLURM_JOB_END_TIME={given} must be a unix time after"):
+        end_of_job(10, {"SLURM_JOB_END_TIME": given}, NOW)
