@@ -1,0 +1,191 @@
+"""One run per directory: `RUN/lock` says which, and is touched while that run lives.
+
+The file is a hard link, which is made at once with its content, also on NFS. What replaces or
+removes it must first make the one link `lock.TOKEN`, with the token of the run that is in `lock`:
+of several runs that find a dead holder only one succeeds, and none removes a lock that has changed
+since it was judged.
+
+All of it is for one rank. Collective over: none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+TOUCH_EVERY = 10.0  # seconds
+STALE = 60.0  # seconds without a touch after which a holder on another machine counts as gone
+JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The run that a lock file names.
+
+    Attributes:
+        token: unique to the run.
+        pids: where `pid` means this process: the boot of a machine, and its namespace of processes.
+        born: ticks from boot to the start of the process, as pids are used again.
+        job: the scheduler's name of the job, or "".
+        attempt: another one once the scheduler has started that job again.
+    """
+
+    token: str
+    host: str
+    pid: int
+    pids: str
+    born: str
+    job: str
+    attempt: str
+    started: str
+
+
+class Lock:
+    """The directory is this run's until `release`, or until its process is gone.
+
+    Attributes:
+        lost: whether the lock was removed or taken by another run; known 10 s later.
+
+    Raises:
+        ValueError: another run has the directory; says which, and what to do.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, environ: Mapping[str, str] = os.environ) -> None:
+        self.lost = False
+        self._path = directory / "lock"
+        self._holder = _this_run(environ)
+        self._released = threading.Event()
+        directory.mkdir(parents=True, exist_ok=True)
+        draft = directory / f".lock-{self._holder.token}"
+        try:
+            _write(draft, self._holder)
+            self._take(self._path, draft)
+        finally:
+            draft.unlink(missing_ok=True)
+        self._heart = threading.Thread(target=self._beat, name="lock", daemon=True)
+        self._heart.start()
+
+    def release(self) -> None:
+        """Removes the lock, if it is still this run's."""
+        self._released.set()
+        self._heart.join()
+        right = _right_to_replace(self._path, self._holder)
+        with suppress(OSError):  # what stays names a process that is gone
+            os.link(self._path, right)
+            if self._is_named_in(right):
+                self._path.unlink()
+            right.unlink()
+
+    def _take(self, path: Path, draft: Path) -> None:
+        """Gives the draft the name `path`, or raises ValueError if a living run has it."""
+        while True:
+            with suppress(FileExistsError):
+                os.link(draft, path)
+                return
+            try:
+                holder, touched = _read(path)
+            except FileNotFoundError:  # released just now
+                time.sleep(0.01)
+                continue
+            if holder == self._holder:  # a file server made the link, but its answer was lost
+                return
+            # The file server dated both: the clocks of the hosts may differ.
+            silent = draft.stat().st_mtime - touched
+            if not _is_gone(holder, self._holder, silent):
+                raise ValueError(_refusal(path, holder, silent))
+            right = _right_to_replace(path, holder)
+            self._take(right, draft)  # a run that died with the right is replaced in the same way
+            with suppress(FileNotFoundError):
+                if _read(path)[0] == holder:
+                    os.replace(right, path)
+                    return
+            right.unlink()
+
+    def _beat(self) -> None:
+        while not self.lost and not self._released.wait(TOUCH_EVERY):
+            with suppress(OSError):  # storage that fails may be back at the next beat
+                self.lost = not self._is_named_in(self._path)
+                if not self.lost:
+                    os.utime(self._path)
+
+    def _is_named_in(self, path: Path) -> bool:
+        try:
+            return _read(path)[0] == self._holder
+        except (FileNotFoundError, ValueError):
+            return False
+
+
+def _this_run(environ: Mapping[str, str]) -> Holder:
+    token = uuid.uuid4().hex
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # Two runs within one Slurm job are told from its restart by Slurm's count; where there is no
+    # count, a job that is met again was restarted.
+    counted = environ.get("SLURM_JOB_ID")
+    return Holder(
+        token=token,
+        host=platform.node(),
+        pid=os.getpid(),
+        pids=f"{boot} {os.readlink('/proc/self/ns/pid')}",
+        born=_born(os.getpid()),
+        job=next((environ[name] for name in JOB_VARIABLES if environ.get(name)), ""),
+        attempt=environ.get("SLURM_RESTART_COUNT", "0") if counted else token,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _born(pid: int) -> str:
+    """When the process was started, in ticks since boot; "" if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    state, *rest = stat.rpartition(")")[2].split()  # the name in brackets may hold blanks
+    return "" if state in "ZX" else rest[18]
+
+
+def _is_gone(holder: Holder, mine: Holder, silent: float) -> bool:
+    if holder.pids == mine.pids:
+        return _born(holder.pid) != holder.born
+    restarted = holder.job == mine.job != "" and holder.attempt != mine.attempt
+    return restarted or silent > STALE
+
+
+def _right_to_replace(path: Path, holder: Holder) -> Path:
+    return path.with_name(f"lock.{holder.token}")
+
+
+def _refusal(path: Path, holder: Holder, silent: float) -> str:
+    job = f", job {holder.job}" if holder.job else ""
+    return (
+        f"{path.parent} is in use by process {holder.pid} on {holder.host}{job}, started "
+        f"{holder.started}, last sign of life {max(silent, 0):.0f} s ago; end that run (if it was "
+        f"killed, wait {STALE:.0f} s) or give another directory"
+    )
+
+
+def _write(path: Path, holder: Holder) -> None:
+    with open(path, "x") as file:
+        file.write(json.dumps(dataclasses.asdict(holder)) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> tuple[Holder, float]:
+    """Whom the file names, and when it was last touched."""
+    with open(path) as file:
+        text, touched = file.read(), os.fstat(file.fileno()).st_mtime
+    try:
+        return Holder(**json.loads(text)), touched
+    except (ValueError, TypeError):
+        raise ValueError(f"{path} names no run; remove it if no run uses the directory") from None

@@ -1,0 +1,274 @@
+"""Who gets a run directory that another run holds, held, or lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from mpikfac_apps import lock
+from mpikfac_apps.lock import STALE, Lock
+
+HOLDS = """
+import sys, pathlib
+from mpikfac_apps.lock import Lock
+Lock(pathlib.Path(sys.argv[1]))
+print("holds", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def take():
+    """Takes locks, and releases them after the test."""
+    taken = []
+
+    def take(directory: Path, environ=None) -> Lock:
+        taken.append(Lock(directory, environ or {}))
+        return taken[-1]
+
+    yield take
+    for held in taken:
+        held.release()
+
+
+def edit(directory: Path, silent: float = 0, **changes: object) -> None:
+    """Rewrites the lock file, last touched `silent` seconds ago, as another run's."""
+    path = directory / "lock"
+    changes = {"token": "other", "host": "node5", "pids": "elsewhere"} | changes
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    os.utime(path, (time.time() - silent,) * 2)
+
+
+def holder(directory: Path) -> dict[str, object]:
+    return json.loads((directory / "lock").read_text())
+
+
+def test_a_lock_is_one_file_until_it_is_released(take, tmp_path):
+    """Oracle: the directory's content, and this process's own name."""
+    held = take(tmp_path / "run", {"SLURM_JOB_ID": "4711"})
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    named = holder(tmp_path / "run")
+    assert (named["pid"], named["job"]) == (os.getpid(), "4711")
+    held.release()
+    assert not list((tmp_path / "run").iterdir())
+    assert not held.lost
+    take(tmp_path / "run")
+
+
+def test_a_living_holder_is_named_and_kept(take, tmp_path):
+    """Oracle: what was written into the lock; a holder here lives however long it is silent."""
+    take(tmp_path, {"PBS_JOBID": "12.head"})
+    edit(tmp_path, silent=1000, host="node5", pids=holder(tmp_path)["pids"])
+    before = holder(tmp_path)
+    with pytest.raises(ValueError, match="is in use by process") as refused:
+        take(tmp_path)
+    text = str(refused.value)
+    assert f"{tmp_path} is in use by process {os.getpid()} on node5, job 12.head" in text
+    assert "last sign of life 1000 s ago; end that run" in text and "\n" not in text
+    assert holder(tmp_path) == before
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_the_lock_of_a_killed_process_is_taken_at_once(take, tmp_path):
+    """Oracle: a process that is killed, first not yet waited for (a zombie), then gone."""
+    command = [sys.executable, "-c", HOLDS, str(tmp_path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as run:
+        assert run.stdout.readline() == "holds\n"
+        with pytest.raises(ValueError, match=f"process {run.pid} on"):
+            take(tmp_path)
+        run.kill()
+        os.waitid(os.P_PID, run.pid, os.WEXITED | os.WNOWAIT)
+        take(tmp_path).release()
+        gone = dataclasses.replace(lock._this_run({}), pid=run.pid, born="1")
+    lock._write(tmp_path / "lock", gone)
+    take(tmp_path)
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_a_pid_that_is_used_again_is_not_the_holder(take, tmp_path):
+    """Oracle: this process, said to have started at another time."""
+    take(tmp_path)
+    edit(tmp_path, born="1", pids=holder(tmp_path)["pids"])
+    assert not take(tmp_path).lost
+
+
+@pytest.mark.parametrize("silent", [STALE - 5, STALE + 5])
+def test_a_holder_elsewhere_is_gone_once_it_is_silent(take, tmp_path, monkeypatch, silent):
+    """Oracle: the dates of files, which this host's clock, a day late, has no part in."""
+    take(tmp_path)
+    edit(tmp_path, silent=silent)
+    late = time.time() - 86400
+    monkeypatch.setattr(time, "time", lambda: late)
+    if silent > STALE:
+        take(tmp_path)
+        assert os.listdir(tmp_path) == ["lock"]
+    else:
+        with pytest.raises(ValueError, match="process .* on node5, started"):
+            take(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "taken"),
+    [
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two steps of one job
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
+        ({"PBS_JOBID": "7.head"}, {"PBS_JOBID": "7.head"}, True),
+        ({"LSB_JOBID": "7"}, {"LSB_JOBID": "8"}, False),
+        ({}, {}, False),
+    ],
+)
+def test_a_restarted_job_takes_its_lock_back_at_once(take, tmp_path, before, now, taken):
+    """Oracle: the schedulers' variables; the holder on another machine was touched just now."""
+    take(tmp_path, before)
+    edit(tmp_path)
+    if taken:
+        take(tmp_path, now)
+    else:
+        with pytest.raises(ValueError, match="is in use"):
+            take(tmp_path, now)
+
+
+def test_the_lock_is_touched_while_it_is_held(take, tmp_path, monkeypatch):
+    """Oracle: its date, put back by hand."""
+    monkeypatch.setattr(lock, "TOUCH_EVERY", 0.01)
+    take(tmp_path)
+    path = tmp_path / "lock"
+    os.utime(path, (0, 0))
+    while path.stat().st_mtime == 0:  # for ever, were it not touched
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["taken", "removed", "damaged"])
+def test_a_lost_lock_is_noticed_and_left_alone(take, tmp_path, monkeypatch, how):
+    """Oracle: the other's lock, as it was before and after the release."""
+    monkeypatch.setattr(lock, "TOUCH_EVERY", 0.01)
+    held = take(tmp_path)
+    path = tmp_path / "lock"
+    other = tmp_path / "other"
+    other.write_text("{}" if how == "damaged" else path.read_text().replace(str(os.getpid()), "1"))
+    os.replace(other, path)
+    if how == "removed":
+        path.unlink()
+    while not held.lost:  # for ever, were it not noticed
+        time.sleep(0.01)
+    before = path.read_text() if path.exists() else None
+    held.release()
+    assert (path.read_text() if path.exists() else None) == before
+
+
+@pytest.mark.parametrize("content", ["", "3", "{}", "{", '{"pid": 1}'])
+def test_a_file_that_names_no_run_is_not_replaced(tmp_path, content):
+    """Oracle: contents that no run writes."""
+    (tmp_path / "lock").write_text(content)
+    with pytest.raises(ValueError, match=r"lock names no run; remove it if no run uses the dir"):
+        Lock(tmp_path, {})
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+def test_a_link_whose_answer_is_lost_counts(take, tmp_path, monkeypatch):
+    """Oracle: a file server that makes a link, is asked once more, and says that it exists."""
+    link = os.link
+
+    def twice(source, target):
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    assert not take(tmp_path).lost
+
+
+def leave_behind(directory: Path, monkeypatch) -> Lock:
+    """A run elsewhere that holds the lock and has been silent for long; it lives all the same."""
+    there = dataclasses.replace(lock._this_run({}), pids="elsewhere")
+    with monkeypatch.context() as patch:
+        patch.setattr(lock, "_this_run", lambda environ: there)
+        held = Lock(directory, {})
+    os.utime(directory / "lock", (time.time() - 2 * STALE,) * 2)
+    return held
+
+
+def attempt(directory: Path, held: list[Lock]) -> None:
+    """Adds the directory's lock to those that are held, unless it is refused."""
+    try:
+        held.append(Lock(directory, {}))
+    except ValueError as error:
+        assert "is in use" in str(error)
+
+
+@pytest.mark.parametrize("meanwhile", ["takes", "takes and releases", "the old one releases"])
+def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhile):
+    """Oracle: one holder; another run does all it does right before each of the taker's steps."""
+    for moment in itertools.count(1):
+        directory, held, steps = tmp_path / str(moment), [], itertools.count(1)
+        old = leave_behind(directory, monkeypatch)
+
+        def act(directory=directory, held=held, old=old):
+            if meanwhile == "the old one releases":
+                old.release()
+            else:
+                attempt(directory, held)
+            if meanwhile == "takes and releases" and held:
+                held.pop().release()
+
+        def step(call, steps=steps, moment=moment, act=act):
+            def stepped(*args, **settings):
+                if next(steps) == moment:
+                    act()
+                return call(*args, **settings)
+
+            return stepped
+
+        with monkeypatch.context() as patch:
+            for owner, name in ((os, "link"), (os, "replace"), (lock, "_read"), (Path, "unlink")):
+                patch.setattr(owner, name, step(getattr(owner, name)))
+            attempt(directory, held)
+        (winner,) = held
+        assert holder(directory)["token"] == winner._holder.token
+        winner.release()
+        old.release()
+        assert not list(directory.iterdir())
+        if next(steps) <= moment:  # the taker was done before
+            break
+    assert moment > 5
+
+
+def test_of_many_takers_one_wins(tmp_path, monkeypatch):
+    """Oracle: one holder of those that start together, in 30 rounds."""
+    for round_ in range(30):
+        directory = tmp_path / str(round_)
+        old = leave_behind(directory, monkeypatch)
+        held, start = [], threading.Barrier(6)
+
+        def together(directory=directory, held=held, start=start):
+            start.wait()
+            attempt(directory, held)
+
+        threads = [threading.Thread(target=together) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (winner,) = held
+        winner.release()
+        old.release()
+        assert not list(directory.iterdir())
+
+
+def test_a_taker_that_died_on_the_way_is_replaced_too(take, tmp_path, monkeypatch):
+    """Oracle: the files of a run that was killed when it had the right to replace the holder."""
+    old = leave_behind(tmp_path, monkeypatch)
+    dead = dataclasses.replace(lock._this_run({}), token="dead", born="1")
+    lock._write(tmp_path / f"lock.{old._holder.token}", dead)
+    held = take(tmp_path)
+    assert holder(tmp_path)["token"] == held._holder.token
+    assert os.listdir(tmp_path) == ["lock"]
