@@ -82,6 +82,7 @@ class Lock:
         self._heart.join()
         right = _right_to_replace(self._path, self._holder)
         with suppress(OSError):  # what stays names a process that is gone
+            os.utime(self._path)  # and with it the right
             os.link(self._path, right)
             if self._is_named_in(right):
                 self._path.unlink()
@@ -162,7 +163,7 @@ def _is_gone(holder: Holder, mine: Holder, silent: float) -> bool:
 
 
 def _right_to_replace(path: Path, holder: Holder) -> Path:
-    return path.with_name(f"lock.{holder.token}")
+    return path.with_name(f"{path.name}.{holder.token}")
 
 
 def _refusal(path: Path, holder: Holder, silent: float) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -205,11 +206,31 @@ def attempt(directory: Path, held: list[Lock]) -> None:
         assert "is in use" in str(error)
 
 
+@contextmanager
+def acting_before(moment: int, act, monkeypatch):
+    """`act()` is done right before the body's step number `moment`; the body's steps so far."""
+    steps = itertools.count(1)
+
+    def step(call):
+        def stepped(*args, **settings):
+            if next(steps) == moment:
+                act()
+            return call(*args, **settings)
+
+        return stepped
+
+    with monkeypatch.context() as patch:
+        files = ((os, "utime"), (os, "link"), (os, "replace"), (lock, "_read"), (Path, "unlink"))
+        for owner, name in files:
+            patch.setattr(owner, name, step(getattr(owner, name)))
+        yield steps
+
+
 @pytest.mark.parametrize("meanwhile", ["takes", "takes and releases", "the old one releases"])
 def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhile):
     """Oracle: one holder; another run does all it does right before each of the taker's steps."""
     for moment in itertools.count(1):
-        directory, held, steps = tmp_path / str(moment), [], itertools.count(1)
+        directory, held = tmp_path / str(moment), []
         old = leave_behind(directory, monkeypatch)
 
         def act(directory=directory, held=held, old=old):
@@ -220,17 +241,7 @@ def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhil
             if meanwhile == "takes and releases" and held:
                 held.pop().release()
 
-        def step(call, steps=steps, moment=moment, act=act):
-            def stepped(*args, **settings):
-                if next(steps) == moment:
-                    act()
-                return call(*args, **settings)
-
-            return stepped
-
-        with monkeypatch.context() as patch:
-            for owner, name in ((os, "link"), (os, "replace"), (lock, "_read"), (Path, "unlink")):
-                patch.setattr(owner, name, step(getattr(owner, name)))
+        with acting_before(moment, act, monkeypatch) as steps:
             attempt(directory, held)
         (winner,) = held
         assert holder(directory)["token"] == winner._holder.token
@@ -240,6 +251,24 @@ def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhil
         if next(steps) <= moment:  # the taker was done before
             break
     assert moment > 5
+
+
+def test_at_no_moment_does_a_release_remove_the_lock_of_another(tmp_path, monkeypatch):
+    """Oracle: the lock of a run that takes it right before each step of the old one's release."""
+    for moment in itertools.count(1):
+        directory, held = tmp_path / str(moment), []
+        old = leave_behind(directory, monkeypatch)
+        with acting_before(moment, lambda d=directory, h=held: attempt(d, h), monkeypatch) as steps:
+            old.release()
+        if held:
+            assert holder(directory)["token"] == held.pop()._holder.token
+        else:
+            attempt(directory, held)
+            held.pop().release()
+            assert not list(directory.iterdir())
+        if next(steps) <= moment:
+            break
+    assert moment > 4
 
 
 def test_of_many_takers_one_wins(tmp_path, monkeypatch):
@@ -264,11 +293,13 @@ def test_of_many_takers_one_wins(tmp_path, monkeypatch):
         assert not list(directory.iterdir())
 
 
-def test_a_taker_that_died_on_the_way_is_replaced_too(take, tmp_path, monkeypatch):
-    """Oracle: the files of a run that was killed when it had the right to replace the holder."""
+def test_a_run_that_died_taking_or_releasing_is_replaced_too(take, tmp_path, monkeypatch):
+    """Oracle: the files of runs that were killed when they had the right to replace the lock."""
     old = leave_behind(tmp_path, monkeypatch)
     dead = dataclasses.replace(lock._this_run({}), token="dead", born="1")
-    lock._write(tmp_path / f"lock.{old._holder.token}", dead)
+    right = tmp_path / f"lock.{old._holder.token}"
+    lock._write(right, dead)
+    os.link(right, f"{right}.dead")
     held = take(tmp_path)
     assert holder(tmp_path)["token"] == held._holder.token
     assert os.listdir(tmp_path) == ["lock"]
