@@ -29,11 +29,13 @@ class Trace:
     Attributes:
         calls: times each stage ran.
         sent: bytes handed to MPI by stage, counted where the collective is called.
+        current: the innermost stage that runs now, or "".
     """
 
     def __init__(self) -> None:
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.sent: defaultdict[str, int] = defaultdict(int)
+        self.current = ""
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._running: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -48,18 +50,22 @@ class Trace:
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Adds the body's time to stage `name`."""
-        if torch.cuda.is_initialized():
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            yield
-            end.record()
-            self._running.append((name, start, end))
-            self._collect()
-        else:
-            began = time.perf_counter()
-            yield
-            self._seconds[name] += time.perf_counter() - began
-        self.calls[name] += 1
+        outer, self.current = self.current, name
+        try:
+            if torch.cuda.is_initialized():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+                self._running.append((name, start, end))
+                self._collect()
+            else:
+                began = time.perf_counter()
+                yield
+                self._seconds[name] += time.perf_counter() - began
+            self.calls[name] += 1
+        finally:
+            self.current = outer
 
     def communication_seconds(self) -> float:
         """Seconds in stages that communicate, waiting for other ranks included."""

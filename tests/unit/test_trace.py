@@ -137,3 +137,15 @@ def test_clear_forgets():
 def test_a_stage_that_fails_raises_what_failed():
     with pytest.raises(ZeroDivisionError), mpikfac.Trace().stage("decompose"):
         raise ZeroDivisionError
+
+
+def test_current_is_the_innermost_stage():
+    """Oracle: the nesting as written, left in order and by an error."""
+    trace = mpikfac.Trace()
+    assert trace.current == ""
+    with trace.stage("publish bases"):
+        with pytest.raises(ZeroDivisionError), trace.stage("decompose"):
+            assert trace.current == "decompose"
+            raise ZeroDivisionError
+        assert trace.current == "publish bases"
+    assert trace.current == ""
