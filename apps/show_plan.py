@@ -6,17 +6,16 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import sys
 from collections.abc import Iterable, Iterator
 from statistics import median
-from typing import NoReturn
 
 import torch
 
 import mpikfac
 from mpikfac_apps import models
+from mpikfac_apps.command import Parser, show, table
 
 MIB = 2**20
 ITEMSIZE = 4  # float32
@@ -31,14 +30,6 @@ STEPS = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and ends with code 2."""
-        self.exit(2, f"mpikfac plan: {message}\n")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Prints the plan; returns 2 after printing what is wrong with the arguments."""
     options = parse(argv)
@@ -50,11 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in STEPS)]
-    text = "\n\n".join("\n".join(section) for section in sections)
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    show(sections)
     return 0
 
 
@@ -233,19 +220,6 @@ def mib(size: float) -> str:
 def number(of: int, what: str) -> str:
     """ "1 rank", "2 ranks"."""
     return f"{of} {what}" if of == 1 else f"{of} {what}s"
-
-
-def table(rows: list[tuple[str, ...]], left: int = 1) -> list[str]:
-    """Rows with aligned columns, the first `left` of them to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if index < left else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
