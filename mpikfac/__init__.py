@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "errors": ("UserError", "ending"),
     "plan": ("LayerShape", "Plan", "Strategy", "divisors", "make_plan"),
+    "kron": ("unfold_triangle",),
+    "decompose": ("tikhonov_share",),
     "trace": ("COMMUNICATION", "Trace"),
     "comm": (
         *("agree", "check_survivable", "device", "lost_a_rank", "survivors", "together"),

@@ -9,6 +9,7 @@ PROGRAMS = {
     "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
     "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
     "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
+    "inspect": ("mpikfac_apps.inspect_checkpoint", "what a checkpoint holds, and its spectra"),
 }
 
 

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+from problem import SETTINGS, network, run, sgd
+
+import mpikfac
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """K-FAC after a few steps, whose state lies in a run directory, `tmp_path / "run"`."""
+    model, comm = network(), mpikfac.world()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, **SETTINGS)
+    run(kfac, comm)
+    root = tmp_path / "run"
+    mpikfac.save_checkpoint(comm, root / "checkpoints", kfac.state_dict(), kfac.steps)
+    settings = {key: SETTINGS[key] for key in ("solver", "damping")}
+    (root / "config.yaml").write_text(yaml.safe_dump({"kfac": settings}))
+    return kfac

@@ -1,0 +1,186 @@
+"""What is printed of a checkpoint is what it holds; damage is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from problem import SETTINGS
+
+import mpikfac
+from mpikfac_apps import inspect_checkpoint, spectra
+
+
+def rows(text, section):
+    """The words of a section's lines, by their first word, without headings."""
+    lines = text.partition(f"{section}\n")[2].partition("\n\n")[0].splitlines()[1:]
+    return {words[0]: words[1:] for words in map(str.split, lines)}
+
+
+def table_of_layers(text):
+    """The words of the lines of the table of layers, by layer."""
+    heading = next(line for line in text.splitlines() if line.startswith("Orders"))
+    return heading, rows(text, heading)
+
+
+def close(values):
+    """Numbers that are printed with a few digits; below 1e-12 is rounding of the eigenvalues."""
+    return pytest.approx(values, rel=0.05, abs=1e-12)
+
+
+def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp_path, capsys):
+    """Oracle: NumPy on the factors of the running K-FAC, and on their damped Kronecker product."""
+    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 0
+    heading, found = table_of_layers(capsys.readouterr().out)
+    assert "damping 0.01 and solver eigen" in heading
+    assert list(found) == ["0", "3", "5"]
+    for layer, words in found.items():
+        packed = (trained.averages[f"{layer}.{side}"] for side in "AG")
+        sides = [mpikfac.unfold_triangle(triangle).numpy() for triangle in packed]
+        expected = []
+        for matrix in sides:
+            values = np.linalg.eigvalsh(matrix)
+            expected += [len(values), np.trace(matrix) / len(values), values[-1], values[0]]
+        product = np.kron(*sides)
+        damped = product + SETTINGS["damping"] * np.eye(len(product))
+        assert [float(word) for word in words] == close([*expected, np.linalg.cond(damped)])
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+def test_conditions_are_those_of_what_each_solver_inverts(solver):
+    """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented."""
+    generator = torch.Generator().manual_seed(0)
+    a, g = (torch.randn(n, 3 * n, generator=generator).double() for n in (6, 4))
+    a, g = (a @ a.T).numpy(), (g @ g.T).numpy() / 100
+    share = {"eigen": (0, 0), "unsplit-inverse": (0.1, 0.1)}.get(solver)
+    if share is None:
+        pi = np.sqrt(np.trace(a) / 6 / (np.trace(g) / 4))
+        share = pi * np.sqrt(0.1), np.sqrt(0.1) / pi
+    dense = np.kron(a + share[0] * np.eye(6), g + share[1] * np.eye(4))
+    if solver == "eigen":
+        dense += 0.1 * np.eye(24)
+    spectrum = spectra.Spectrum("layer", *map(spectra.eigenvalues, map(torch.from_numpy, (a, g))))
+    assert spectrum.condition(solver, 0.1) == pytest.approx(np.linalg.cond(dense))
+
+
+def test_a_singular_layer_without_damping_has_an_infinite_condition():
+    """Oracle: by definition; rounding below 0 is no negative condition."""
+    values = torch.tensor([-1e-18, 1.0])
+    assert spectra.Spectrum("layer", values, values).condition("eigen", 0.0) == float("inf")
+
+
+def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path, capsys):
+    (tmp_path / "run" / "config.yaml").unlink()
+    assert inspect_checkpoint.main([str(tmp_path / "run" / "checkpoints")]) == 0
+    assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
+
+
+def test_contents_are_counted(trained, tmp_path, capsys):
+    """Oracle: the state that was saved, and the sizes of files."""
+    path = mpikfac.latest_checkpoint(tmp_path / "run" / "checkpoints")
+    assert inspect_checkpoint.main([str(path)]) == 0
+    text = capsys.readouterr().out
+    size = (path / "shard-0.h5").stat().st_size
+    assert f"{path}: step {trained.steps}\n" in text
+    assert f", {size:,} bytes" in text
+    assert rows(text, "Shards") == {"shard-0.h5": [f"{size:,}", "ok"]}
+    model = trained.model.state_dict().values()
+    factors = trained.averages.values()
+    counted = rows(text, "Contents")
+    assert counted["model"] == [str(len(model)), f"{sum(t.nbytes for t in model):,}"]
+    assert counted["factors"] == [str(len(factors)), f"{sum(t.nbytes for t in factors):,}"]
+    assert sum(int(items) for items, _ in counted.values()) == len(trained.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"), [(b"", "0 bytes"), (b"flip", "SHA-256"), (None, "is missing")]
+)
+def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, capsys):
+    (shard,) = tmp_path.rglob("shard-0.h5")
+    content = bytearray(shard.read_bytes())
+    shard.unlink()
+    if damage is not None:
+        content[-1] ^= 1
+        shard.write_bytes(content if damage else b"")
+    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    text = capsys.readouterr().out
+    assert rows(text, "Shards")["shard-0.h5"][1] == "damaged"
+    assert told in next(line for line in text.splitlines() if str(shard) in line)
+    assert "Orders" not in text
+
+
+def test_a_damaged_manifest_is_one_line_and_code_1(trained, tmp_path, capsys):
+    (manifest,) = tmp_path.rglob("manifest.json")
+    manifest.write_text(manifest.read_text().replace("float64", "float32", 1))
+    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert "manifest.json is damaged" in output.err
+
+
+def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
+    """Oracle: names of the layers as ticks in the SVG file."""
+    svg, png = tmp_path / "new" / "spectra.svg", tmp_path / "spectra.png"
+    for file in (svg, png):
+        assert inspect_checkpoint.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
+    assert all(f"<!-- {layer.name} -->" in svg.read_text() for layer in trained.layers)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
+    """A run that diverged can be looked at: its numbers are NaN, its picture is drawn."""
+    trained.averages["3.G"][0, 0] = float("nan")
+    root = tmp_path / "diverged"
+    mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
+    picture = tmp_path / "spectra.png"
+    assert inspect_checkpoint.main([str(root), "--picture", str(picture)]) == 0
+    found = table_of_layers(capsys.readouterr().out)[1]
+    assert found["3"][5:] == ["nan"] * 4
+    assert "nan" not in found["5"]
+    assert picture.exists()
+
+
+def test_layers_stand_in_natural_order():
+    """Oracle: numbers are compared as numbers."""
+    names = ["layer10.conv1", "layer2.conv1", "layer2.conv10", "layer2.conv2", "conv1", "10", "9"]
+    items = [f"kfac/factors/{name}.{side}" for name in names for side in "AG"]
+    order = ["9", "10", "conv1", "layer2.conv1", "layer2.conv2", "layer2.conv10", "layer10.conv1"]
+    assert spectra.layers([*items, "kfac/bases/conv1.A.inverse", "model/conv1.weight"]) == order
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("nothing", "nothing holds no complete checkpoint; give the directory of one or of a run"),
+        ("config.yaml", "holds no complete checkpoint"),
+        ("first-order --picture s.gif", "s.gif must end in .png or .svg"),
+        ("first-order --picture s.png", "no factors to draw"),
+        ("", "path"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    mpikfac.save_checkpoint(mpikfac.world(), "first-order", {"model/w": torch.ones(2)}, 1)
+    try:
+        code = inspect_checkpoint.main(arguments.split())
+    except SystemExit as ended:
+        code = ended.code
+    output = capsys.readouterr()
+    assert (code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert told in output.err
+
+
+def test_mpi_is_not_imported(trained, tmp_path):
+    """A laptop without MPI inspects and exports what a cluster wrote."""
+    program = (
+        "import sys; from mpikfac.__main__ import main; run, file = sys.argv[1:]; "
+        "code = main(['inspect', run]) or main(['export', run, '--factors', file]); "
+        "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
+    )
+    arguments = [str(tmp_path / "run"), str(tmp_path / "factors.npz")]
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=60)
+    assert ran.returncode == 0
