@@ -10,6 +10,7 @@ PROGRAMS = {
     "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
     "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
     "inspect": ("mpikfac_apps.inspect_checkpoint", "what a checkpoint holds, and its spectra"),
+    "export": ("mpikfac_apps.export", "weights and factors of a checkpoint as plain files"),
 }
 
 

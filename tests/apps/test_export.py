@@ -1,0 +1,116 @@
+"""What is exported is what was trained, and nothing is written by halves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+from problem import network
+
+import mpikfac
+from mpikfac_apps import export
+
+
+def check_same_output(model, weights):
+    """The network with these weights computes what `model` computes."""
+    rebuilt = network()
+    rebuilt.load_state_dict(weights)
+    images = torch.randn(7, 2, 8, 8, dtype=torch.float64)
+    assert torch.equal(rebuilt(images), model(images))
+
+
+def test_weights_are_those_of_the_trained_model(trained, tmp_path):
+    """Oracle: the outputs of the model that was trained, and the bytes of its tensors."""
+    file = tmp_path / "new" / "model.pt"
+    assert export.main([str(tmp_path / "run"), "--weights", str(file)]) == 0
+    weights = torch.load(file, weights_only=True)
+    check_same_output(trained.model, weights)
+    sizes = [value.nbytes for value in trained.model.state_dict().values()]
+    assert file.stat().st_size < sum(sizes) + 1000 * len(sizes)
+
+
+def test_safetensors_are_those_of_the_trained_model(trained, tmp_path):
+    """Oracle: the outputs of the model that was trained."""
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    file = tmp_path / "model.safetensors"
+    assert export.main([str(tmp_path / "run"), "--weights", str(file)]) == 0
+    check_same_output(trained.model, safetensors.load_file(file))
+
+
+def test_factors_are_those_of_the_running_trainer(trained, tmp_path):
+    """Oracle: the running averages that K-FAC holds."""
+    file = tmp_path / "factors.npz"
+    assert export.main([str(tmp_path / "run"), "--factors", str(file)]) == 0
+    with np.load(file) as arrays:
+        found = dict(arrays)
+    assert found.keys() == trained.averages.keys()
+    for name, packed in trained.averages.items():
+        assert np.array_equal(found[name], found[name].T)
+        assert np.array_equal(found[name], mpikfac.unfold_triangle(packed).numpy())
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, monkeypatch, capsys):
+    """Oracle: the directory's content."""
+
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    before = sorted(tmp_path.rglob("*"))
+    assert export.main([str(tmp_path / "run"), "--weights", str(tmp_path / "model.pt")]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
+    assert "model.pt cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
+    """Oracle: its content, and no other file either."""
+    file = tmp_path / "model.pt"
+    file.write_text("precious")
+    other = tmp_path / "factors.npz"
+    with pytest.raises(SystemExit):
+        export.main([str(tmp_path / "run"), "--factors", str(other), "--weights", str(file)])
+    assert file.read_text() == "precious"
+    assert not other.exists()
+    assert "model.pt exists; give another name or delete it" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
+    """Oracle: one bit of a shard."""
+    (shard,) = tmp_path.rglob("shard-0.h5")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert export.main([str(tmp_path / "run"), "--weights", str(tmp_path / "model.pt")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "shard-0.h5 is damaged" in line
+    assert not (tmp_path / "model.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("nothing --weights m.pt", "nothing holds no complete checkpoint"),
+        ("run", "give --weights FILE, --factors FILE or both"),
+        ("run --weights m.bin", "m.bin must end in .pt or .safetensors"),
+        ("run --factors f.npy", "f.npy must end in .npz"),
+        ("run --weights m.safetensors", "needs the package safetensors"),
+        ("run --optimizer o.pt", "--optimizer"),
+        ("first-order --factors f.npz", "has no factors"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, told, trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    mpikfac.save_checkpoint(mpikfac.world(), "first-order", {"model/w": torch.ones(2)}, 1)
+    try:
+        code = export.main(arguments.split())
+    except SystemExit as ended:
+        code = ended.code
+    output = capsys.readouterr()
+    assert (code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert told in output.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first-order", "run"]
