@@ -1,0 +1,182 @@
+"""Jobs that make no progress, those that only take longer, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import launch
+from mpikfac_apps.watchdog import set_aside, summary
+
+HANGS = """
+import ctypes, os, re, signal, sys, time
+from pathlib import Path
+import mpikfac
+from mpikfac_apps.requests import Requests
+from mpikfac_apps.watchdog import Watchdog, set_aside
+
+def sleep(): time.sleep(600)
+def stop(): os.kill(os.getpid(), signal.SIGSTOP)
+def hold_the_gil(): re.match("(a+)+b", "a" * 99)
+
+directory, how = Path(sys.argv[1]), globals()[sys.argv[2]]
+comm, trace = mpikfac.world(), mpikfac.Trace()
+Requests(None, end=None, every_minutes=None)  # SIGTERM kills no rank then
+if comm.rank == 0:
+    set_aside(directory)
+comm.Barrier()
+watchdog = Watchdog(directory, comm.rank, comm.size, 2, lambda: trace.current)
+for step in range(3):
+    watchdog.enter("step", step)
+    with trace.stage("precondition"):
+        if (step, comm.rank) == (2, 1):
+            how()
+    with trace.stage("reduce gradients"):
+        comm.Barrier()
+"""
+WAITING = 'waiting in "reduce gradients" of step 2'
+SILENT = "rank 1 silent (stopped, holding the GIL, or at its end)"
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "where"),
+    [
+        ("sleep", 3, f'rank 1 on HOST in "precondition" of step 2; ranks 0, 2 {WAITING}'),
+        ("stop", 2, f"{SILENT}; rank 0 on HOST {WAITING}"),
+        ("hold_the_gil", 2, f"{SILENT}; rank 0 on HOST {WAITING}"),
+    ],
+)
+def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks, where):
+    """Oracle: the place that is written into the program; a stopped process has no stack."""
+    hang = tmp_path / "hang"
+    hang.mkdir()
+    for old in ("summary.txt", "rank-1.txt", "rank-9.txt"):
+        (hang / old).write_text('{"stage": "of an earlier start"}\n')
+    program = tmp_path / "program.py"
+    program.write_text(HANGS)
+    job = launch(ranks, str(program), str(hang), how)
+    assert job.returncode == 1
+    (line,) = [line for line in job.stderr.splitlines() if "mpikfac" in line]
+    host = json.loads((hang / "rank-0.txt").read_text().splitlines()[0])["host"]
+    where = where.replace("HOST", host)
+    assert line == f"mpikfac: no progress for 2 s: {where}; stacks in {hang}"
+    assert line.endswith((hang / "summary.txt").read_text().strip())
+    for rank in range(ranks):
+        stack = (hang / f"rank-{rank}.txt").read_text()
+        if (how, rank) != ("stop", 1):
+            assert (f"in {how}" if rank == 1 else "program.py") in stack
+            assert stack.count("most recent call first") == 2, "twice, or not of all threads"
+    alive = psutil.process_iter(["cmdline"])
+    assert not [p for p in alive if str(program) in " ".join(p.info["cmdline"] or [])]
+    (kept,) = tmp_path.glob("hang-*")
+    assert len(list(kept.iterdir())) == 3
+
+
+ALONE = """
+import ctypes, os, sys, time
+from pathlib import Path
+from mpikfac_apps.watchdog import Watchdog
+hang = Path(sys.argv[1])
+def watched(limit):
+    return Watchdog(hang, 0, 1, limit, lambda: "decompose")
+"""
+
+
+def alone(hang: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """How one process without MPI ends that does this."""
+    command = [sys.executable, "-c", ALONE + textwrap.dedent(body), str(hang)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_what_may_last_longer_is_not_ended(tmp_path):
+    """Oracle: twice the limit of a step, in evaluation until C's thread ends a step; GIL held."""
+    body = """
+    watchdog = watched(0.5)
+    ctypes.PyDLL(None).usleep(1_000_000)
+    watchdog.enter("step", 0)
+    ctypes.PyDLL(None).usleep(1_000_000)
+    for step in range(1, 40):
+        watchdog.enter("step", step)
+        time.sleep(0.01)
+    watchdog.enter("evaluation", 40)
+    ctypes.PyDLL(None).usleep(2_400_000)
+    watchdog.enter("step", 40)
+    watchdog.close()
+    time.sleep(0.7)
+    """
+    ran = alone(tmp_path / "hang", body)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert not (tmp_path / "hang").exists()
+
+
+def test_no_limit_is_no_limit(tmp_path):
+    """Oracle: the number of threads, of Python and of C."""
+    body = """
+    before = len(os.listdir("/proc/self/task"))
+    watchdog = watched(None)
+    watchdog.enter("step", 0)
+    assert len(os.listdir("/proc/self/task")) == before
+    watchdog.close()
+    """
+    ran = alone(tmp_path / "hang", body)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_crash_leaves_its_stack(tmp_path):
+    """Oracle: the function that reads address 0."""
+    ran = alone(tmp_path, "watchdog = watched(9)\nctypes.string_at(0)")
+    assert ran.returncode < 0
+    report = (tmp_path / "rank-0.txt").read_text()
+    assert "Segmentation fault" in report and "in string_at" in report
+
+
+def test_progress_that_comes_too_late_does_not_save_a_job(tmp_path):
+    """Oracle: the other ranks, which have reported that they end; here, the exit code."""
+    body = """
+    watchdog = watched(0.2)
+    for step in range(2):
+        watchdog.enter("step", step)
+    time.sleep(0.6)
+    while True:
+        watchdog.enter("step", 2)
+    """
+    ran = alone(tmp_path, body)
+    assert ran.returncode == 1
+    assert ran.stderr.count("mpikfac: no progress for 0.2 s: rank 0 on ") == 1
+    assert ' in "decompose" of step 1; stacks in ' in ran.stderr
+
+
+def report(stage: str, phase: str = "step", host: str = "node5") -> dict[str, object]:
+    return {"host": host, "pid": 1, "phase": phase, "step": 120, "stage": stage}
+
+
+def test_the_summary_names_first_who_does_not_wait():
+    """Oracle: groups of 9 ranks by hand."""
+    waits, evaluates = report("publish bases"), report("", "evaluation")
+    reports = [*[waits] * 3, report("forward", host="node7"), waits, None, evaluates, None]
+    assert summary([*reports, report("")]) == (
+        'rank 3 on node7 in "forward" of step 120; '
+        "rank 6 on node5 in evaluation at step 120; "
+        "rank 8 on node5 in step 120; "
+        "ranks 5, 7 silent (stopped, holding the GIL, or at its end); "
+        'ranks 0-2, 4 waiting in "publish bases" of step 120'
+    )
+
+
+def test_reports_of_an_earlier_start_are_set_aside_if_there_are_any(tmp_path):
+    """Oracle: a directory with a report, with an empty one, and none."""
+    hang = tmp_path / "hang"
+    for content, kept in (("stack", 1), ("", 1)):
+        hang.mkdir()
+        (hang / "rank-0.txt").write_text(content)
+        set_aside(hang)
+        assert not hang.exists()
+        assert len(list(tmp_path.glob("hang-*"))) == kept
+    set_aside(hang)
+    assert [path.read_text() for path in tmp_path.glob("hang-*/*")] == ["stack"]
