@@ -65,16 +65,18 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     _check_bounds(options)
     _check_conflicts(options, ranks)
     options.batch = _global_batch(options, ranks)
+    _check_parts(options, ranks)
     return options
 
 
-def strategy(options: KfacOptions, ranks: int) -> Strategy:
+def strategy(options: KfacOptions, ranks: int, parts: int | None = None) -> Strategy:
     """How K-FAC is distributed.
 
     Raises:
         ValueError: `workers` or `fraction` does not fit the placement or the number of ranks.
     """
     choices = {key: getattr(options, key) for key in ("reduction", "update", "balance", "colocate")}
+    choices["parts"] = parts
     if options.placement == "hybrid":
         return Strategy.hybrid(ranks, options.workers, options.fraction, **choices)
     for key in ("workers", "fraction"):
@@ -218,13 +220,21 @@ def _check_conflicts(options: Options, ranks: int) -> None:
     _check_schedule(options)
     if options.optimizer == "kfac":
         try:
-            strategy(options.kfac, ranks)
+            strategy(options.kfac, ranks, options.parts)
         except ValueError as error:
             raise ValueError(f"kfac: {error}") from error
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
+
+
+def _check_parts(options: Options, ranks: int) -> None:
+    parts, batch = options.parts, options.batch
+    if parts and parts % ranks:
+        raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
+    if parts and batch and batch % parts:
+        raise ValueError(f"parts={parts} must divide batch={batch}")
 
 
 def _check_schedule(options: Options) -> None:

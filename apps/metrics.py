@@ -29,10 +29,11 @@ class Meter:
         self._reported = torch.zeros(3, dtype=torch.float64)
 
     def add(self, summed_loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch; nothing leaves the device."""
+        """Counts a batch, unless its loss is not finite; nothing leaves the device."""
         right = (scores.argmax(1) == labels).sum()
         images = torch.full_like(right, len(labels))
-        self._here += torch.stack([summed_loss.detach().double(), right, images])
+        sums = torch.stack([summed_loss.detach().double(), right, images])
+        self._here += torch.where(sums[0].isfinite(), sums, 0.0)
 
     def recent(self) -> float:
         """Mean loss since this or `everything` was last called.
@@ -73,7 +74,7 @@ class Meter:
 
 def _means(sums: Tensor) -> tuple[float, float]:
     loss, right, images = sums.tolist()
-    return loss / images, right / images
+    return (loss / images, right / images) if images else (math.nan, math.nan)
 
 
 class Speed:

@@ -96,6 +96,9 @@ class Options:
         batch: images of a step, of all ranks together; must be a multiple of their number.
         batch_per_rank: the same per rank; give one of the two. A run that goes on with other ranks
             keeps the batch that it began with.
+        parts: a batch is dealt out in so many parts, whose gradients are added in order: results
+            are then the same to the last bit on every number of ranks that divides it. Layers that
+            normalise a batch normalise each part by itself.
         epochs: passes over the training images; schedules refer to this.
         max_steps: stop early after so many steps; --resume auto goes on from there.
         lr: learning rate.
@@ -112,7 +115,17 @@ class Options:
         run_dir: where configuration, log, metrics and checkpoints go.
         resume: never, auto (from the newest checkpoint in run_dir if there is one), or the path of
             a checkpoint to start from.
-        checkpoint_every: epochs between checkpoints; one is always written at the end.
+        checkpoint_minutes: between checkpoints, which are written beside the training; null for
+            none. One is always written at the end.
+        checkpoint_every: steps between checkpoints, in addition; null for none.
+        max_time: minutes after which the job is ended by somebody else; the run writes a checkpoint
+            and stops in time. SLURM_JOB_END_TIME says the same.
+        stop_code: exit code of a run that was asked to stop before its end, by SIGTERM, SIGUSR1,
+            SIGUSR2, RUN_DIR/control/stop or the end of the job.
+        hang_after: seconds that a step may take; a job that takes longer is ended, and every rank's
+            stack is in RUN_DIR/hang. Start-up, evaluation and checkpoints may take 10 times that.
+            null for ever.
+        shrink: when a rank dies, the others go on without it (under mpirun --with-ft ulfm).
         log_every: steps between two lines of metrics.
         device: auto takes a GPU where there is one.
         threads: per rank; null shares a node's cores, or obeys OMP_NUM_THREADS.
@@ -125,6 +138,7 @@ class Options:
     kfac: KfacOptions = field(default_factory=KfacOptions)
     batch: int | None = bounded(None, ">= 1")
     batch_per_rank: int | None = bounded(None, ">= 1")
+    parts: int | None = bounded(None, ">= 1")
     epochs: int = bounded(10, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
     lr: float = bounded(0.1, "> 0")
@@ -138,7 +152,12 @@ class Options:
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"
-    checkpoint_every: int = bounded(10, ">= 1")
+    checkpoint_minutes: float | None = bounded(15.0, "> 0")
+    checkpoint_every: int | None = bounded(None, ">= 1")
+    max_time: float | None = bounded(None, "> 0")
+    stop_code: int = bounded(0, ">= 0", "<= 255")
+    hang_after: float | None = bounded(600.0, "> 0")
+    shrink: bool = False
     log_every: int = bounded(10, ">= 1")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = bounded(None, ">= 1")

@@ -50,15 +50,11 @@ def start_log() -> logging.handlers.MemoryHandler:
     return kept
 
 
-def check_directory(run_dir: str, resume: str) -> None:
+def check_directory(run_dir: Path, resume: str) -> None:
     """Raises ValueError if a run would be mixed with what is in its directory already."""
-    path = Path(run_dir)
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"run_dir={run_dir} is a file; give a directory")
-    if resume != "auto" and path.is_dir() and any(path.iterdir()):
-        raise ValueError(
-            f"run_dir={run_dir} is not empty; give another one, or resume=auto to go on with it"
-        )
+    found = set(os.listdir(run_dir)) - {"lock"}
+    if resume != "auto" and found:
+        raise ValueError("it is not empty; give another one, or resume=auto to go on with it")
 
 
 class Record:
@@ -103,11 +99,12 @@ class Record:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
 
-    def position(self) -> int:
-        """Bytes of metrics.jsonl, all of them on disk."""
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
-        return self._metrics.tell()
+
+def metrics_bytes(run_dir: str) -> int:
+    """Bytes of the run's metrics.jsonl, all of them on disk."""
+    with open(Path(run_dir) / "metrics.jsonl", "ab") as metrics:
+        os.fsync(metrics.fileno())
+        return metrics.tell()
 
 
 class Progress:

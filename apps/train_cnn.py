@@ -7,6 +7,7 @@ Every option of `--help` may stand in the file or, as `--key value`, on the comm
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -16,7 +17,6 @@ import platform
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps import batches, config, data, models, record
+from mpikfac_apps import batches, checkpoints, config, data, models, record
+from mpikfac_apps.guard import Guard
 from mpikfac_apps.metrics import Meter, Speed
 from mpikfac_apps.options import Options
 
@@ -34,11 +35,14 @@ KFAC_SETTINGS = (
 )
 KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
 
+# What a rank tells the others at each step, beside its gradients.
+CHECKPOINT, STOP, WRITTEN, TROUBLES = range(4)
+
 log = logging.getLogger("mpikfac.train")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says; 0 when the run is complete.
+    """Trains as the command line says; 0 when the run is complete, `stop_code` if it was stopped.
 
     Collective over: world.
 
@@ -48,9 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = mpikfac.world()
     with mpikfac.ending(comm):
         options = read_options(comm, argv)
-        if options is not None:
-            Run(comm, options).train()
-    return 0
+    return 0 if options is None else mpikfac.leaving(train(comm, options))
 
 
 def read_options(comm: Any, argv: Sequence[str] | None) -> Options | None:
@@ -63,11 +65,28 @@ def read_options(comm: Any, argv: Sequence[str] | None) -> Options | None:
         if comm.rank == 0:
             try:
                 options = config.parse(argv, comm.size)
-                record.check_directory(options.run_dir, options.resume)
             except SystemExit as leave:
                 if leave.code:
                     raise
     return comm.bcast(options)
+
+
+def train(comm: Any, options: Options) -> int:
+    """Trains, on fewer ranks from where some are lost if the options allow it; the exit code.
+
+    Collective over: comm.
+    """
+    with mpikfac.ending(comm):
+        guard = Guard(comm, options)
+    with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
+        run = Run(comm, options, guard)
+        try:
+            return run.train()
+        except Exception as error:
+            if not (options.shrink and mpikfac.lost_a_rank(error)):
+                raise
+            left, options = run.shrink()
+    return train(left, options)
 
 
 class Run:
@@ -76,22 +95,31 @@ class Run:
     Collective over: world, as are all its methods.
     """
 
-    def __init__(self, comm: Any, options: Options) -> None:
-        self.comm, self.options = comm, options
+    def __init__(self, comm: Any, options: Options, guard: Guard) -> None:
+        self.comm, self.options, self.guard = comm, options, guard
         kept_log = record.start_log() if comm.rank == 0 else None
         hosts = share_cores(comm, options.threads)
         with mpikfac.together(comm, "options"):
             self.device = mpikfac.device(comm, options.device)
+            if options.shrink:
+                mpikfac.check_survivable()
         self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
-        checkpoint = self._open_checkpoint()
+        checkpoint = checkpoints.open_checkpoint(comm, options)
+        if checkpoint is not None:
+            self._follow(checkpoint)
         options.batch_per_rank = None  # from here on, `batch` says it
         self._load_data()
         self._build_trainer()
+        guard.stage = lambda: self.trainer.trace.current
+        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard.requests)
+        if restarts := os.environ.get("SLURM_RESTART_COUNT"):
+            log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
         self.steps = options.epochs * len(self.batches)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
         self.speed = Speed(options.batch, self.trainer.trace)
+        self.troubles = 0
         metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
@@ -139,9 +167,9 @@ class Run:
         self.model = model
         with mpikfac.together(comm, "options"):
             if options.optimizer == "sgd":
-                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm)
+                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
-                strategy = config.strategy(options.kfac, comm.size)
+                strategy = config.strategy(options.kfac, comm.size, options.parts)
                 settings = {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
                 for key in KFAC_DTYPES:
                     if name := getattr(options.kfac, key):
@@ -150,41 +178,89 @@ class Run:
 
     # -- training --------------------------------------------------------------------------------
 
-    def train(self) -> None:
-        """Takes the steps that are left."""
+    def train(self) -> int:
+        """Takes the steps that are left, or those until it is asked to stop; the exit code."""
         first, per_epoch = self.trainer.steps, len(self.batches)
         log.info("%s", self._summary())
         progress = record.Progress(first, self.steps) if self.record else None
+        stop = False
         for step in range(first, self.steps):
             epoch, index = divmod(step, per_epoch)
+            self.guard.enter("step", step)
+            self._vote()
             with self.speed.step():
                 self.step(step, *self.batches.get(epoch, index))
             if progress:
                 progress.advance(self._describe)
             if (step + 1) % self.options.log_every == 0:
                 self._report()
-            epoch_ends = index + 1 == per_epoch
-            if epoch_ends:
+            if index + 1 == per_epoch:
+                self.guard.enter("evaluation", step)
                 self._end_epoch(epoch + 1)
-            due = epoch_ends and (epoch + 1) % self.options.checkpoint_every == 0
-            if due or step + 1 == self.steps:
-                self._save()
+            if stop := self._follow_votes():
+                break
         if progress:
             progress.close()
-        log.info("complete after %d steps, %.1f s", self.trainer.steps, self.speed.seconds)
+        return self._end(stop)
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """One training step on this rank's share of a batch."""
-        # Seeded anew each time, the random number generators need not be saved.
-        torch.manual_seed(batches.mixed(self.options.seed, step, self.comm.rank))
+        """One training step on this rank's share of a batch, in parts if the options say so."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
+        count = self.trainer.plan.parts_per_rank
+        first = self.comm.rank * max(1, count)
+        parts = zip(images.chunk(max(1, count)), labels.chunk(max(1, count)))
+        for number, part in enumerate(parts, first):
+            # Seeded anew each time, the random number generators need not be saved.
+            torch.manual_seed(batches.mixed(self.options.seed, step, number))
+            self._pass(*part)
+            if count:
+                self.trainer.collect()
+        self.trainer.step()
+
+    def _pass(self, images: Tensor, labels: Tensor) -> None:
         self.optimizer.zero_grad()
         scores = self.model(self.normalise(images))
         loss = F.cross_entropy(scores, labels)
         loss.backward()
-        self.trainer.step()
         self.meter.add(loss * len(labels), scores, labels)
+
+    # -- what ranks tell each other --------------------------------------------------------------
+
+    def _vote(self) -> None:
+        """What this rank is asked for, and how far its writing is, travels with the next step."""
+        asked, troubles = self.guard.requests, self.trainer.troubles.counts.total()
+        due = asked.checkpoint and not self.saver.pending
+        votes = [due, asked.stop or self.guard.lost, self.saver.written, troubles]
+        self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
+
+    def _follow_votes(self) -> bool:
+        """Does what any rank was asked for; whether the run is to stop."""
+        votes, every = self.trainer.votes.tolist(), self.options.checkpoint_every
+        self.troubles = round(votes[TROUBLES] * self.comm.size)
+        if votes[STOP]:
+            return True
+        if votes[WRITTEN] == 1:
+            self.saver.settle()
+        if votes[CHECKPOINT] or (every and self.trainer.steps % every == 0):
+            self._save()
+        return False
+
+    def _end(self, stopped: bool) -> int:
+        """Writes the last checkpoint; the exit code."""
+        steps, seconds = self.trainer.steps, self.speed.seconds
+        stopped = stopped and steps < self.steps
+        self.guard.requests.ignore_signals()
+        self._save(last=True)
+        self.guard.enter("end", steps)
+        if self.comm.rank == 0:
+            mpikfac.note_end(checkpoints.root(self.options))
+        if not stopped:
+            log.info("complete after %d steps, %.1f s", steps, seconds)
+            return 0
+        why = self.guard.requests.reason or "another rank was asked to"
+        log.info("stopped after %d steps (%s); --resume auto goes on", steps, why)
+        return self.options.stop_code
 
     def evaluate(self) -> tuple[float, float]:
         """Mean loss and accuracy over all test images, each counted once."""
@@ -204,7 +280,8 @@ class Run:
         speed, communication = self.speed.rates()
         self.speed.mark()
         clip = {} if self.options.optimizer == "sgd" else {"kl_scale": self.trainer.kl_scale.item()}
-        self._row(loss=loss, images_per_second=speed, communication=communication, **clip)
+        more = clip | ({"troubles": self.troubles} if self.troubles else {})
+        self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:
         loss, accuracy = self.meter.everything()
@@ -242,59 +319,40 @@ class Run:
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}, batch {options.batch}, "
-            f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch"
+            f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
+            f"a checkpoint takes about {checkpoints.megabytes(self.trainer.plan):,.1f} MB"
         )
 
     # -- checkpoints -----------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        counted = self.meter.state()
-        items = self.trainer.state_dict()
-        if self.record:
-            items |= counted | {
-                "run/data": json.dumps(self._identity() | {"ranks": self.began_on}),
-                "run/seconds": self.speed.seconds,
-                "run/metrics_bytes": self.record.position(),
-            }
-        root = Path(self.options.run_dir) / "checkpoints"
-        path = mpikfac.save_checkpoint(self.comm, root, items, self.trainer.steps)
-        log.info("wrote %s", path)
+    def _save(self, last: bool = False) -> None:
+        self.guard.enter("checkpoint", self.trainer.steps)
+        items = self.trainer.state_dict() | self.meter.state()
+        self.saver.save(items | self._about(), self.trainer.steps, last)
 
-    def _open_checkpoint(self) -> Any:
-        """The checkpoint to go on from, whose batch and first ranks are taken over; or None."""
-        resume = self.options.resume
-        path = None if resume in ("never", "auto") else Path(resume)
-        if resume == "auto":
-            root = Path(self.options.run_dir) / "checkpoints"
-            path = self.comm.bcast(mpikfac.latest_checkpoint(root) if not self.comm.rank else None)
-        if path is None:
-            return None
-        checkpoint = mpikfac.load_checkpoint(self.comm, path)
-        with mpikfac.together(self.comm, f"reading checkpoint {path}"):
-            self._follow(json.loads(checkpoint["run/data"]))
-        return checkpoint
+    def _about(self) -> dict[str, Any]:
+        """What rank 0 adds to a checkpoint."""
+        if self.comm.rank != 0:
+            return {}
+        metrics = record.metrics_bytes(self.options.run_dir)
+        about = checkpoints.identity(self.options)
+        about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
+        return {
+            "run/data": json.dumps(about),
+            "run/seconds": self.speed.seconds,
+            "run/metrics_bytes": metrics,
+        }
 
-    def _follow(self, saved: dict[str, Any]) -> None:
-        """Makes this the same training as the saved one, or raises ValueError."""
-        options, ranks = self.options, self.comm.size
-        given = options.batch
-        if options.batch_per_rank:
-            options.batch = saved["batch"]
-        for key, value in self._identity().items():
-            if (before := saved.get(key)) != value:
-                raise ValueError(
-                    f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
-                    f"give --{key}={in_yaml(before)}"
+    def _follow(self, checkpoint: Any) -> None:
+        """Takes over from the checkpoint what a restart may not change."""
+        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+            saved = json.loads(checkpoint["run/data"])
+            checkpoints.follow(self.options, saved, self.comm.size)
+            self.began_on = saved["ranks"]
+            if (threads := torch.get_num_threads()) != saved["threads"]:
+                log.info(
+                    "begun with threads=%d, now %d: bits may differ", saved["threads"], threads
                 )
-        if options.batch % ranks:
-            raise ValueError(
-                f"it was saved with batch={options.batch}, no multiple of {ranks} ranks; "
-                f"start one of {mpikfac.divisors(options.batch)} ranks"
-            )
-        self.began_on = saved["ranks"]
-        if given != options.batch or (options.scale_lr and self.began_on != ranks):
-            scaled = f", lr scaled by {self.began_on}" if options.scale_lr else ""
-            log.info("begun with ranks=%d; kept: batch=%d%s", self.began_on, options.batch, scaled)
 
     def _restore(self, checkpoint: Any) -> int:
         """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
@@ -306,6 +364,7 @@ class Run:
             self.speed.mark()
             if self.options.resume == "auto":
                 kept = checkpoint["run/metrics_bytes"]
+                self.saver.step = checkpoint.step
         log.info("going on from %s", checkpoint.path)
         return kept
 
@@ -315,22 +374,40 @@ class Run:
         except RuntimeError as error:  # torch's word for tensors of another shape
             raise ValueError(" ".join(str(error).split())) from error
 
-    def _identity(self) -> dict[str, Any]:
-        """What a step number and the weights mean; these must not change in a restart."""
-        options = self.options
-        chosen = dataclasses.asdict(options.data)
-        del chosen["path"]  # where the files are may change
-        return {
-            "model": options.model,
-            **{f"data.{key}": value for key, value in chosen.items()},
-            "batch": options.batch,
-            "seed": options.seed,
-        }
+    def shrink(self) -> tuple[Any, Options]:
+        """The ranks that are left, and how they go on: from their own state if it is whole.
 
+        To be called by all that are left. Each keeps its place in the order of ranks.
+        """
+        left = mpikfac.survivors(self.comm, self.trainer.gradients.grid)
+        lost = self.comm.size - left.size
+        if left.rank == 0:
+            log.warning("step %d: lost %d of %d ranks", self.trainer.steps, lost, self.comm.size)
+        self.saver.abandon()
+        if left.rank == 0 and self.comm.rank != 0:
+            self.guard.inherit()
+        self.comm = self.meter.comm = left
+        self._save_what_is_left()
+        root, found = checkpoints.root(self.options), None
+        if left.rank == 0:
+            found = mpikfac.latest_checkpoint(root)
+        again = "auto" if left.bcast(found) else self.options.resume
+        return left, dataclasses.replace(self.options, resume=again)
 
-def in_yaml(value: object) -> str:
-    """A value as one writes it on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    def _save_what_is_left(self) -> None:
+        """Writes the state after the newest step of which the ranks still hold all, if any."""
+        trainer, comm = self.trainer, self.comm
+        trainer.gradients.discard()
+        steps = comm.allgather(trainer.steps if trainer.intact else -1)
+        items = trainer.state_dict() if steps[comm.rank] == max(steps) >= 0 else {}
+        names = {name for names in comm.allgather(list(items)) for name in names}
+        if not names or trainer.missing(names):
+            log.warning("what was lost is in no other rank's memory: back to the last checkpoint")
+            return
+        counted = self.meter.state()
+        if comm.rank == 0:
+            items |= counted | self._about()
+        mpikfac.save_checkpoint(comm, checkpoints.root(self.options), items, max(steps))
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:

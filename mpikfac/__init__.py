@@ -17,18 +17,15 @@ _EXPORTS = {
     "decompose": ("tikhonov_share",),
     "trace": ("COMMUNICATION", "Trace"),
     "comm": (
-        *("agree", "check_survivable", "device", "lost_a_rank", "survivors", "together"),
-        "world",
+        *("agree", "check_survivable", "device", "leaving", "lost_a_rank", "survivors"),
+        *("together", "world"),
     ),
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),
     "kfac": ("KFAC",),
-    "manifest": ("Checkpoint", "read_checkpoint"),
+    "manifest": ("Checkpoint", "latest_checkpoint", "read_checkpoint"),
     "starts": ("note_end", "note_start"),
-    "checkpoint": (
-        *("CheckpointWriter", "find_checkpoint"),
-        *("latest_checkpoint", "load_checkpoint", "save_checkpoint"),
-    ),
+    "checkpoint": ("CheckpointWriter", "find_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES = ("schedule",)

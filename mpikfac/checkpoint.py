@@ -10,7 +10,7 @@ import reprlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +110,15 @@ class CheckpointWriter:
         begun, self._begun = self._begun, None
         return _finish(self.comm, begun, self._shard.result)
 
+    def abandon(self) -> None:
+        """Waits for this rank's part of what is pending, and forgets it, as other ranks are gone.
+
+        Collective over: none.
+        """
+        if self._begun is not None:
+            self._begun = None
+            wait([self._shard])
+
     def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
         """The items with tensors copied to the host, into the buffers of the last time."""
         kept, self._copies = self._copies, {}
@@ -119,15 +128,6 @@ class CheckpointWriter:
         if any(isinstance(value, Tensor) and value.is_cuda for value in items.values()):
             torch.cuda.synchronize()
         return {**items, **self._copies}
-
-
-def latest_checkpoint(root: str | Path) -> Path | None:
-    """The newest complete checkpoint under `root`, or None; ask on one rank and broadcast.
-
-    Collective over: none.
-    """
-    complete = durable.complete(Path(root))
-    return complete[-1] if complete else None
 
 
 def load_checkpoint(comm: Any, path: str | Path) -> Checkpoint:

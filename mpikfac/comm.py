@@ -190,6 +190,16 @@ def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
     return cast(MPI.Intracomm, comm.Shrink())
 
 
+def leaving(code: int) -> int:
+    """The exit code `code`, with MPI ended: a rank that then leaves with it ends no other one.
+
+    Collective over: world.
+    """
+    if code:
+        MPI.Finalize()
+    return code
+
+
 class Grid:
     """The ranks as `rows` x `columns`, with a communicator for each direction.
 

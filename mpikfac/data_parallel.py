@@ -211,6 +211,10 @@ class DataParallel:
         state = model_state(self.model, self.optimizer, self.gradients)
         return state | {"trainer/steps": self.steps}
 
+    def missing(self, names: Collection[str]) -> set[str]:
+        """What is not among `names`, of those that the shares of all ranks make up."""
+        return missing_state(self.model, names)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes from `state` what this rank needs."""
         load_model_state(self.model, self.optimizer, self.gradients, state)
@@ -267,6 +271,16 @@ def model_state(model: nn.Module, optimizer: Optimizer, gradients: Gradients) ->
             if value is not None:
                 state[f"optimizer/state/{name}/{key}"] = value
     return state
+
+
+def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
+    """What is not among `names`, of `model_state`'s names on all ranks together."""
+    prefix = "optimizer/state/"
+    keys = {name.rpartition("/")[2] for name in names if name.startswith(prefix)}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = {f"model/{name}" for name, _ in _tensors_of(model)}
+    whole |= {f"{prefix}{name}/{key}" for name in trained for key in keys}
+    return whole.difference(names)
 
 
 def load_model_state(

@@ -6,7 +6,7 @@ Read `KFAC.step` first: each line is a stage, and each stage is a method below i
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -22,6 +22,7 @@ from mpikfac.data_parallel import (
     common_type,
     describe,
     load_model_state,
+    missing_state,
     model_state,
 )
 from mpikfac.layers import Layer, Other, Votes, cover
@@ -366,6 +367,15 @@ class KFAC:
         state |= {"trainer/steps": self.steps, "kfac/average_weight": self._average_weight}
         state |= {f"kfac/factors/{name}": average for name, average in self.averages.items()}
         return state | {f"kfac/{name}": value for name, value in self.bases.state_dict().items()}
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """What is not among `names`, of those that the shares of all ranks make up."""
+        whole = {f"kfac/factors/{name}" for name in self.plan.orders}
+        if "kfac/solver" in names:
+            for rank in range(self.plan.ranks):
+                made = self.plan.decompositions(rank)
+                whole |= {f"kfac/bases/{name}" for name, _ in made}
+        return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes from `state` what this rank needs, whatever strategy and ranks it was saved from.

@@ -22,6 +22,15 @@ from mpikfac.shard import Value, check_shard, read_item, read_shard
 FORMAT, VERSION = "mpikfac checkpoint", 1
 
 
+def latest_checkpoint(root: str | Path) -> Path | None:
+    """The newest complete checkpoint under `root`, or None; ask on one rank and broadcast.
+
+    Collective over: none.
+    """
+    complete = durable.complete(Path(root))
+    return complete[-1] if complete else None
+
+
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint in the directory `path`; its items are read when they are asked for.
 

@@ -48,9 +48,10 @@ class Troubles:
                     f"{times} times in a row; try a smaller learning rate or a larger damping"
                 )
         if new := [name for name in names if name not in before]:
+            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
             log.warning(
-                "rank %d, step %d: the %s of %s is not finite; %s",
-                *(self.rank, step, kind, ", ".join(map(repr, new)), instead),
+                "rank %d, step %d: the %s of %r%s is not finite; %s",
+                *(self.rank, step, kind, new[0], more, instead),
             )
 
 

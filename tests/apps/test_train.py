@@ -213,12 +213,12 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
-    """Oracle: a rate of 1e30, which overflows in the second step."""
+    """Oracle: a rate of 1e30: from the second step on no loss is finite, and none is counted."""
     chosen = ("--optimizer=sgd", "--lr=1e30")
     with pytest.raises(SystemExit) as leave:
         train_cnn.main(arguments(tmp_path, *chosen))
     assert leave.value.code == 2
-    assert "mpikfac: the loss is nan after step 2; try a smaller lr" in capfd.readouterr().err
+    assert "mpikfac: the loss is nan after step 4; try a smaller lr" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ HANGS = """
 import ctypes, os, re, signal, sys, time
 from pathlib import Path
 import mpikfac
-from mpikfac_apps.requests import Requests
+from mpikfac_apps.asked import Requests
 from mpikfac_apps.watchdog import Watchdog, set_aside
 
 def sleep(): time.sleep(600)

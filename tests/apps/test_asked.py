@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mpikfac_apps import requests
-from mpikfac_apps.requests import RESERVE, Requests, end_of_job
+from mpikfac_apps import asked
+from mpikfac_apps.asked import RESERVE, Requests, end_of_job
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ def make():
         return made[-1]
 
     yield make
-    for asked in made:
-        asked.close()
+    for requests in made:
+        requests.close()
 
 
 class Clock:
@@ -43,40 +43,40 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(requests, "time", clock)
+    monkeypatch.setattr(asked, "time", clock)
     return clock
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_asks_for_the_end_once_and_by_its_name(make, name):
     """Oracle: the signal sent to this process, twice, and then another."""
-    asked = make()
-    assert not asked.stop and asked.reason == ""
+    requests = make()
+    assert not requests.stop and requests.reason == ""
     for number in (getattr(signal, name), getattr(signal, name), signal.SIGUSR1):
         os.kill(os.getpid(), number)
-    assert asked.stop and not asked.checkpoint
-    assert asked.reason == name
+    assert requests.stop and not requests.checkpoint
+    assert requests.reason == name
 
 
 def test_close_brings_the_former_handlers_back(make):
     """Oracle: the handlers before."""
-    before = [signal.getsignal(number) for number in requests.SIGNALS]
-    asked = make()
-    assert [signal.getsignal(number) for number in requests.SIGNALS] != before
-    asked.close()
-    assert [signal.getsignal(number) for number in requests.SIGNALS] == before
+    before = [signal.getsignal(number) for number in asked.SIGNALS]
+    requests = make()
+    assert [signal.getsignal(number) for number in asked.SIGNALS] != before
+    requests.close()
+    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
 
 
 LEAVES = """
 import sys, time
-from mpikfac_apps.requests import Requests
-asked = Requests(None, end=None, every_minutes=None)
+from mpikfac_apps.asked import Requests
+requests = Requests(None, end=None, every_minutes=None)
 print("polls", flush=True)
-while not asked.stop:
+while not requests.stop:
     time.sleep(0.001)
 if sys.argv[1] == "ignores":
-    asked.ignore_signals()
-    asked.close()
+    requests.ignore_signals()
+    requests.close()
 class Late:
     def __del__(self):
         print("ends", flush=True)
@@ -103,7 +103,7 @@ def test_system_calls_go_on_after_a_signal():
     """Oracle: a read in the C library, which the signal interrupts or not."""
     program = """
 import ctypes, os, signal, threading, time
-from mpikfac_apps.requests import Requests
+from mpikfac_apps.asked import Requests
 Requests(None, end=None, every_minutes=None)
 get, put = os.pipe()
 def later():
@@ -120,51 +120,51 @@ print(ctypes.CDLL(None, use_errno=True).read(get, ctypes.create_string_buffer(1)
 @pytest.mark.parametrize("name", ["checkpoint", "stop"])
 def test_a_control_file_is_obeyed_and_removed(make, clock, tmp_path, name):
     """Oracle: the file system, and a clock that stands until a second is over."""
-    asked = make(tmp_path / "control")
-    assert not asked.stop
+    requests = make(tmp_path / "control")
+    assert not requests.stop
     file = tmp_path / "control" / name
     file.touch()
-    assert not getattr(asked, name), "looked twice in a second"
+    assert not getattr(requests, name), "looked twice in a second"
     clock.now += 1
-    assert (asked.stop, asked.checkpoint) == (name == "stop", name == "checkpoint")
-    assert asked.reason == f"control/{name}"
+    assert (requests.stop, requests.checkpoint) == (name == "stop", name == "checkpoint")
+    assert requests.reason == f"control/{name}"
     assert not file.exists()
 
 
 def test_a_checkpoint_is_asked_for_until_it_is_saved(make, clock, tmp_path):
     """Oracle: the order of requests; the later SIGTERM is the reason of what is left to do."""
-    asked = make(tmp_path)
+    requests = make(tmp_path)
     (tmp_path / "checkpoint").touch()
-    assert asked.checkpoint and asked.checkpoint
+    assert requests.checkpoint and requests.checkpoint
     os.kill(os.getpid(), signal.SIGTERM)
-    asked.saved(1.0)
-    assert not asked.checkpoint and asked.stop
-    assert asked.reason == "SIGTERM"
+    requests.saved(1.0)
+    assert not requests.checkpoint and requests.stop
+    assert requests.reason == "SIGTERM"
     (tmp_path / "checkpoint").touch()
     clock.now += 1
-    assert asked.checkpoint
+    assert requests.checkpoint
 
 
 def test_a_control_directory_that_cannot_be_read_asks_for_nothing(make, clock, tmp_path):
     """Oracle: a directory that is gone, and one in a file's place."""
-    asked = make(tmp_path / "control")
+    requests = make(tmp_path / "control")
     (tmp_path / "control").rmdir()
-    assert not asked.stop
+    assert not requests.stop
     (tmp_path / "control" / "stop").mkdir(parents=True)
     clock.now += 1
-    assert not asked.stop
+    assert not requests.stop
 
 
 def test_minutes_pass_between_two_checkpoints(make, clock):
     """Oracle: 15 minutes by the clock, from the start and from the last checkpoint."""
-    asked = make(every_minutes=15)
+    requests = make(every_minutes=15)
     for _ in range(2):
         clock.now += 899
-        assert not asked.checkpoint
+        assert not requests.checkpoint
         clock.now += 1
-        assert asked.checkpoint and not asked.stop
-        assert asked.reason == "15 minutes"
-        asked.saved(3.0)
+        assert requests.checkpoint and not requests.stop
+        assert requests.reason == "15 minutes"
+        requests.saved(3.0)
 
 
 @pytest.mark.parametrize(
@@ -174,24 +174,24 @@ def test_minutes_pass_between_two_checkpoints(make, clock):
 def test_the_end_is_asked_for_in_time_for_two_slow_checkpoints(make, clock, writes, pause, margin):
     """Oracle: 2 x the slowest write + the longest pause between polls + 60 s, by hand."""
     end = clock.now + 2000
-    asked = make(end=end)
+    requests = make(end=end)
     clock.now += 1000  # of start-up: no pause between two polls
-    assert not asked.stop
+    assert not requests.stop
     clock.now += pause
     for seconds in writes:
-        asked.saved(seconds)
-    while not asked.stop:
+        requests.saved(seconds)
+    while not requests.stop:
         clock.now += 1
     assert end - clock.now == margin
-    assert asked.reason == f"end of job in {margin:.0f} s"
+    assert requests.reason == f"end of job in {margin:.0f} s"
 
 
 def test_a_poll_costs_nearly_nothing(make, clock, tmp_path, monkeypatch):
     """Oracle: the looks at the storage that 1,000 polls in 10 s take."""
-    asked, looks = make(tmp_path), []
-    monkeypatch.setattr(requests.os, "listdir", lambda path: looks.append(path) or [])
+    requests, looks = make(tmp_path), []
+    monkeypatch.setattr(asked.os, "listdir", lambda path: looks.append(path) or [])
     for _ in range(1000):
-        assert not asked.stop and not asked.checkpoint
+        assert not requests.stop and not requests.checkpoint
         clock.now += 0.01
     assert len(looks) in (10, 11)
 

@@ -1,0 +1,97 @@
+"""What surrounds a run: one run per directory, an end in time, and none that hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mpikfac
+from mpikfac_apps import record, watchdog
+from mpikfac_apps.asked import Requests, end_of_job
+from mpikfac_apps.lock import Lock
+from mpikfac_apps.options import Options
+
+BEGAN = time.time()
+
+
+class Guard:
+    """The lock, the requests and the watchdog of one run.
+
+    Attributes:
+        requests: what signals, control files and the clock ask of this rank.
+    """
+
+    requests: Requests
+
+    def __init__(self, comm: Any, options: Options) -> None:
+        """Opens the run directory.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: another run is in the directory, or it cannot be written.
+        """
+        self.phase = "start-up", 0
+        self.stage: Callable[[], str] = lambda: ""  # the trainer's, once there is one
+        self._directory = Path(options.run_dir)
+        self._lock: Lock | None = None
+        leads = comm.rank == 0
+        with mpikfac.together(comm, f"run_dir={options.run_dir}"):
+            end = end_of_job(options.max_time, os.environ, BEGAN) if leads else None
+            if leads:
+                self._take_directory(options.resume)
+            minutes = options.checkpoint_minutes if leads else None
+            control = self._directory / "control" if leads else None
+            self.requests = Requests(control, end=end, every_minutes=minutes)
+        self._watchdog = watchdog.Watchdog(
+            self._directory / "hang",
+            comm.rank,
+            comm.size,
+            options.hang_after,
+            lambda: self.stage(),
+        )
+
+    def _take_directory(self, resume: str) -> None:
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ValueError("it is a file; give a directory")
+        self._lock = Lock(self._directory)
+        try:
+            record.check_directory(self._directory, resume)
+        except ValueError:
+            self._lock.release()
+            raise
+        watchdog.set_aside(self._directory / "hang")
+
+    def enter(self, phase: str, step: int) -> None:
+        """Says what the run does from here on, which may take as long as that phase may."""
+        self.phase = phase, step
+        self._watchdog.enter(phase, step)
+
+    def where(self) -> str:
+        """What the run is doing, such as `step 12, reduce gradients`."""
+        phase, step = self.phase
+        place = f"step {step}" if phase == "step" else f"{phase} at step {step}"
+        return ", ".join(filter(None, [place, self.stage()]))
+
+    def inherit(self) -> None:
+        """Takes over from the rank that led the run and is gone, by making room for a new lock."""
+        (self._directory / "lock").unlink(missing_ok=True)
+
+    @property
+    def lost(self) -> bool:
+        """Whether another run has taken the directory."""
+        return self._lock is not None and self._lock.lost
+
+    def close(self) -> None:
+        """Gives the directory free; what is empty in it, or is it, goes."""
+        self._watchdog.close()
+        self.requests.close()
+        if self._lock:
+            self._lock.release()
+            for empty in ("hang", "control", "."):
+                with suppress(OSError):
+                    (self._directory / empty).rmdir()
