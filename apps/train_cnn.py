@@ -402,7 +402,8 @@ class Run:
         items = trainer.state_dict() if steps[comm.rank] == max(steps) >= 0 else {}
         names = {name for names in comm.allgather(list(items)) for name in names}
         if not names or trainer.missing(names):
-            log.warning("what was lost is in no other rank's memory: back to the last checkpoint")
+            if comm.rank == 0:
+                log.warning("what was lost is in no other memory: back to the last checkpoint")
             return
         counted = self.meter.state()
         if comm.rank == 0:
