@@ -4,7 +4,8 @@
 #   PYTHON        the interpreter of .venv
 #   MPIRUN        the launcher: one program
 #   MPIRUN_FLAGS  its options, separated by blanks
-# A caller who sets MPIRUN (and MPIRUN_FLAGS) is obeyed: MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix.
+# A caller who sets MPIRUN (and MPIRUN_FLAGS) is obeyed: MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix. So is
+# one who sets BIND: it starts each rank's interpreter, as jobs/bind_gpu.sh does.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
@@ -132,6 +133,11 @@ mpi_works() {
 if MPI.COMM_WORLD.Get_size() == 2: print("joined")' | grep joined >/dev/null
 }
 
+# The unix time at which Slurm will end this job; its newer versions say so in SLURM_JOB_END_TIME.
+slurm_end() {
+    squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | date +%s --file=- 2>/dev/null
+}
+
 # mpi RANKS ARGUMENT...: python under MPI, for at most LIMIT seconds if that is set. With -m mpi4py
 # a rank that raises ends the whole job; without, the others would wait for it for ever.
 mpi() {
@@ -139,5 +145,5 @@ mpi() {
     shift
     # shellcheck disable=SC2086  # the flags are words
     ${LIMIT:+timeout --kill-after=10 "$LIMIT"} \
-        "$MPIRUN" $MPIRUN_FLAGS -n "$ranks" "$PYTHON" -m mpi4py "$@" </dev/null
+        "$MPIRUN" $MPIRUN_FLAGS -n "$ranks" ${BIND:+"$BIND"} "$PYTHON" -m mpi4py "$@" </dev/null
 }

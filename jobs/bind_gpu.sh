@@ -1,0 +1,17 @@
+#!/bin/sh
+# bind_gpu.sh COMMAND...: starts a rank's command with one GPU to see, that of its local rank.
+# The training program chooses its GPU in the same way by itself. This is for sites that bind
+# nothing and an MPI or a library that would open every GPU it sees.
+set -eu
+
+# Slurm's last: under mpirun in a Slurm job all ranks of a node inherit the daemon's.
+rank=${OMPI_COMM_WORLD_LOCAL_RANK-${MPI_LOCALRANKID-${PMI_LOCAL_RANK-${SLURM_LOCALID-}}}}
+[ -n "$rank" ] || {
+    echo "bind_gpu.sh: no launcher says the local rank; start it under mpirun or srun" >&2
+    exit 2
+}
+gpus=${CUDA_VISIBLE_DEVICES-$(nvidia-smi --query-gpu=index --format=csv,noheader)}
+CUDA_VISIBLE_DEVICES=$(echo "$gpus" | tr -s ' ,' '\n' | awk -v rank="$rank" '
+    { gpu[NR - 1] = $1 } END { print gpu[rank % NR] }')
+export CUDA_VISIBLE_DEVICES
+exec "$@"
