@@ -1,0 +1,59 @@
+"""Which GPU jobs/bind_gpu.sh leaves a rank to see."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+BIND = Path(__file__).parents[2] / "jobs" / "bind_gpu.sh"
+
+
+def bound(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """How the wrapper ends on a node of four GPUs, when the command prints what it sees."""
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n3\\n'\n")
+    query.chmod(0o755)
+    return subprocess.run(
+        [str(BIND), "sh", "-c", 'echo "$CUDA_VISIBLE_DEVICES"'],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"],
+)
+def test_every_launcher_s_local_rank_chooses_the_gpu(tmp_path, variable):
+    """Oracle: four GPUs, dealt out in turn."""
+    seen = [bound(tmp_path, **{variable: str(rank)}).stdout.strip() for rank in range(6)]
+    assert seen == ["0", "1", "2", "3", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "seen"), [("4,6", ["4", "6", "4"]), ("GPU-8a,GPU-9b", ["GPU-8a", "GPU-9b"])]
+)
+def test_a_rank_gets_its_part_of_what_the_site_shows(tmp_path, visible, seen):
+    """Oracle: the site's list, dealt out in turn."""
+    for rank, gpu in enumerate(seen):
+        found = bound(tmp_path, SLURM_LOCALID=str(rank), CUDA_VISIBLE_DEVICES=visible)
+        assert found.stdout == f"{gpu}\n"
+
+
+def test_an_mpirun_inside_a_slurm_job_says_the_rank(tmp_path):
+    """Oracle: mpirun's number; Slurm's is that of the daemon which started the ranks."""
+    ranks = {"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
+    assert bound(tmp_path, **ranks).stdout == "3\n"
+
+
+def test_a_start_without_a_launcher_is_refused_in_one_line(tmp_path):
+    """Oracle: code 2 and what to do."""
+    found = bound(tmp_path)
+    assert found.returncode == 2
+    assert found.stderr == (
+        "bind_gpu.sh: no launcher says the local rank; start it under mpirun or srun\n"
+    )

@@ -1,0 +1,69 @@
+"""The job scripts of PBS and LSF, with stand-ins for the scheduler and the program."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+JOBS = Path(__file__).parents[2] / "jobs"
+SCRIPTS = sorted(path for path in JOBS.glob("*/*.*") if path.suffix in (".sbatch", ".pbs", ".lsf"))
+STAND_INS = """
+set_up() { :; }
+mpi() { echo "ranks $*"; return "${CODE:-0}"; }
+qsub() { echo "qsub $*"; }
+"""
+
+
+def run(tmp_path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """How a script ends in a project of stand-ins, as job 7 with 8 ranks; its program with CODE."""
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "common.sh").write_text(STAND_INS)
+    (tmp_path / "nodes").write_text("n1\n" * 4 + "n2\n" * 4)
+    scheduler = {"PBS_O_WORKDIR": tmp_path, "PBS_NODEFILE": tmp_path / "nodes", "PBS_JOBID": "7"}
+    scheduler |= {"LS_SUBCWD": tmp_path, "LSB_DJOB_NUMPROC": "8", "LSB_JOBID": "7"}
+    return subprocess.run(
+        ["bash", str(JOBS / script)],
+        env={"PATH": "/usr/bin:/bin", "HOME": "/home/me"} | scheduler | environment,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_has_one_block_to_edit(script):
+    """Oracle: bash's parser; the two marks, in order; the scheduler reads no directive after."""
+    assert subprocess.run(["bash", "-n", str(script)], timeout=30).returncode == 0
+    before, _, rest = script.read_text().partition("# ---- edit from here ----\n")
+    _, _, after = rest.partition("# ---- to here ----\n")
+    assert "common.sh; set_up" in before
+    assert after
+    assert not any(line.startswith(("#SBATCH", "#PBS", "#BSUB")) for line in after.splitlines())
+
+
+@pytest.mark.parametrize("name", ["pbs/one_node.pbs", "lsf/one_node.lsf"])
+def test_a_job_starts_the_program_on_all_its_ranks_and_hands_on_its_code(tmp_path, name):
+    """Oracle: the options that stop the program in time and let it go on."""
+    job = run(tmp_path, name, CODE="3")
+    assert job.stdout.startswith("ranks 8 apps/train_cnn.py --config jobs/configs/")
+    assert "--run_dir runs/7 --resume auto --max_time 60" in job.stdout
+    assert job.returncode == 3
+
+
+@pytest.mark.parametrize(("code", "again"), [(0, False), (3, False), (75, True)])
+def test_a_pbs_job_that_was_stopped_submits_its_successor(tmp_path, code, again):
+    """Oracle: the program's code; the successor's run directory is the first job's."""
+    job = run(tmp_path, "pbs/multi_node.pbs", CODE=str(code), RUN_DIR="runs/5")
+    assert "--run_dir runs/5 --resume auto --max_time 240 --stop_code 75" in job.stdout
+    assert ("qsub -v RUN_DIR=runs/5 jobs/pbs/multi_node.pbs" in job.stdout) == again
+    assert job.returncode == (0 if again else code)
+
+
+def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued(tmp_path):
+    """Oracle: the codes of #BSUB -Q."""
+    job = run(tmp_path, "lsf/multi_node.lsf", CODE="75")
+    assert "--run_dir runs/7 --resume auto --max_time 240 --stop_code 75" in job.stdout
+    assert job.returncode == 75
+    assert '#BSUB -Q "75"' in (JOBS / "lsf" / "multi_node.lsf").read_text()
