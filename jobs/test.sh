@@ -30,7 +30,7 @@ stage() {
 }
 
 stage "plain tests" timeout --kill-after=10 420 \
-    "$PYTHON" -m pytest -q tests --ignore tests/mpi </dev/null
+    "$PYTHON" -m pytest -q -rs tests --ignore tests/mpi </dev/null
 for ranks in 1 2 3 4; do
     LIMIT=110 stage "MPI tests, ranks: $ranks" mpi "$ranks" -m pytest -q -x tests/mpi
 done

@@ -27,13 +27,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TOOLS = ("slurmctld", "slurmd", "srun", "munged", "unshare", "nsenter", "ip", "pgrep")
 NAMESPACES = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--net")
-# The wheel's own PMIx, and messages over the only network in the cluster's namespace.
+# The wheel with its own PMIx; shared memory and the only network of the cluster's namespaces.
 WHEEL = {
+    "MPI4PY_LIBMPI": f"{sys.prefix}/lib:",
     "OPAL_PREFIX": sys.prefix,
     "PMIX_PREFIX": sys.prefix,
     "PMIX_MCA_psec": "native",
     "OMPI_MCA_pml": "ob1",
     "OMPI_MCA_btl": "self,sm,tcp",
+    "OMPI_MCA_btl_sm_backing_directory": "/dev/shm",
     "OMPI_MCA_btl_tcp_if_include": "lo",
 }
 PROGRAM = "--batch=120 --data.train_images=360 --epochs=40 --log_every=1 --checkpoint_every=40"
@@ -87,6 +89,8 @@ def cannot_start() -> str | None:
     """Why there can be no cluster here."""
     if missing := [name for name in TOOLS if not shutil.which(name)]:
         return f"not installed: {', '.join(missing)}; .ci/run installs Slurm on Debian"
+    if not Path(sys.prefix, "bin", "mpirun").exists():
+        return "the Open MPI of PyPI, which the jobs run with, is not installed beside this Python"
     if subprocess.run([*NAMESPACES, "true"], stderr=subprocess.DEVNULL).returncode:
         return "a cluster needs namespaces of its own, which take root's rights"
     return None
