@@ -53,7 +53,10 @@ def save_checkpoint(
     """
     begun = _begin(comm, Path(root), items, step, keep)
     mine = {name: items[name] for name in begun.names}
-    return _finish(comm, begun, lambda: _write(begun, comm.rank, mine))
+    final = _finish(comm, begun, lambda: _write(begun, comm.rank, mine))
+    if comm.rank == 0:
+        _prune(final, keep)
+    return final
 
 
 class CheckpointWriter:
@@ -108,7 +111,10 @@ class CheckpointWriter:
         if self._begun is None:
             return None
         begun, self._begun = self._begun, None
-        return _finish(self.comm, begun, self._shard.result)
+        final = _finish(self.comm, begun, self._shard.result)
+        if self.comm.rank == 0:
+            self._thread.submit(_prune, final, self.keep)
+        return final
 
     def abandon(self) -> None:
         """Waits for this rank's part of what is pending, and forgets it, as other ranks are gone.
@@ -194,7 +200,6 @@ class _Begun:
 
     final: Path
     step: int
-    keep: int
     names: list[str]  # what this rank writes
     sums: dict[str, int]  # of the items that other ranks hold, too
     room: str
@@ -210,7 +215,7 @@ def _begin(comm: Any, root: Path, items: Mapping[str, Value], step: int, keep: i
     if step < 0 or keep < 1:
         raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
     agree(comm, {"root": str(root), "step": step, "keep": keep})
-    begun = _Begun(root / f"step-{step:09d}", step, keep, [], {}, "", [], [])
+    begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
     with together(comm, begun.doing):
         described = {name: describe(name, value) for name, value in items.items()}
     begun.held = comm.gather(described) or []
@@ -246,10 +251,15 @@ def _finish(comm: Any, begun: _Begun, write: Callable[[], dict[str, Any] | None]
         if comm.rank == 0:
             durable.abandon(final)
         raise
-    with together(comm, f"deleting checkpoints older than {final}"):
-        if comm.rank == 0:
-            durable.prune(final, begun.keep)
     return final
+
+
+def _prune(final: Path, keep: int) -> None:
+    """Deletes older checkpoints; where that fails the new one is good all the same."""
+    try:
+        durable.prune(final, keep)
+    except OSError as error:
+        log.warning("checkpoints older than %s are not deleted: %s", final, error)
 
 
 def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, Any] | None:

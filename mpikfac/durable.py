@@ -3,6 +3,7 @@
     root/.step-000000120.partial    being written, or left by a run that was killed
     root/step-000000120             complete
     root/step-000000100.replaced    complete; a newer checkpoint of that step was about to follow
+    root/.step-000000080.deleted    being deleted, or left by a run that was killed
 
 All functions are for one rank, except `partial` and `write`. Collective over: none.
 """
@@ -29,8 +30,8 @@ def begin(final: Path) -> None:
     partial(final).mkdir()
 
 
-def write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    """The file holds the blocks one after the other, on disk.
+def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
+    """The file holds the blocks one after the other, on disk; returns its bytes.
 
     Raises:
         OSError: with the file's name.
@@ -41,6 +42,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
+            return file.tell()
     except OSError as error:
         error.filename = str(path)  # the system names it only where it could not be opened
         raise
@@ -79,6 +81,8 @@ def prune(final: Path, keep: int) -> None:
     """Deletes what `final` replaced and, of the older ones, all but the last `keep` - 1."""
     found = complete(final.parent)
     older = [path for path in found[: found.index(final)] if path != _replaced(final)]
+    for leftover in final.parent.glob(".step-*.deleted"):
+        shutil.rmtree(leftover)
     for path in [_replaced(final), *older[: max(0, len(older) - keep + 1)]]:
         _remove(path)
 
@@ -112,6 +116,8 @@ def _sync(directory: Path) -> None:
 
 def _remove(path: Path) -> None:
     """Takes the name away first: what is half deleted must not look complete."""
-    if path.exists():
-        os.replace(path, partial(path))
-        shutil.rmtree(partial(path))
+    doomed = path.with_name(f".{path.name}.deleted")
+    for found in (doomed, path):
+        if found.exists():
+            os.replace(found, doomed)
+            shutil.rmtree(doomed)

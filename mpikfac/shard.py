@@ -13,6 +13,7 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ STORED = {name: np.dtype(name) for name in SAME} | {
     "float": np.dtype("float64"),
 }
 PAGE = 2**12
-PIECE = 2**22  # bytes that are hashed and then written, while they are in cache
+PIECE = 2**22  # bytes that are hashed and written at a time, while they are in cache
 
 
 def describe(name: str, value: Value) -> dict[str, Any]:
@@ -79,16 +80,15 @@ def checksum(value: Value) -> int:
 def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
     """The file holds the items, on disk; returns its `size` in bytes and its `sha256`."""
     digest = hashlib.sha256()
-    size = 0
 
-    def hashed() -> Iterator[bytes | memoryview]:
-        nonlocal size
+    def hashed(beside: Executor) -> Iterator[bytes | memoryview]:
         for block in _blocks(items):
-            digest.update(block)
-            size += len(block)
-            yield block
+            done = beside.submit(digest.update, block)
+            yield block  # which is written meanwhile
+            done.result()
 
-    durable.write(path, hashed())
+    with ThreadPoolExecutor(1) as beside:
+        size = durable.write(path, hashed(beside))
     return {"size": size, "sha256": digest.hexdigest()}
 
 

@@ -197,9 +197,9 @@ def test_a_checkpoint_of_the_same_step_is_replaced(comm, tmp_path) -> None:
 
 def test_leftovers_of_a_killed_run_are_removed(comm, tmp_path) -> None:
     """Oracle: nothing but the new checkpoint; a stale shard must not end up in it."""
-    leftover = tmp_path / ".step-000000004.partial"
-    leftover.mkdir()
-    (leftover / "shard-7.h5").write_bytes(b"half")
+    for leftover in (".step-000000004.partial", ".step-000000001.deleted"):
+        (tmp_path / leftover).mkdir()
+        (tmp_path / leftover / "shard-7.h5").write_bytes(b"half")
     path = save_checkpoint(comm, tmp_path, {"x": 1}, 4)
     assert names(tmp_path) == ["step-000000004"]
     assert names(path) == ["manifest.json", "shard-0.h5"]
@@ -246,16 +246,17 @@ def test_order_of_operations(comm, tmp_path, monkeypatch) -> None:
         "fsync .step-000000002.partial",
         "rename .step-000000002.partial step-000000002",
         f"fsync {tmp_path.name}",
-        "rename step-000000001 .step-000000001.partial",
-        "delete .step-000000001.partial",
+        "rename step-000000001 .step-000000001.deleted",
+        "delete .step-000000001.deleted",
     ]
 
 
 # every call of a save on top of steps 1 and 2: of step 2 once more, and of step 3
-CALLS = [(2, at) for at in range(8)] + [(3, at) for at in range(7)]
+COMMITTING = [(2, at) for at in range(6)] + [(3, at) for at in range(5)]
+DELETING = [(2, 6), (2, 7), (3, 5), (3, 6)]
 
 
-@pytest.mark.parametrize(("step", "at"), CALLS)
+@pytest.mark.parametrize(("step", "at"), COMMITTING)
 def test_a_full_disk_at_any_call_costs_no_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
     """Oracle: the values saved before, until the new name is there; then the new ones."""
     for old in (1, 2):
@@ -273,7 +274,21 @@ def test_a_full_disk_at_any_call_costs_no_checkpoint(comm, tmp_path, monkeypatch
     assert names(tmp_path) == [f"step-00000000{kept}" for kept in (step - 1, step)]
 
 
-@pytest.mark.parametrize(("step", "at"), CALLS)
+@pytest.mark.parametrize(("step", "at"), DELETING)
+def test_what_cannot_be_deleted_is_a_warning(comm, tmp_path, monkeypatch, caplog, step, at) -> None:
+    """Oracle: the new value; the line names the checkpoint; the next save deletes what is left."""
+    for old in (1, 2):
+        save_checkpoint(comm, tmp_path, {"x": old}, old)
+    with monkeypatch.context() as patch:
+        FileCalls(patch, OSError(errno.EIO, os.strerror(errno.EIO)), at)
+        path = save_checkpoint(comm, tmp_path, {"x": 10}, step)
+    assert f"older than {path} are not deleted: [Errno 5]" in caplog.text
+    assert load_checkpoint(comm, latest_checkpoint(tmp_path))["x"] == 10
+    save_checkpoint(comm, tmp_path, {"x": 11}, step)
+    assert names(tmp_path) == [f"step-00000000{kept}" for kept in (step - 1, step)]
+
+
+@pytest.mark.parametrize(("step", "at"), COMMITTING + DELETING)
 def test_a_kill_at_any_call_leaves_a_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
     """Oracle: the values saved before, or the new ones; the next save cleans up."""
     for old in (1, 2):
