@@ -5,14 +5,16 @@
     root/step-000000100.replaced    complete; a newer checkpoint of that step was about to follow
     root/.step-000000080.deleted    being deleted, or left by a run that was killed
 
-All functions are for one rank, except `partial` and `write`. Collective over: none.
+All functions are for one rank, except `partial`, `read` and `write`. Collective over: none.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -46,6 +48,17 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
     except OSError as error:
         error.filename = str(path)  # the system names it only where it could not be opened
         raise
+
+
+def read(path: Path) -> io.BufferedReader:
+    """The file, open; what is no plain file could lead out of its directory, or never end.
+
+    Raises:
+        OSError: it is a link, a pipe, a device, or cannot be opened.
+    """
+    if not stat.S_ISREG(os.lstat(path).st_mode):
+        raise OSError(f"{path} is not a plain file")
+    return open(path, "rb")
 
 
 def replace(path: Path, content: bytes) -> None:

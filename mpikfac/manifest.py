@@ -17,7 +17,7 @@ from typing import Any
 
 from mpikfac import durable
 from mpikfac.errors import UserError
-from mpikfac.shard import Value, check_shard, read_item, read_shard
+from mpikfac.shard import STORED, Value, check_shard, read_item, read_shard
 
 FORMAT, VERSION = "mpikfac checkpoint", 1
 
@@ -82,25 +82,25 @@ class Checkpoint(Mapping[str, Value]):
         if name not in self:
             raise UserError(f"checkpoint {self.path} has no item {name!r}")
         item = self._items[name]
-        shard = item["shard"]
+        file = item["shard"]
         try:
-            if shard not in self._open:
-                self._open[shard] = read_shard(self.path / shard, **self.shards[shard])
-            return read_item(self._open[shard], name, item)
-        except (KeyError, OSError, TypeError, ValueError) as error:
-            raise UserError(f"{self.path / shard}, item {name!r}: {error}") from error
+            if file not in self._open:
+                self._open[file] = read_shard(self.path / file, **self.shards[file])
+            return read_item(self._open[file], name, item)
+        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(f"{self.path / file}, item {name!r}: {error}") from error
 
     def described(self) -> dict[str, dict[str, Any]]:
         """`shard`, `dtype`, `shape` and `bytes` of every item, and the `value` of plain numbers."""
         return dict(self._items)
 
-    def check(self, shard: str) -> None:
-        """Returns if the file of that name is what was written; HDF5 does not parse it.
+    def check(self, file: str) -> None:
+        """Returns if this one of `shards` is what was written; HDF5 does not parse it.
 
         Raises:
             UserError: it is missing, or of another size or content.
         """
-        check_shard(self.path / shard, **self.shards[shard])
+        check_shard(self.path / file, **self.shards[file])
 
 
 def make_manifest(
@@ -133,21 +133,48 @@ def make_manifest(
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads(path.read_bytes())
+        with durable.read(path) as file:
+            manifest = json.load(file)
         form, version = manifest["format"], manifest["version"]
     except FileNotFoundError:
         raise UserError(f"{path} is missing; this is no complete checkpoint") from None
-    except (KeyError, TypeError, ValueError):
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except (KeyError, RecursionError, TypeError, ValueError):
         raise UserError(f"{path} is damaged, or not the manifest of a checkpoint") from None
     if (form, version) != (FORMAT, VERSION):
         raise UserError(f"{path} is of {form} {version}; this program reads {FORMAT} {VERSION}")
     sealed = {key: value for key, value in manifest.items() if key != "sha256"}
     if manifest.get("sha256") != _digest(sealed):
         raise UserError(f"{path} is damaged: its SHA-256 does not match")
-    for shard in manifest["shards"]:
-        if not re.fullmatch(r"shard-\d+\.h5", shard):
-            raise UserError(f"{path} names a file {shard!r}; shards are called shard-<number>.h5")
+    try:
+        _check_form(manifest)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the manifest of a checkpoint: {error!r}") from error
+    except ValueError as error:
+        raise UserError(f"{path} {error}") from error
     return manifest
+
+
+def _check_form(manifest: Mapping[str, Any]) -> None:
+    """Raises if the manifest is not as `make_manifest` makes it; a digest is no proof of that."""
+    numbers = [manifest["step"]]
+    for file, shard in manifest["shards"].items():
+        if not re.fullmatch(r"shard-\d+\.h5", file):
+            raise ValueError(f"names a file {file!r}; shards are called shard-<number>.h5")
+        if shard.keys() != {"size", "sha256"}:
+            raise ValueError(f"describes {file} by {sorted(shard)}, not by sha256 and size")
+        numbers.append(shard["size"])
+    for name, item in manifest["items"].items():
+        if item["shard"] not in manifest["shards"]:
+            raise ValueError(
+                f"has item {name!r} in {item['shard']!r}, which is not one of its files"
+            )
+        if item["dtype"] not in STORED and item["dtype"] != "str":
+            raise ValueError(f"has item {name!r} of unknown dtype {item['dtype']!r}")
+        numbers += [item["bytes"], *item["shape"]]
+    if wrong := [number for number in numbers if type(number) is not int or number < 0]:
+        raise ValueError(f"has {wrong[0]!r} where a count belongs")
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:

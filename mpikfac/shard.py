@@ -243,12 +243,14 @@ def _content(value: Value) -> memoryview:
 @contextmanager
 def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
-        with open(path, "rb") as file:
+        with durable.read(path) as file:
             if (found := os.fstat(file.fileno()).st_size) != size:
                 raise UserError(f"{path} is damaged: {found} bytes, {size} were written")
             yield file
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _compare(path: Path, found: str, expected: str) -> None:
