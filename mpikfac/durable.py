@@ -57,7 +57,7 @@ def read(path: Path) -> io.BufferedReader:
         OSError: it is a link, a pipe, a device, or cannot be opened.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError(f"{path} is not a plain file")
+        raise OSError("it is a link, or no file")
     return open(path, "rb")
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, BinaryIO
+
+import pytest
 
 FORK = multiprocessing.get_context("fork")
 LEFT_ALONE = 9
@@ -71,3 +76,20 @@ def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
         for end in pair:
             end.close()
     return processes
+
+
+def traced(process: BaseProcess, log: Path, *options: str) -> subprocess.Popen[str]:
+    """strace on a process that waits, and on all that it will start; a context until they end.
+
+    The test is skipped where there is no strace, or it may not trace.
+    """
+    reason = "strace is not installed"
+    if shutil.which("strace"):
+        command = ["strace", "-f", "-y", "-o", str(log), *options, "-p", str(process.pid)]
+        strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        reason = strace.stderr.readline().strip()
+        if "attached" in reason:
+            return strace
+        strace.communicate()
+    process.kill()
+    pytest.skip(f"nothing can be traced here: {reason}")

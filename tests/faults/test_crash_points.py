@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
-from forked import FORK, LEFT_ALONE, Comm, start
+from forked import FORK, LEFT_ALONE, Comm, start, traced
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
@@ -62,28 +59,12 @@ def run(body, root: Path, *faults: str) -> tuple[list[int], list[str], str]:
     ranks = FORK.Process(target=job)
     ranks.start()
     log = root.with_suffix(".log")
-    with traced(ranks, log, faults):
+    with traced(ranks, log, f"--trace={','.join(CALLS)}", *faults):
         os.write(send, b"g")
         ranks.join()
     os.close(receive)
     os.close(send)
     return list(codes), [refusal.value.decode() for refusal in refusals], log.read_text()
-
-
-def traced(process: BaseProcess, log: Path, faults: tuple[str, ...]) -> subprocess.Popen[str]:
-    """strace on the process and all that it starts; skips the test where that is not allowed."""
-    if shutil.which("strace") is None:
-        process.kill()
-        pytest.skip("strace is not installed")
-    only = f"--trace={','.join(CALLS)}"
-    command = ["strace", "-f", "-y", "-o", str(log), only, *faults, "-p", str(process.pid)]
-    strace = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    first = strace.stderr.readline()
-    if "attached" not in first:
-        process.kill()
-        strace.communicate()
-        pytest.skip(f"strace may not trace here: {first.strip()}")
-    return strace
 
 
 def check(root: Path, codes: list[int]) -> None:

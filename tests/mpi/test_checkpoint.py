@@ -3,13 +3,23 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 
 import h5py
 import pytest
 import torch
 
-from mpikfac import UserError, latest_checkpoint, load_checkpoint, save_checkpoint, together
+from mpikfac import (
+    CheckpointWriter,
+    UserError,
+    checkpoint,
+    find_checkpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+    together,
+)
 
 DTYPES = (
     torch.float32,
@@ -210,3 +220,87 @@ def test_the_manifest_is_written_after_all_shards(comm, root, monkeypatch) -> No
     monkeypatch.setattr(os, "fsync", look)
     save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(500)}, 1)
     assert comm.bcast(seen) == [f"shard-{rank}.h5" for rank in range(comm.size)]
+
+
+def test_written_in_the_background(comm, root) -> None:
+    """Oracle: the state at the call, whatever becomes of the tensors; all ranks know of it."""
+    writer = CheckpointWriter(comm, root)
+    state = whole_state(comm.size)
+    for step in (5, 6):
+        items = share(whole_state(comm.size), comm.rank, comm.size)
+        writer.begin(items, step)
+        for value in items.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+        assert comm.allgather(writer.pending) == [True] * comm.size
+    path = writer.commit()
+    assert comm.allgather(path) == [root / "step-000000006"] * comm.size
+    assert not writer.pending and writer.commit() is None
+    check(load_checkpoint(comm, path), state)
+    check(load_checkpoint(comm, root / "step-000000005"), state)
+
+
+def test_a_failure_in_the_background_on_one_rank_is_known_to_all(comm, root, monkeypatch) -> None:
+    """Oracle: the same text on all ranks at the commit; only the older checkpoint is left."""
+    older = save_checkpoint(comm, root, {"x": 1}, 1)
+    writer = CheckpointWriter(comm, root)
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        if comm.rank == comm.size - 1:
+            patch.setattr(os, "fsync", full)
+        writer.begin({f"factors/{comm.rank}": torch.ones(9)}, 2)
+        with pytest.raises(UserError) as error:
+            writer.commit()
+    texts = comm.allgather(str(error.value))
+    assert len(set(texts)) == 1 and f"shard-{comm.size - 1}.h5" in texts[0]
+    assert comm.bcast(os.listdir(root)) == [older.name]
+
+
+@pytest.mark.parametrize("value", [torch.ones(9), "text"])
+def test_an_item_that_differs_between_ranks_is_named(comm, root, value) -> None:
+    """Oracle: the message names item and rank; nothing is left; the values have equal shapes."""
+    if comm.size == 1:
+        pytest.skip("one rank cannot disagree")
+    other = value + 1e-7 if isinstance(value, torch.Tensor) else value[::-1]
+    items = {"same": torch.ones(5), "model/weight": other if comm.rank == 1 else value}
+    text = refused(comm, root, items, 1)
+    assert "item 'model/weight' has other values on rank 1 than on rank 0" in text
+    assert comm.bcast(os.listdir(root)) == []
+
+
+def test_a_damaged_shard_makes_all_ranks_go_back(comm, root, caplog) -> None:
+    """Oracle: the step before on every rank; rank 0 says which file is bad."""
+    for step in (1, 2):
+        save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(500)}, step)
+    victim = root / "step-000000002" / f"shard-{comm.size - 1}.h5"
+    if comm.rank == 0:
+        os.truncate(victim, 1000)
+    comm.Barrier()
+    found = find_checkpoint(comm, root)
+    assert comm.allgather(found.step) == [1] * comm.size
+    assert (f"{victim} is damaged" in caplog.text) == (comm.rank == 0)
+
+
+@pytest.mark.parametrize("lag", [0.3, 60])
+def test_files_that_one_rank_does_not_see_yet(comm, root, monkeypatch, lag) -> None:
+    """Oracle: the checkpoint, once the files are seen; else one line, the same on all ranks."""
+    save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(5)}, 1)
+    seen, begun = checkpoint._files, time.monotonic()
+    late = comm.rank == comm.size - 1 and comm.size > 1
+
+    def files(directories):
+        found = seen(directories)
+        if late and time.monotonic() < begun + lag:
+            found.pop(str(root / "step-000000001" / "shard-0.h5"))
+        return found
+
+    monkeypatch.setattr(checkpoint, "_files", files)
+    monkeypatch.setattr(checkpoint, "PATIENCE", 1.0)
+    if lag < 1 or comm.size == 1:
+        assert find_checkpoint(comm, root).step == 1
+    else:
+        with pytest.raises(UserError, match=r"shard-0\.h5 .*ranks see different directories"):
+            find_checkpoint(comm, root)
