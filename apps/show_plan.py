@@ -57,6 +57,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--update", choices=("everyone", "owner"), default="everyone")
     add("--balance", choices=("compute", "memory"), default="compute")
     add("--colocate", action=argparse.BooleanOptionalAction, default=True)
+    add("--parts", type=count, help="add up so many parts of a batch in order")
     add("--solver", choices=("inverse", "eigen", "unsplit-inverse"), default="inverse")
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
@@ -83,6 +84,7 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
         update=options.update,
         balance=options.balance,
         colocate=options.colocate,
+        parts=options.parts,
     )
     return mpikfac.make_plan(layers, options.ranks, strategy, others, options.solver, ITEMSIZE)
 
@@ -95,7 +97,7 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
-        f"colocate={strategy.colocate}",
+        f"colocate={strategy.colocate}, parts={strategy.parts}",
         f"plan {plan.digest()}",
     ]
 

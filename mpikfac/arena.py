@@ -40,6 +40,11 @@ class Parts:
         self._count = count
         self._taken = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return self._kept.nbytes if self._kept is not None else 0
+
     def __len__(self) -> int:
         """Parts of this rank; 0 if a share is not dealt out."""
         return self._count

@@ -248,7 +248,7 @@ class Plan:
         return lay_out(self._matrices(self.preconditioned(c)) for c in range(self.columns))
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes of each arena that `rank` keeps."""
+        """Bytes of each arena that `rank` keeps, and of what they held for parts of a batch."""
         arenas = {
             "statistics": self.statistics(rank),
             "averages": self.averages(rank),
@@ -257,7 +257,10 @@ class Plan:
             "gradients": self.gradients(),
             "directions": self.directions(rank),
         }
-        return {name: layout.size * self.itemsize for name, layout in arenas.items()}
+        sizes = {name: layout.size * self.itemsize for name, layout in arenas.items()}
+        if count := self.parts_per_rank:
+            sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
+        return sizes
 
     # -- what travels ----------------------------------------------------------------------------
 
