@@ -128,7 +128,7 @@ def make_manifest(
             for name in sorted(names)
         },
     }
-    return json.dumps(manifest | {"sha256": _digest(manifest)}, indent=1).encode()
+    return json.dumps(manifest | {"sha256": _digest(manifest)}).encode()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
