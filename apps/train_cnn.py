@@ -16,7 +16,7 @@ import os
 import platform
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -358,7 +358,7 @@ class Run:
         """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
         kept = 0
         with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
-            self._load_trainer(checkpoint)
+            self.trainer.load_state_dict(checkpoint)
             self.meter.load(checkpoint["run/counted"], checkpoint["run/reported"])
             self.speed.seconds = checkpoint["run/seconds"]
             self.speed.mark()
@@ -367,12 +367,6 @@ class Run:
                 self.saver.step = checkpoint.step
         log.info("going on from %s", checkpoint.path)
         return kept
-
-    def _load_trainer(self, state: Mapping[str, Any]) -> None:
-        try:
-            self.trainer.load_state_dict(state)
-        except RuntimeError as error:  # torch's word for tensors of another shape
-            raise ValueError(" ".join(str(error).split())) from error
 
     def shrink(self) -> tuple[Any, Options]:
         """The ranks that are left, and how they go on: from their own state if it is whole.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -177,6 +177,14 @@ class Bases:
             state |= {f"decompositions/{name}": block for name, block in made}
             state["due"] = self._due
         return state
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """What `load_state_dict` takes from items of these names; each with a value of its kind."""
+        needed = {f"bases/{name}": block for name, block in self.arena.items()}
+        made = [name for name, _ in self.plan.decompositions(self.rank)]
+        on_their_way = {f"decompositions/{name}": self.arena[name] for name in made}
+        needed |= {name: block for name, block in on_their_way.items() if name in names}
+        return needed | {"solver": ""} | ({"due": 0} if "due" in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what this rank holds from the state of all; nothing from another solver's."""

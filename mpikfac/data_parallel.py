@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import mpikfac
 from mpikfac.arena import Arena, Parts
-from mpikfac.comm import SUMMABLE, Grid, agree, broadcast
+from mpikfac.comm import SUMMABLE, Grid, agree, broadcast, together
 from mpikfac.layers import Layer, Other, Statistic, Votes, uncovered
 from mpikfac.plan import Plan, Strategy, make_plan
 from mpikfac.trace import Trace
@@ -216,9 +216,17 @@ class DataParallel:
         return missing_state(self.model, names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes from `state` what this rank needs."""
-        load_model_state(self.model, self.optimizer, self.gradients, state)
-        self.steps = int(state["trainer/steps"])
+        """Takes from `state` what this rank needs; all of it on all ranks, or nothing.
+
+        Collective over: world.
+
+        Raises:
+            UserError: see `KFAC.load_state_dict`.
+        """
+        with together(self.gradients.grid.world, "loading state"):
+            found = needed_state(self.model, self.optimizer, self.gradients, state)
+        load_model_state(self.model, self.optimizer, self.gradients, found)
+        self.steps, self.intact = int(found["trainer/steps"]), True
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
@@ -281,6 +289,45 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
     whole = {f"model/{name}" for name, _ in _tensors_of(model)}
     whole |= {f"{prefix}{name}/{key}" for name in trained for key in keys}
     return whole.difference(names)
+
+
+def needed_state(
+    model: nn.Module, optimizer: Optimizer, gradients: Gradients, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The number of steps, and what `load_model_state` takes from `state`.
+
+    Raises:
+        ValueError: an item is missing, or not like the one that it is for.
+    """
+    like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
+    settings = {f"optimizer/groups/{name}": value for name, value in _group_settings(optimizer)}
+    like |= {name: value for name, value in settings.items() if name in state}
+    found = fitting(state, like | {"trainer/steps": 0})
+    # Optimizers give it shapes of their own, and make it at a parameter's first step.
+    kept = tuple(f"optimizer/state/{name}/" for name, _ in _stepped(model, gradients))
+    return found | {name: state[name] for name in state if name.startswith(kept)}
+
+
+def fitting(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """The items that `like` names, of the same dtype and shape, or numbers where it has numbers.
+
+    Raises:
+        ValueError: the first that is missing or another; its name, what is expected, what is there.
+    """
+    found = {}
+    for name, expected in like.items():
+        if name not in state:
+            raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
+        found[name] = state[name]
+        if (form := _form(found[name])) != _form(expected):
+            raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
+    return found
+
+
+def _form(value: object) -> str:
+    if torch.is_tensor(value):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def load_model_state(

@@ -16,14 +16,16 @@ from torch.optim import Optimizer
 from mpikfac import kron
 from mpikfac.arena import Arena, Parts
 from mpikfac.bases import Bases
-from mpikfac.comm import Grid, agree, broadcast
+from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.data_parallel import (
     Gradients,
     common_type,
     describe,
+    fitting,
     load_model_state,
     missing_state,
     model_state,
+    needed_state,
 )
 from mpikfac.layers import Layer, Other, Votes, cover
 from mpikfac.moments import NORMALIZATIONS, Normalization
@@ -380,17 +382,38 @@ class KFAC:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes from `state` what this rank needs, whatever strategy and ranks it was saved from.
 
-        A first-order run's state is taken too: statistics and bases are then made at the next step.
+        All of it on all ranks, or nothing. A first-order run's state is taken too: statistics and
+        bases are then made at the next step.
+
+        Collective over: world.
+
+        Raises:
+            UserError: on some rank an item is missing, of another dtype or shape than the model's,
+                or cannot be read.
         """
-        load_model_state(self.model, self.optimizer, self.gradients, state)
+        with together(self.grid.world, "loading state"):
+            found = needed_state(self.model, self.optimizer, self.gradients, state)
+            found |= self._needed_curvature(state)
+        load_model_state(self.model, self.optimizer, self.gradients, found)
         self._forget_curvature()
-        if "kfac/average_weight" in state:
-            self._average_weight = float(state["kfac/average_weight"])
+        if "kfac/average_weight" in found:
+            self._average_weight = float(found["kfac/average_weight"])
             for name, average in self.averages.items():
-                average.copy_(state[f"kfac/factors/{name}"])
-        kept = {n.removeprefix("kfac/"): v for n, v in state.items() if n.startswith("kfac/")}
+                average.copy_(found[f"kfac/factors/{name}"])
+        kept = {n.removeprefix("kfac/"): v for n, v in found.items() if n.startswith("kfac/")}
         self.bases.load_state_dict(kept)
-        self._begin(int(state["trainer/steps"]))
+        self._begin(int(found["trainer/steps"]))
+
+    def _needed_curvature(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is of factors, and of bases if they are this solver's."""
+        like: dict[str, Any] = {}
+        if "kfac/average_weight" in state:
+            like = {f"kfac/factors/{name}": average for name, average in self.averages.items()}
+            like["kfac/average_weight"] = self._average_weight
+        if state.get("kfac/solver") == self.plan.solver:
+            kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
+            like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}
+        return fitting(state, like)
 
 
 def _groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:

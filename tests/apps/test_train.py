@@ -205,11 +205,12 @@ def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
 
 
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
-    """Oracle: torch's name for the first tensor whose shape differs."""
+    """Oracle: the first item whose shape differs, what this network has, what was saved."""
     assert train_cnn.main(arguments(tmp_path, "--max_steps=1")) == 0
     wider = nn.Sequential(models.conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
     monkeypatch.setitem(models.MODELS, "digits_cnn", lambda classes, channels: wider)
-    refused(tmp_path, capfd, "size mismatch for 0.weight", "--resume=auto")
+    message = "item 'model/0.weight' must be float32 [32, 1, 3, 3]; it is float32 [16, 1, 3, 3]"
+    refused(tmp_path, capfd, message, "--resume=auto")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):

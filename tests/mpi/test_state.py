@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import Strategy, UserError
 
 RANKS = mpikfac.world().size
 STOP = 2  # between two decompositions
@@ -27,9 +27,12 @@ def whole_state(comm, trainer):
         for name, value in part.items():
             held = whole.setdefault(name, value)
             assert type(held) is type(value), name
-            same = torch.equal(held, value) if torch.is_tensor(value) else held == value
-            assert same, name
+            assert same(held, value), name
     return whole
+
+
+def same(a, b):
+    return torch.equal(a, b) if torch.is_tensor(a) else a == b
 
 
 def interrupted(comm, strategy, optimizer=problem.sgd, **settings):
@@ -98,3 +101,81 @@ def test_a_first_order_runs_state_starts_kfac(comm):
         return problem.run(kfac, team, range(2, 5))
 
     torch.testing.assert_close(run(comm), run(comm.Split(comm.rank)), rtol=0, atol=1e-10)
+
+
+def without(name):
+    """A change to a state: the item is gone."""
+    return lambda state: state.pop(name)
+
+
+def replaced(name, value):
+    """A change to a state: the item is another."""
+    return lambda state: state.update({name: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("trainer/steps"), "item 'trainer/steps' must be a number; it is missing"),
+        (
+            replaced("model/5.weight", torch.ones(5, 37)),
+            "item 'model/5.weight' must be float64 [5, 36]; it is float32 [5, 37]",
+        ),
+        (without("kfac/bases/5.G.vectors"), "item 'kfac/bases/5.G.vectors' must be float64 [5, 5]"),
+        (
+            replaced("kfac/average_weight", "much"),
+            "item 'kfac/average_weight' must be a number; it is a str",
+        ),
+    ],
+    ids=["missing", "shape", "basis", "kind"],
+)
+def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(comm, change, message):
+    """Oracle: every rank's state before; the item, what is expected and what is there."""
+    state, _ = interrupted(comm, None)
+    kfac = trainer(comm)
+    problem.run(kfac, comm, range(1))
+    before = {k: v.clone() if torch.is_tensor(v) else v for k, v in kfac.state_dict().items()}
+    if comm.rank == comm.size - 1:
+        change(state)
+    with pytest.raises(UserError) as refused:
+        kfac.load_state_dict(state)
+    assert str(refused.value).startswith(f"loading state: {message}")
+    after = kfac.state_dict()
+    assert after.keys() == before.keys()
+    assert all(same(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["kfac", "sgd"])
+def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
+    """Oracle: every rank's weights before; the file's name, on ranks that do not need it too."""
+
+    def fresh():
+        if kind == "kfac":
+            return trainer(comm, Strategy(1, "owners", "owner"))
+        model = problem.network()
+        return mpikfac.DataParallel(model, problem.sgd(model), comm)
+
+    first, second = fresh(), fresh()
+    problem.run(first, comm, range(STOP))
+    root = comm.bcast(tmp_path)
+    path = mpikfac.save_checkpoint(comm, root, first.state_dict(), first.steps)
+    damaged = path / f"shard-{comm.size - 1}.h5"
+    comm.Barrier()
+    if comm.rank == 0:
+        damaged.write_bytes(damaged.read_bytes()[:-1])
+    comm.Barrier()
+    before = problem.state(second.model)
+    with pytest.raises(UserError, match=f"loading state: {damaged} is damaged"):
+        second.load_state_dict(mpikfac.load_checkpoint(comm, path))
+    assert second.steps == 0
+    assert torch.equal(problem.state(second.model), before)
+
+
+def test_a_batch_that_is_discarded_after_loading_leaves_what_was_loaded(comm):
+    """Oracle: the running statistics that were saved."""
+    first, second = trainer(comm), trainer(comm)
+    norm = first.model[1]
+    norm.running_mean += 1
+    second.load_state_dict(whole_state(comm, first))
+    second.discard()
+    assert torch.equal(second.model[1].running_mean, norm.running_mean)
