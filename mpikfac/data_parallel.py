@@ -349,6 +349,7 @@ def load_model_state(
             if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
                 value = value.to(parameter.device if value.dim() else value.device, copy=True)
             optimizer.state[parameter][key.removeprefix(prefix)] = value
+    gradients.keep()
 
 
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
