@@ -8,7 +8,6 @@ Every option of `--help` may stand in the file or, as `--key value`, on the comm
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import math
@@ -28,6 +27,7 @@ from mpikfac_apps import batches, checkpoints, config, data, models, record
 from mpikfac_apps.guard import Guard
 from mpikfac_apps.metrics import Meter, Speed
 from mpikfac_apps.options import Options
+from mpikfac_apps.survival import go_on
 
 KFAC_SETTINGS = (
     *("damping", "factor_every", "basis_every", "decay", "kl_clip"),
@@ -85,7 +85,7 @@ def train(comm: Any, options: Options) -> int:
         except Exception as error:
             if not (options.shrink and mpikfac.lost_a_rank(error)):
                 raise
-            left, options = run.shrink()
+            left, options = go_on(run)
     return train(left, options)
 
 
@@ -328,9 +328,9 @@ class Run:
     def _save(self, last: bool = False) -> None:
         self.guard.enter("checkpoint", self.trainer.steps)
         items = self.trainer.state_dict() | self.meter.state()
-        self.saver.save(items | self._about(), self.trainer.steps, last)
+        self.saver.save(items | self.about(), self.trainer.steps, last)
 
-    def _about(self) -> dict[str, Any]:
+    def about(self) -> dict[str, Any]:
         """What rank 0 adds to a checkpoint."""
         if self.comm.rank != 0:
             return {}
@@ -367,42 +367,6 @@ class Run:
                 self.saver.step = checkpoint.step
         log.info("going on from %s", checkpoint.path)
         return kept
-
-    def shrink(self) -> tuple[Any, Options]:
-        """The ranks that are left, and how they go on: from their own state if it is whole.
-
-        To be called by all that are left. Each keeps its place in the order of ranks.
-        """
-        left = mpikfac.survivors(self.comm, self.trainer.gradients.grid)
-        lost = self.comm.size - left.size
-        if left.rank == 0:
-            log.warning("step %d: lost %d of %d ranks", self.trainer.steps, lost, self.comm.size)
-        self.saver.abandon()
-        if left.rank == 0 and self.comm.rank != 0:
-            self.guard.inherit()
-        self.comm = self.meter.comm = left
-        self._save_what_is_left()
-        root, found = checkpoints.root(self.options), None
-        if left.rank == 0:
-            found = mpikfac.latest_checkpoint(root)
-        again = "auto" if left.bcast(found) else self.options.resume
-        return left, dataclasses.replace(self.options, resume=again)
-
-    def _save_what_is_left(self) -> None:
-        """Writes the state after the newest step of which the ranks still hold all, if any."""
-        trainer, comm = self.trainer, self.comm
-        trainer.gradients.discard()
-        steps = comm.allgather(trainer.steps if trainer.intact else -1)
-        items = trainer.state_dict() if steps[comm.rank] == max(steps) >= 0 else {}
-        names = {name for names in comm.allgather(list(items)) for name in names}
-        if not names or trainer.missing(names):
-            if comm.rank == 0:
-                log.warning("what was lost is in no other memory: back to the last checkpoint")
-            return
-        counted = self.meter.state()
-        if comm.rank == 0:
-            items |= counted | self._about()
-        mpikfac.save_checkpoint(comm, checkpoints.root(self.options), items, max(steps))
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import mpikfac
 from mpikfac.arena import Arena, Parts
-from mpikfac.comm import SUMMABLE, Grid, agree, broadcast, together
-from mpikfac.layers import Layer, Other, Statistic, Votes, uncovered
+from mpikfac.checks import Block, common_type, describe
+from mpikfac.comm import Grid, agree, broadcast, together
+from mpikfac.layers import Statistic, Votes, uncovered
 from mpikfac.plan import Plan, Strategy, make_plan
+from mpikfac.state import load_model_state, missing_state, model_state, needed_state
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
-
-Block = Layer | Other
 
 
 class Gradients:
@@ -142,6 +139,11 @@ class Gradients:
         """Whether this rank's optimizer steps `block`."""
         return not self.owner_updates or self.plan.updaters[block.name] == self.grid.world.rank
 
+    def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters that this rank's optimizer steps, by name."""
+        mine = {id(p) for block in self.blocks if self.steps(block) for p in block.parameters}
+        return {name: p for name, p in model.named_parameters() if id(p) in mine}
+
 
 class DataParallel:
     """First-order training: averages gradients over ranks and steps the optimizer.
@@ -187,6 +189,7 @@ class DataParallel:
         agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
+        self._stepped = self.gradients.stepped(model)
 
     def step(self) -> None:
         """From local gradients to identical new weights on every rank.
@@ -208,7 +211,7 @@ class DataParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name: model, optimizer and number of steps."""
-        state = model_state(self.model, self.optimizer, self.gradients)
+        state = model_state(self.model, self.optimizer, self._stepped)
         return state | {"trainer/steps": self.steps}
 
     def missing(self, names: Collection[str]) -> set[str]:
@@ -224,157 +227,7 @@ class DataParallel:
             UserError: see `KFAC.load_state_dict`.
         """
         with together(self.gradients.grid.world, "loading state"):
-            found = needed_state(self.model, self.optimizer, self.gradients, state)
-        load_model_state(self.model, self.optimizer, self.gradients, found)
+            found = needed_state(self.model, self.optimizer, self._stepped, state)
+        load_model_state(self.model, self.optimizer, self._stepped, found)
+        self.gradients.keep()
         self.steps, self.intact = int(found["trainer/steps"]), True
-
-
-def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device that all blocks share.
-
-    Raises:
-        ValueError: nothing is trained, or a tensor that differs from the first.
-    """
-    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
-    if not tensors:
-        raise ValueError("the model has no parameter that requires a gradient")
-    name, first = tensors[0]
-    if first.dtype not in SUMMABLE:
-        allowed = " or ".join(map(str, SUMMABLE))
-        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
-    for other, tensor in tensors:
-        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-            raise ValueError(
-                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
-                f"{first.device}; all trained parameters and buffers must share both"
-            )
-    return first.dtype, first.device
-
-
-def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """What ranks that train together must share: versions, model and optimizer, in short."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
-    groups = [
-        [names.get(id(p), "a parameter of another model") for p in group["params"]]
-        for group in optimizer.param_groups
-    ]
-    numbers = dict(_group_settings(optimizer))
-    return {
-        "mpikfac version": mpikfac.__version__,
-        "torch version": torch.__version__,
-        "model": _digest(shapes),
-        "optimizer": f"{type(optimizer).__name__} {numbers}",
-        "optimizer's parameters": _digest(groups),
-    }
-
-
-def model_state(model: nn.Module, optimizer: Optimizer, gradients: Gradients) -> dict[str, Any]:
-    """Model and optimizer by name; of the optimizer's tensors those of blocks this rank steps."""
-    state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
-    state |= {f"optimizer/groups/{name}": value for name, value in _group_settings(optimizer)}
-    for name, parameter in _stepped(model, gradients):
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                state[f"optimizer/state/{name}/{key}"] = value
-    return state
-
-
-def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """What is not among `names`, of `model_state`'s names on all ranks together."""
-    prefix = "optimizer/state/"
-    keys = {name.rpartition("/")[2] for name in names if name.startswith(prefix)}
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    whole = {f"model/{name}" for name, _ in _tensors_of(model)}
-    whole |= {f"{prefix}{name}/{key}" for name in trained for key in keys}
-    return whole.difference(names)
-
-
-def needed_state(
-    model: nn.Module, optimizer: Optimizer, gradients: Gradients, state: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The number of steps, and what `load_model_state` takes from `state`.
-
-    Raises:
-        ValueError: an item is missing, or not like the one that it is for.
-    """
-    like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
-    settings = {f"optimizer/groups/{name}": value for name, value in _group_settings(optimizer)}
-    like |= {name: value for name, value in settings.items() if name in state}
-    found = fitting(state, like | {"trainer/steps": 0})
-    # Optimizers give it shapes of their own, and make it at a parameter's first step.
-    kept = tuple(f"optimizer/state/{name}/" for name, _ in _stepped(model, gradients))
-    return found | {name: state[name] for name in state if name.startswith(kept)}
-
-
-def fitting(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """The items that `like` names, of the same dtype and shape, or numbers where it has numbers.
-
-    Raises:
-        ValueError: the first that is missing or another; its name, what is expected, what is there.
-    """
-    found = {}
-    for name, expected in like.items():
-        if name not in state:
-            raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
-        found[name] = state[name]
-        if (form := _form(found[name])) != _form(expected):
-            raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
-    return found
-
-
-def _form(value: object) -> str:
-    if torch.is_tensor(value):
-        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
-
-
-def load_model_state(
-    model: nn.Module, optimizer: Optimizer, gradients: Gradients, state: Mapping[str, Any]
-) -> None:
-    """The inverse of `model_state`, at any number of ranks and any strategy."""
-    found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
-    model.load_state_dict(found, strict=False)
-    for name, number in _group_settings(optimizer):
-        index, key = name.split("/")
-        restored = state.get(f"optimizer/groups/{name}", number)
-        flag = isinstance(number, bool)
-        optimizer.param_groups[int(index)][key] = bool(restored) if flag else restored
-    optimizer.state.clear()
-    for name, parameter in _stepped(model, gradients):
-        prefix = f"optimizer/state/{name}/"
-        for key in (key for key in state if key.startswith(prefix)):
-            value = state[key]
-            if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
-                value = value.to(parameter.device if value.dim() else value.device, copy=True)
-            optimizer.state[parameter][key.removeprefix(prefix)] = value
-    gradients.keep()
-
-
-def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
-
-
-def _group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
-    """Index and key ("0/lr") and value of every number in the parameter groups."""
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in group.items():
-            if isinstance(value, (int, float)):
-                yield f"{index}/{key}", value
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-def _tensors(block: Block) -> Sequence[Tensor]:
-    return block.parameters if isinstance(block, Layer) else [block.tensor]
-
-
-def _stepped(model: nn.Module, gradients: Gradients) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters whose optimizer state this rank keeps."""
-    mine = {id(p) for block in gradients.blocks if gradients.steps(block) for p in block.parameters}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in mine:
-            yield name, parameter

@@ -16,22 +16,21 @@ from torch.optim import Optimizer
 from mpikfac import kron
 from mpikfac.arena import Arena, Parts
 from mpikfac.bases import Bases
+from mpikfac.checks import check_count, common_type, describe, groups_of, report_others
 from mpikfac.comm import Grid, agree, broadcast, together
-from mpikfac.data_parallel import (
-    Gradients,
-    common_type,
-    describe,
+from mpikfac.data_parallel import Gradients
+from mpikfac.layers import Votes, cover
+from mpikfac.moments import NORMALIZATIONS, Normalization
+from mpikfac.plan import Solver, Strategy, make_plan, one_of
+from mpikfac.recorder import Recorder
+from mpikfac.schedule import Schedule, Settings
+from mpikfac.state import (
     fitting,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
 )
-from mpikfac.layers import Layer, Other, Votes, cover
-from mpikfac.moments import NORMALIZATIONS, Normalization
-from mpikfac.plan import Solver, Strategy, make_plan, one_of
-from mpikfac.recorder import Recorder
-from mpikfac.schedule import Schedule, Settings
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
@@ -113,8 +112,8 @@ class KFAC:
         one_of("start", start, ("first", "identity"))
         one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
         one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
-        _check_count("subsample", subsample, 1)
-        _check_count("delay", delay, 0)
+        check_count("subsample", subsample, 1)
+        check_count("delay", delay, 0)
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
         dtype, device = common_type([*self.layers, *self.others])
@@ -128,7 +127,7 @@ class KFAC:
             solver,
             dtype.itemsize,
         )
-        self._groups = _groups_of(self.layers, optimizer)
+        self._groups = groups_of(self.layers, optimizer)
         self._check_agreement(
             comm,
             delay=delay,
@@ -142,6 +141,7 @@ class KFAC:
         rank = comm.rank
         self.troubles = Troubles(rank)
         self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
+        self._stepped = self.gradients.stepped(model)
         self.statistics = Arena(self.plan.statistics(rank), dtype, device)
         self._parts = Parts(self.statistics, self.plan.parts_per_rank)
         self.averages = Arena(self.plan.averages(rank), dtype, device)
@@ -153,7 +153,7 @@ class KFAC:
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
-            _report_others(self.others, optimizer)
+            report_others(self.others, optimizer)
 
     # -- the main path ---------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class KFAC:
         Model, optimizer, factors as packed triangles, bases, the averages' weight, and the number
         of steps: what a run needs to go on exactly, also between two decompositions.
         """
-        state = model_state(self.model, self.optimizer, self.gradients)
+        state = model_state(self.model, self.optimizer, self._stepped)
         state |= {"trainer/steps": self.steps, "kfac/average_weight": self._average_weight}
         state |= {f"kfac/factors/{name}": average for name, average in self.averages.items()}
         return state | {f"kfac/{name}": value for name, value in self.bases.state_dict().items()}
@@ -392,9 +392,10 @@ class KFAC:
                 or cannot be read.
         """
         with together(self.grid.world, "loading state"):
-            found = needed_state(self.model, self.optimizer, self.gradients, state)
+            found = needed_state(self.model, self.optimizer, self._stepped, state)
             found |= self._needed_curvature(state)
-        load_model_state(self.model, self.optimizer, self.gradients, found)
+        load_model_state(self.model, self.optimizer, self._stepped, found)
+        self.gradients.keep()
         self._forget_curvature()
         if "kfac/average_weight" in found:
             self._average_weight = float(found["kfac/average_weight"])
@@ -414,41 +415,3 @@ class KFAC:
             kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
             like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}
         return fitting(state, like)
-
-
-def _groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
-    """The optimizer's parameter groups that hold each layer's weight and bias.
-
-    Raises:
-        ValueError: none holds one of them.
-    """
-    group_of = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    groups = {}
-    for layer in layers:
-        if any(id(parameter) not in group_of for parameter in layer.parameters):
-            raise ValueError(
-                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
-                f"give it to the optimizer or add it to skip"
-            )
-        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
-    return groups
-
-
-def _report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
-    """Lists once what is trained without K-FAC, and what is not trained at all."""
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = [other for other in others if other.parameters]
-    names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
-    log.info("trained first-order, as no layer covers them: %s", names or "none")
-    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
-    if forgotten:
-        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
-
-
-def _check_count(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")

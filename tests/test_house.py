@@ -34,10 +34,14 @@ MAY_IMPORT = {
     "troubles": {"torch", "errors"},
     "comm": {"mpi4py", "torch", "errors", "trace"},
     "recorder": {"torch", "arena", "kron", "layers", "moments", "trace"},
-    "data_parallel": {"torch", "mpikfac", "arena", "comm", "layers", "plan", "trace", "troubles"},
+    "state": {"torch"},
+    "checks": {"torch", "mpikfac", "comm", "layers", "state"},
+    "data_parallel": {
+        *("torch", "arena", "checks", "comm", "layers", "plan", "state", "trace", "troubles"),
+    },
     "kfac": {
-        *("torch", "arena", "bases", "comm", "data_parallel", "kron", "layers"),
-        *("moments", "plan", "recorder", "schedule", "trace", "troubles"),
+        *("torch", "arena", "bases", "checks", "comm", "data_parallel", "kron", "layers"),
+        *("moments", "plan", "recorder", "schedule", "state", "trace", "troubles"),
     },
     "durable": set(),
     "shard": {"h5py", "numpy", "torch", "durable", "errors"},

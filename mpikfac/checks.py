@@ -1,0 +1,108 @@
+"""What has to be right about a model and its optimizer before they are trained."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mpikfac
+from mpikfac.comm import SUMMABLE
+from mpikfac.layers import Layer, Other
+from mpikfac.state import group_settings
+
+Block = Layer | Other
+
+log = logging.getLogger("mpikfac")
+
+
+def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
+    """The dtype and device that all blocks share.
+
+    Raises:
+        ValueError: nothing is trained, or a tensor that differs from the first.
+    """
+    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
+    if not tensors:
+        raise ValueError("the model has no parameter that requires a gradient")
+    name, first = tensors[0]
+    if first.dtype not in SUMMABLE:
+        allowed = " or ".join(map(str, SUMMABLE))
+        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
+    for other, tensor in tensors:
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
+                f"{first.device}; all trained parameters and buffers must share both"
+            )
+    return first.dtype, first.device
+
+
+def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """What ranks that train together must share: versions, model and optimizer, in short."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    groups = [
+        [names.get(id(p), "a parameter of another model") for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    numbers = dict(group_settings(optimizer))
+    return {
+        "mpikfac version": mpikfac.__version__,
+        "torch version": torch.__version__,
+        "model": _digest(shapes),
+        "optimizer": f"{type(optimizer).__name__} {numbers}",
+        "optimizer's parameters": _digest(groups),
+    }
+
+
+def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
+    """The optimizer's parameter groups that hold each layer's weight and bias.
+
+    Raises:
+        ValueError: none holds one of them.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    groups = {}
+    for layer in layers:
+        if any(id(parameter) not in group_of for parameter in layer.parameters):
+            raise ValueError(
+                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                f"give it to the optimizer or add it to skip"
+            )
+        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
+    return groups
+
+
+def report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
+    """Lists once what is trained without K-FAC, and what is not trained at all."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [other for other in others if other.parameters]
+    names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
+    log.info("trained first-order, as no layer covers them: %s", names or "none")
+    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
+    if forgotten:
+        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
+
+
+def check_count(name: str, value: object, least: int) -> None:
+    """Raises ValueError unless `value` is a whole number of at least `least`."""
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _tensors(block: Block) -> Sequence[Tensor]:
+    return block.parameters if isinstance(block, Layer) else [block.tensor]
