@@ -328,7 +328,11 @@ def _compare(sums: Sequence[Mapping[str, int]]) -> None:
 
 def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
     """Returns when all ranks see the files that rank 0 sees; network file systems may lag."""
-    seen = comm.bcast(_files(checkpoints) if comm.rank == 0 else None)
+    seen: dict[str, int] = {}
+    with together(comm, "looking for checkpoints"):
+        if comm.rank == 0:
+            seen = _files(checkpoints)
+    seen = comm.bcast(seen)
     with together(comm, "looking for checkpoints"):
         deadline = time.monotonic() + PATIENCE
         while missing := dict(seen.items() - _files(checkpoints).items()):
@@ -343,7 +347,7 @@ def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
 def _files(directories: Sequence[Path]) -> dict[str, int]:
     """Bytes of the directories' files, by path."""
     return {
-        str(file): file.stat().st_size
+        str(file): file.lstat().st_size
         for directory in directories
         if directory.exists()
         for file in directory.iterdir()

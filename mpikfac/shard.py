@@ -174,7 +174,7 @@ class _Image:
         self.size = size
 
     def flush(self) -> None:
-        pass
+        pass  # HDF5 wants to call it
 
     def _parts(self, count: int) -> Iterator[tuple[bytearray, slice]]:
         """The next `count` bytes as slices of pages; moves past them."""

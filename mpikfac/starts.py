@@ -57,6 +57,8 @@ def starts_from(checkpoint: Checkpoint) -> int:
 def _read(root: Path) -> list[tuple[int, str, int]]:
     try:
         record = json.loads((root / RECORD).read_bytes())
-        return [(int(start["step"]), start["sha256"], int(start["starts"])) for start in record]
+        return [
+            (int(start["step"]), str(start["sha256"]), int(start["starts"])) for start in record
+        ]
     except (OSError, KeyError, TypeError, ValueError):  # none yet, or damaged: count from now on
         return []

@@ -69,7 +69,10 @@ def test_a_run_that_went_back_gets_beyond_the_bad_checkpoint(root) -> None:
     assert begin(root) == 2
 
 
-@pytest.mark.parametrize("content", ["", "{", "3", '[{"step": 2}]', "[1]", '{"a": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "3", '[{"step": 2}]', "[1]", '{"a": 1}', '[{"step": 1, "sha256": [], "starts": 9}]'],
+)
 def test_a_damaged_record_counts_as_none(root, content) -> None:
     """Oracle: by hand."""
     (root / "starts.json").write_text(content)
