@@ -255,6 +255,7 @@ class Run:
         self.guard.enter("end", steps)
         if self.comm.rank == 0:
             mpikfac.note_end(checkpoints.root(self.options))
+        self.comm.Barrier()  # while ranks are watched: no one would end MPI's wait for a stuck one
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
