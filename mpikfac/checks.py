@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from mpikfac.layers import Layer, Other
 from mpikfac.state import group_settings
 
 Block = Layer | Other
+HERE = Path(__file__).parent
 
 log = logging.getLogger("mpikfac")
 
@@ -54,6 +56,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     numbers = dict(group_settings(optimizer))
     return {
         "mpikfac version": mpikfac.__version__,
+        "mpikfac's code": _digest([path.read_bytes() for path in sorted(HERE.glob("*.py"))]),
         "torch version": torch.__version__,
         "model": _digest(shapes),
         "optimizer": f"{type(optimizer).__name__} {numbers}",

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
+from typing import IO
 
 import psutil
 
@@ -20,24 +23,46 @@ def launch(
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; no process of the job is left.
     """
-    mpirun, flags = launcher()
-    command = [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args]
-    with subprocess.Popen(
-        command,
-        env=_environment() | (env or {}),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as job:
+    with start(ranks, *args, env=env) as job:
         try:
             output, errors = job.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as expired:
-            _kill_tree(job.pid)
+            kill(job)
             output, errors = job.communicate()
             expired.add_note(f"{output}\n{errors}")
             raise
-    return subprocess.CompletedProcess(command, job.returncode, output, errors)
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
+
+
+def start(
+    ranks: int, *args: str, env: dict[str, str] | None = None, output: int | IO[str] = PIPE
+) -> subprocess.Popen[str]:
+    """The job that `launch` waits for; what it prints goes to pipes, or together to `output`."""
+    mpirun, flags = launcher()
+    return subprocess.Popen(
+        [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args],
+        env=_environment() | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        text=True,
+    )
+
+
+def processes(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks of a job of Open MPI, in order."""
+    ranks = psutil.Process(job.pid).children()
+    return sorted(ranks, key=lambda rank: int(rank.environ()["OMPI_COMM_WORLD_RANK"]))
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    """Ends the job with all its ranks."""
+    # Open MPI gives each rank a process group of its own: killing the launcher's would miss them.
+    family = psutil.Process(job.pid).children(recursive=True)
+    for process in [psutil.Process(job.pid), *family]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=10)
 
 
 def launcher() -> tuple[str, list[str]]:
@@ -57,13 +82,3 @@ def _environment() -> dict[str, str]:
     if "MPIRUN" not in os.environ:
         defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
     return defaults | dict(os.environ)
-
-
-def _kill_tree(pid: int) -> None:
-    # Open MPI gives each rank a process group of its own: killing the launcher's would miss them.
-    family = psutil.Process(pid).children(recursive=True)
-    for process in [psutil.Process(pid), *family]:
-        try:
-            process.kill()
-        except psutil.NoSuchProcess:
-            continue

@@ -242,17 +242,6 @@ def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     assert not run.exists()
 
 
-@pytest.mark.parametrize("place", ["start-up", "data", "forward", "step", "evaluation"])
-def test_a_rank_that_raises_ends_the_job_with_one_traceback(tmp_path, place):
-    """Oracle: the text that rank 1 raises, once."""
-    raising = str(Path(__file__).with_name("raising.py"))
-    job = launch(2, raising, place, *arguments(tmp_path / "run"), timeout=60)
-    assert job.returncode not in (0, 2)
-    assert job.stderr.count("Traceback") == 1
-    assert job.stderr.count("mpikfac: rank 1 of 2, ") == 1
-    assert f"RuntimeError: on purpose, in {place}" in job.stderr
-
-
 def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, caplog):
     """Oracle: one line per step at an interval of 0 s; nothing is left at the last."""
     monkeypatch.setattr(record, "LINE_EVERY", 0.0)

@@ -1,0 +1,132 @@
+"""Ranks that die, hang or are told to stop, in every phase of a training run."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import launch
+
+SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
+RANKS = 3 if SOAK else 2
+LIMIT = 3  # seconds that a step may take; other phases take 10 times that
+OPTIONS = (
+    *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
+    *("--kfac.basis_every=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
+)
+# Where a rank that is there says it is, for every place of faulty.py.
+PLACES = {
+    "start-up": "start-up at step 0",
+    "data": "start-up at step 0",
+    "forward": "step 1",
+    "reduce statistics": "step 1",
+    "decompose": "step 1",
+    "publish bases": "step 1",
+    "checkpoint": "checkpoint at step 2",
+    "evaluation": "evaluation at step 2",
+    "end": "end at step 9",
+}
+TOLD = {"raise": "RuntimeError: on purpose", "exit": "SystemExit: 0"}
+DEATHS = ("kill", "crash", "leave")  # nothing is left to tell of them but the launcher
+HANGS = ("sleep", "stop", "hold the GIL")
+
+Case = tuple[str, str, int]
+# Every kind and every place once, on either rank; with MPIKFAC_SOAK=1 all of them.
+CASES: list[Case] = [
+    ("raise", "data", 1),
+    ("raise", "end", 0),
+    ("exit", "evaluation", 1),
+    ("exit", "start-up", 0),
+    ("kill", "reduce statistics", 0),
+    ("kill", "checkpoint", 1),
+    ("crash", "publish bases", 1),
+    ("leave", "end", 1),
+    ("sleep", "publish bases", 0),
+    ("stop", "forward", 1),
+    ("hold the GIL", "decompose", 0),
+    ("miscount", "reduce statistics", 1),
+]
+if SOAK:
+    CASES = list(product((*TOLD, *DEATHS, *HANGS, "miscount"), PLACES, range(RANKS)))
+
+
+@dataclass
+class End:
+    """How a job ended, and how long after the fault."""
+
+    code: int
+    errors: str
+    seconds: float
+    hang: Path
+
+    @property
+    def told(self) -> list[str]:
+        """The lines of mpikfac."""
+        return [line for line in self.errors.splitlines() if line.startswith("mpikfac: ")]
+
+
+@pytest.fixture(scope="module")
+def end(tmp_path_factory) -> Iterator[Callable[[Case], End]]:
+    """How the job of a case ends; three run at a time."""
+    program = str(Path(__file__).with_name("faulty.py"))
+    root = tmp_path_factory.mktemp("faults")
+
+    def run(case: Case) -> End:
+        kind, place, rank = case
+        run_dir = root / "-".join(map(str, case)).replace(" ", "-")
+        file = run_dir.with_suffix(".time")
+        options = (
+            *OPTIONS,
+            "--checkpoint_every=2",
+            f"--hang_after={LIMIT}",
+            f"--run_dir={run_dir}",
+        )
+        job = launch(RANKS, program, kind, place, str(rank), str(file), *options, timeout=90)
+        seconds = time.time() - float(file.read_text())
+        alive = psutil.process_iter(["cmdline"])
+        assert not [p for p in alive if str(run_dir) in " ".join(p.info["cmdline"] or [])]
+        return End(job.returncode, job.stdout + job.stderr, seconds, run_dir / "hang")
+
+    with ThreadPoolExecutor(3) as pool:
+        ends: dict[Case, Future[End]] = {case: pool.submit(run, case) for case in CASES}
+        yield lambda case: ends[case].result()
+        pool.shutdown(cancel_futures=True)
+    if SOAK:
+        found = {case: future.result() for case, future in ends.items() if future.done()}
+        for kind, place in product(dict.fromkeys(case[0] for case in found), PLACES):
+            seconds = [f"{found[c].seconds:.1f}" for c in found if c[:2] == (kind, place)]
+            print(f"{kind:14}{place:20}{' '.join(seconds)}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
+    """Oracle: the kind, the place and the rank; the launcher's word where a rank is gone."""
+    kind, place, rank = case
+    ended = end(case)
+    assert ended.code != 0
+    where = PLACES[place]
+    if kind in TOLD:
+        (line,) = ended.told
+        assert re.fullmatch(
+            rf"mpikfac: rank {rank} of {RANKS}, \S+, {where}\S*: {TOLD[kind]}", line
+        )
+    elif kind in DEATHS:
+        assert not ended.told
+        assert re.search(r"exited on|exited with|exiting improperly|non-zero", ended.errors)
+    elif kind in HANGS:
+        (line,) = ended.told
+        silent = "silent (stopped, holding the GIL, or at its end)"
+        found = rf"rank {rank} on \S+ in {where}[;,]" if kind == "sleep" else re.escape(silent)
+        assert re.search(rf"no progress for \d s: .*{found}", line)
+        assert "Thread 0x" in "".join(path.read_text() for path in ended.hang.glob("rank-*"))
+    else:  # Open MPI waits, raises or crashes
+        assert len(ended.told) <= 1
