@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -78,12 +79,15 @@ class Record:
         text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
         (path / "config.yaml").write_text(text)
         (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+        logging.raiseExceptions = False  # no traceback for each line that finds the disk full
         file = logging.FileHandler(path / "log.txt")
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         kept_log.setTarget(file)
         kept_log.flush()
-        self._metrics = open(path / "metrics.jsonl", "ab")  # noqa: SIM115 (open as long as the run)
+        # Open as long as the run.
+        self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
+        self._unwritten = b""
         self._board = None
         if options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -91,19 +95,27 @@ class Record:
             self._board = SummaryWriter(path / "tensorboard")
 
     def row(self, step: int, **values: float) -> None:
-        """Adds a line to metrics.jsonl, numbers rounded to 6 digits."""
+        """Adds a line to metrics.jsonl, numbers rounded to 6 digits; a full disk gets it later."""
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
-        self._metrics.write(json.dumps({"step": step, **short}).encode() + b"\n")
-        self._metrics.flush()
+        waiting, begin = self._unwritten, self._metrics.tell()
+        self._unwritten += json.dumps({"step": step, **short}).encode() + b"\n"
+        with suppress(OSError):
+            if self._metrics.write(self._unwritten) == len(self._unwritten):
+                self._unwritten = b""
+            else:
+                self._metrics.truncate(begin)  # half a line is of no use to a restart
+        if self._unwritten and not waiting:
+            log.warning("metrics.jsonl cannot be written; its lines wait in memory")
         if self._board:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
 
 
 def metrics_bytes(run_dir: str) -> int:
-    """Bytes of the run's metrics.jsonl, all of them on disk."""
+    """Bytes of the run's metrics.jsonl, all of them on disk unless that fails."""
     with open(Path(run_dir) / "metrics.jsonl", "ab") as metrics:
-        os.fsync(metrics.fileno())
+        with suppress(OSError):
+            os.fsync(metrics.fileno())
         return metrics.tell()
 
 

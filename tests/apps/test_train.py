@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch import nn
 
 from launch import launch
 from mpikfac_apps import metrics, models, record, train_cnn
+from mpikfac_apps.options import Options
 
 APPS = Path(train_cnn.__file__).parent
 TIMES = ("seconds", "images_per_second", "communication")
@@ -262,3 +264,23 @@ def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, w
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(record.os, "readlink", lambda path: stderr_of_mpirun)
     assert record.on_terminal() == watched
+
+
+def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplog):
+    """Oracle: a file that takes half of what is written, then nothing, then all."""
+    kept = record.Record(Options(run_dir=str(tmp_path)), {}, record.start_log())
+    file, path = kept._metrics, tmp_path / "metrics.jsonl"
+
+    def nothing(_: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept.row(1, loss=1.0)
+    for step, write in ((2, lambda text: file.write(text[: len(text) // 2])), (3, nothing)):
+        kept._metrics = SimpleNamespace(write=write, tell=file.tell, truncate=file.truncate)
+        kept.row(step, loss=1.0)
+        assert [row["step"] for row in rows(tmp_path)] == [1]
+        assert record.metrics_bytes(str(tmp_path)) == path.stat().st_size
+    assert caplog.text.count("its lines wait in memory") == 1
+    kept._metrics = file
+    kept.row(4, loss=1.0)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
