@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -61,50 +62,47 @@ if SOAK:
 
 @dataclass
 class End:
-    """How a job ended, and how long after the fault."""
+    """How a job ended."""
 
     code: int
-    errors: str
-    seconds: float
+    output: str
     hang: Path
 
     @property
     def told(self) -> list[str]:
         """The lines of mpikfac."""
-        return [line for line in self.errors.splitlines() if line.startswith("mpikfac: ")]
+        return [line for line in self.output.splitlines() if line.startswith("mpikfac: ")]
 
 
 @pytest.fixture(scope="module")
-def end(tmp_path_factory) -> Iterator[Callable[[Case], End]]:
+def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
     """How the job of a case ends; three run at a time."""
+    tests = [getattr(item, "callspec", None) for item in request.session.items]
+    cases = [test.params["case"] for test in tests if test and "case" in test.params]
     program = str(Path(__file__).with_name("faulty.py"))
     root = tmp_path_factory.mktemp("faults")
+    took: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
     def run(case: Case) -> End:
         kind, place, rank = case
         run_dir = root / "-".join(map(str, case)).replace(" ", "-")
         file = run_dir.with_suffix(".time")
-        options = (
-            *OPTIONS,
-            "--checkpoint_every=2",
-            f"--hang_after={LIMIT}",
-            f"--run_dir={run_dir}",
-        )
-        job = launch(RANKS, program, kind, place, str(rank), str(file), *options, timeout=90)
+        fault = (program, kind, place, str(rank), str(file))
+        job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}", timeout=90)
         seconds = time.time() - float(file.read_text())
+        took[kind, place].append(seconds)
         alive = psutil.process_iter(["cmdline"])
         assert not [p for p in alive if str(run_dir) in " ".join(p.info["cmdline"] or [])]
-        return End(job.returncode, job.stdout + job.stderr, seconds, run_dir / "hang")
+        return End(job.returncode, job.stdout + job.stderr, run_dir / "hang")
 
     with ThreadPoolExecutor(3) as pool:
-        ends: dict[Case, Future[End]] = {case: pool.submit(run, case) for case in CASES}
+        ends: dict[Case, Future[End]] = {case: pool.submit(run, case) for case in cases}
         yield lambda case: ends[case].result()
         pool.shutdown(cancel_futures=True)
     if SOAK:
-        found = {case: future.result() for case, future in ends.items() if future.done()}
-        for kind, place in product(dict.fromkeys(case[0] for case in found), PLACES):
-            seconds = [f"{found[c].seconds:.1f}" for c in found if c[:2] == (kind, place)]
-            print(f"{kind:14}{place:20}{' '.join(seconds)}")
+        print("\nseconds from the fault to the end of the job, for every rank")
+        for (kind, place), seconds in took.items():
+            print(f"{kind:14}{place:20}{' '.join(f'{s:.1f}' for s in sorted(seconds))}")
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -121,7 +119,7 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
         )
     elif kind in DEATHS:
         assert not ended.told
-        assert re.search(r"exited on|exited with|exiting improperly|non-zero", ended.errors)
+        assert re.search(r"exited on|exited with|exiting improperly|non-zero", ended.output)
     elif kind in HANGS:
         (line,) = ended.told
         silent = "silent (stopped, holding the GIL, or at its end)"
