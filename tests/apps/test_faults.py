@@ -1,9 +1,10 @@
-"""Ranks that die, hang or are told to stop, in every phase of a training run."""
+"""Ranks that die, hang or leave in every phase of a training run, and jobs that must not start."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+import mpikfac
 from launch import launch
+from mpikfac_apps import train_cnn
+from mpikfac_apps.lock import Lock
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = 3 if SOAK else 2
@@ -128,3 +132,44 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
         assert "Thread 0x" in "".join(path.read_text() for path in ended.hang.glob("rank-*"))
     else:  # Open MPI waits, raises or crashes
         assert len(ended.told) <= 1
+
+
+def refused(tmp_path: Path, *program: str) -> str:
+    """The one line with which two ranks that must not train end, without a trace of theirs."""
+    run = tmp_path / "run"
+    before = sorted(run.rglob("*"))
+    job = launch(2, *program, *OPTIONS, f"--run_dir={run}")
+    (line,) = [line for line in job.stderr.splitlines() if "mpikfac: " in line]
+    assert job.returncode == 2
+    assert sorted(run.rglob("*")) == before
+    return line
+
+
+def test_a_second_job_in_a_run_directory_is_refused(tmp_path):
+    """Oracle: the process that has the directory, and what to do."""
+    lock = Lock(tmp_path / "run")
+    line = refused(tmp_path, train_cnn.__file__)
+    lock.release()
+    assert f"is in use by process {os.getpid()} on " in line
+    assert line.endswith("or give another directory")
+
+
+OTHER_CODE = """
+import sys
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    sys.path.insert(0, sys.argv[1])
+from mpikfac_apps import train_cnn
+sys.exit(train_cnn.main(sys.argv[2:]))
+"""
+
+
+def test_ranks_with_other_code_are_refused(tmp_path):
+    """Oracle: rank 1 imports a copy of the library in which a comment was added."""
+    copy = Path(shutil.copytree(Path(mpikfac.__file__).parent, tmp_path / "copy" / "mpikfac"))
+    with open(copy / "kron.py", "a") as file:
+        file.write("# changed\n")
+    program = tmp_path / "program.py"
+    program.write_text(OTHER_CODE)
+    line = refused(tmp_path, str(program), str(copy.parent))
+    assert re.search(r"ranks disagree on mpikfac's code: '\w+' on rank 0, '\w+' on rank 1; ", line)
