@@ -1,0 +1,32 @@
+"""plain.py, in which a rank is killed SECONDS after it begins a step.
+
+killed.py RANK STEP SECONDS OPTIONS...
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from typing import Any
+
+import mpikfac
+from mpikfac_apps import models, train_cnn
+from plain import plain
+
+
+class Run(train_cnn.Run):
+    def step(self, number: int, *batch: Any) -> None:
+        rank, step, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+        if (mpikfac.world().rank, number) == (rank, step):
+            if seconds:
+                signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel ends it, as by kill -9
+            else:
+                os.kill(os.getpid(), signal.SIGKILL)
+        super().step(number, *batch)
+
+
+if __name__ == "__main__":
+    models.MODELS["plain"] = plain
+    train_cnn.Run = Run
+    sys.exit(train_cnn.main(sys.argv[4:]))

@@ -1,0 +1,33 @@
+"""Runs of the training program one after the other in one job: several.py RUNS.json
+
+RUNS.json holds `[ranks, options]` of each; the first so many ranks of the job take part in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import mpikfac
+from mpikfac_apps import models, train_cnn
+from plain import plain
+
+
+def main() -> None:
+    models.MODELS["plain"] = plain
+    comm = mpikfac.world()
+    for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
+        team = comm.Split(comm.rank < ranks, comm.rank)
+        if comm.rank < ranks:
+            train_cnn.train(team, train_cnn.read_options(team, options))
+        done = comm.Ibarrier()
+        while (
+            not done.Test()
+        ):  # in a Barrier, ranks that wait would take cores from those that train
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()
