@@ -62,6 +62,14 @@ class Meter:
         """
         return {"run/counted": self._total(), "run/reported": self._reported}
 
+    def leave_out_lost(self, left: Any) -> None:
+        """Goes on with the ranks that are left: what others counted is missing from the means.
+
+        Collective over: left.
+        """
+        self.comm = left
+        self._reported = self._total()
+
     def load(self, counted: Tensor, reported: Tensor) -> None:
         """Goes on from a `state`, which rank 0 takes over for all."""
         if self.comm.rank == 0:

@@ -30,7 +30,8 @@ def go_on(run: Run) -> tuple[Any, Options]:
         log.warning("step %d: lost %d of %d ranks", run.trainer.steps, lost, run.comm.size)
         if run.comm.rank != 0:
             run.guard.inherit()
-    run.comm = run.meter.comm = left
+    run.comm = left
+    run.meter.leave_out_lost(left)
     save_what_is_left(run)
     root, found = checkpoints.root(run.options), None
     if left.rank == 0:
