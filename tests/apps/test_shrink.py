@@ -1,0 +1,118 @@
+"""Ranks that are left train on when one is killed, under an MPI that survives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from launch import launch, launcher
+from mpikfac_apps import train_cnn
+
+SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
+KILLS = 20
+QUICK = (
+    *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
+    *("--batch=60", "--kfac.basis_every=2", "--shrink=true"),
+)
+STEPS = 18
+UNEVEN = "--batch=63"  # of 3 ranks, but not of 2
+OWNERS = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", "--checkpoint_every=4")
+OWNER_UPDATES = ("--kfac.update=owner", "--checkpoint_every=4")
+
+
+def open_mpi_5():
+    version = subprocess.run([launcher()[0], "--version"], capture_output=True, text=True).stdout
+    return re.search(r"\(Open MPI\) 5\.", version) is not None
+
+
+survivable = pytest.mark.skipif(not open_mpi_5(), reason="needs Open MPI 5's mpirun --with-ft ulfm")
+
+
+def train(run_dir, monkeypatch, rank, step, *more, seconds=0.0):
+    """How the job of 3 ranks ended of which one is killed."""
+    monkeypatch.setenv("MPIRUN_FLAGS", f"{' '.join(launcher()[1])} --with-ft ulfm")
+    program = str(Path(__file__).with_name("killed.py"))
+    options = [*QUICK, f"--run_dir={run_dir}", *more]
+    return launch(3, program, str(rank), str(step), str(seconds), *options, timeout=100)
+
+
+def losses(run_dir):
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["loss"] for row in lines if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    """Losses of a run of one rank."""
+    run = tmp_path_factory.mktemp("whole")
+    program = str(Path(__file__).with_name("plain.py"))
+    job = launch(1, program, *QUICK, "--shrink=false", f"--run_dir={run}")
+    assert job.returncode == 0, job.stderr
+    return losses(run)
+
+
+@survivable
+@pytest.mark.parametrize("rank", [0, 2] if SOAK else [0])
+def test_ranks_that_hold_everything_go_on_where_they_are(tmp_path, monkeypatch, expected, rank):
+    """Oracle: the losses of a run that loses nobody, to rounding; the step of the kill."""
+    job = train(tmp_path, monkeypatch, rank, 9)
+    assert job.returncode == 0, job.stderr
+    assert "step 9: lost 1 of 3 ranks" in job.stdout + job.stderr
+    assert f"going on from {tmp_path}/checkpoints/step-000000009" in job.stdout
+    assert "ranks 2, batch 60, steps 9 to 18" in job.stdout
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-4)
+
+
+@survivable
+@pytest.mark.parametrize(
+    ("rank", "more"),
+    [(1, OWNERS), (0, OWNER_UPDATES), (1, OWNER_UPDATES)] if SOAK else [(1, OWNERS)],
+)
+def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
+    tmp_path, monkeypatch, rank, more
+):
+    """Oracle: the step of the checkpoint; every step is taken, and the loss falls."""
+    job = train(tmp_path, monkeypatch, rank, 9, UNEVEN, *more)
+    assert job.returncode == 0, job.stderr
+    output = job.stdout + job.stderr
+    assert "what was lost is in no other memory: back to the last checkpoint" in output
+    assert re.search(rf"going on from {tmp_path}/checkpoints/step-00000000[48]\n", job.stdout)
+    found = losses(tmp_path)
+    assert list(found) == list(range(1, STEPS + 1))
+    assert found[STEPS] < found[1] / 2
+
+
+def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
+    """Oracle: what to do, and no run directory."""
+    monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit) as leave:
+        train_cnn.main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("mpikfac: options: a job of ")
+    assert line.endswith("use Open MPI 5 and start it by mpirun --with-ft ulfm")
+    assert not run.exists()
+
+
+@survivable
+@pytest.mark.skipif(not SOAK, reason="20 jobs; MPIKFAC_SOAK=1 runs them")
+@pytest.mark.parametrize("number", range(KILLS))
+def test_no_rank_is_left_waiting_wherever_another_dies(tmp_path, monkeypatch, number):
+    """Oracle: the job's end; where it is not complete, `--resume auto` completes it."""
+    chance = random.Random(number)
+    more = chance.choice([(), OWNERS, OWNER_UPDATES])
+    where = chance.randrange(3), chance.randrange(2, STEPS - 1)
+    job = train(tmp_path, monkeypatch, *where, *more, seconds=chance.uniform(1e-4, 0.03))
+    complete = "complete after" in job.stdout
+    print(f"{where} {more}: {'went on' if complete else 'ended'}, code {job.returncode}")
+    assert complete == (job.returncode == 0), job.stderr
+    if not complete:
+        again = train(tmp_path, monkeypatch, 0, -1, *more, "--resume=auto")
+        assert again.returncode == 0, again.stderr
