@@ -62,7 +62,7 @@ def make_training(options: argparse.Namespace, comm: MPI.Intracomm) -> tuple[mpi
     """
     torch.manual_seed(0)
     model = models.build(options.model, classes=1000).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # stays finite
     often = {"factor_every": 10**6, "basis_every": 10**6}
     trainer = mpikfac.KFAC(model, optimizer, comm, damping=0.03, **often)
     images = torch.randn(options.batch, 3, options.size, options.size)
