@@ -97,10 +97,7 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
         return None
     if options.resume != "auto":
         return mpikfac.load_checkpoint(comm, options.resume)
-    checkpoint = mpikfac.find_checkpoint(comm, root(options))
-    if checkpoint is not None and comm.rank == 0:
-        mpikfac.note_start(checkpoint)
-    return checkpoint
+    return mpikfac.find_checkpoint(comm, root(options))
 
 
 def megabytes(plan: mpikfac.Plan) -> float:

@@ -91,7 +91,7 @@ def heading(checkpoint: Any) -> list[str]:
 
 def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
     """Size and state of every file, and what is wrong with some."""
-    rows = [("file", "bytes", "SHA-256 and items")]
+    rows = [("file", "bytes", "BLAKE3 and items")]
     for file, shard in checkpoint.shards.items():
         rows.append((file, f"{shard['size']:,}", "damaged" if faults[file] else "ok"))
     return ["Shards", *table(rows), *filter(None, faults.values())]

@@ -366,6 +366,8 @@ class Run:
             if self.options.resume == "auto":
                 kept = checkpoint["run/metrics_bytes"]
                 self.saver.step = checkpoint.step
+                if self.comm.rank == 0:
+                    mpikfac.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
         return kept
 

@@ -2,24 +2,25 @@
 
     step-000000120/shard-0.h5, shard-1.h5, ..., manifest.json
 
-The manifest names every item's shard, dtype and shape, every shard's size and SHA-256, and ends
-with a SHA-256 of itself.
+The manifest names every item's shard, dtype and shape, every shard's size and BLAKE3, and ends
+with one of itself.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from mpikfac import durable
 from mpikfac.errors import UserError
 from mpikfac.shard import STORED, Value, check_shard, read_item, read_shard
 
-FORMAT, VERSION = "mpikfac checkpoint", 1
+FORMAT, VERSION = "mpikfac checkpoint", 2
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -50,8 +51,8 @@ class Checkpoint(Mapping[str, Value]):
 
     Attributes:
         step: how many steps the run had taken.
-        sha256: of the manifest, and so of all that the checkpoint holds.
-        shards: `size` in bytes and `sha256` of every file.
+        digest: BLAKE3 of the manifest, and so of all that the checkpoint holds.
+        shards: `size` in bytes and `digest` of every file.
 
     Raises:
         UserError: the item is not in the checkpoint, or its file is missing or damaged.
@@ -60,7 +61,7 @@ class Checkpoint(Mapping[str, Value]):
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
         self.path = path
         self.step: int = manifest["step"]
-        self.sha256: str = manifest["sha256"]
+        self.digest: str = manifest["digest"]
         self.shards: Mapping[str, dict[str, Any]] = manifest["shards"]
         self._items = manifest["items"]
         self._open: dict[str, Any] = {}
@@ -114,7 +115,7 @@ def make_manifest(
     Args:
         held: descriptions of the items that each rank holds, by name.
         shares: names of the items that each rank wrote.
-        shards: `size` and `sha256` of the file of each rank; None: it wrote nothing.
+        shards: `size` and `digest` of the file of each rank; None: it wrote nothing.
     """
     files = [f"shard-{rank}.h5" for rank in range(len(shards))]
     manifest = {
@@ -128,7 +129,7 @@ def make_manifest(
             for name in sorted(names)
         },
     }
-    return json.dumps(manifest | {"sha256": _digest(manifest)}).encode()
+    return json.dumps(manifest | {"digest": _digest(manifest)}).encode()
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
@@ -144,9 +145,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} is damaged, or not the manifest of a checkpoint") from None
     if (form, version) != (FORMAT, VERSION):
         raise UserError(f"{path} is of {form} {version}; this program reads {FORMAT} {VERSION}")
-    sealed = {key: value for key, value in manifest.items() if key != "sha256"}
-    if manifest.get("sha256") != _digest(sealed):
-        raise UserError(f"{path} is damaged: its SHA-256 does not match")
+    sealed = {key: value for key, value in manifest.items() if key != "digest"}
+    if manifest.get("digest") != _digest(sealed):
+        raise UserError(f"{path} is damaged: its BLAKE3 does not match")
     try:
         _check_form(manifest)
     except (AttributeError, KeyError, TypeError) as error:
@@ -162,8 +163,8 @@ def _check_form(manifest: Mapping[str, Any]) -> None:
     for file, shard in manifest["shards"].items():
         if not re.fullmatch(r"shard-\d+\.h5", file):
             raise ValueError(f"names a file {file!r}; shards are called shard-<number>.h5")
-        if shard.keys() != {"size", "sha256"}:
-            raise ValueError(f"describes {file} by {sorted(shard)}, not by sha256 and size")
+        if shard.keys() != {"size", "digest"}:
+            raise ValueError(f"describes {file} by {sorted(shard)}, not by digest and size")
         numbers.append(shard["size"])
     for name, item in manifest["items"].items():
         if item["shard"] not in manifest["shards"]:
@@ -178,4 +179,4 @@ def _check_form(manifest: Mapping[str, Any]) -> None:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    return blake3(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 libhdf5 crashes on a full disk and does not notice damage by itself, so it never sees the disk. To
 write, it lays the file out in memory, without the values, which then go from where they are to the
-file by plain writes. To read, it parses bytes whose SHA-256 was found right.
+file by plain writes. To read, it parses bytes whose BLAKE3 was found right.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from urllib.parse import quote
 import h5py
 import numpy as np
 import torch
+from blake3 import blake3
 from h5py import h5d, h5p, h5s, h5t
 from torch import Tensor
 
@@ -78,32 +78,30 @@ def checksum(value: Value) -> int:
 
 
 def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
-    """The file holds the items, on disk; returns its `size` in bytes and its `sha256`."""
-    digest = hashlib.sha256()
+    """The file holds the items, on disk; returns its `size` in bytes and its `digest`, BLAKE3."""
+    digest = blake3()
 
-    def hashed(beside: Executor) -> Iterator[bytes | memoryview]:
+    def hashed() -> Iterator[bytes | memoryview]:
         for block in _blocks(items):
-            done = beside.submit(digest.update, block)
-            yield block  # which is written meanwhile
-            done.result()
+            digest.update(block)
+            yield block
 
-    with ThreadPoolExecutor(1) as beside:
-        size = durable.write(path, hashed(beside))
-    return {"size": size, "sha256": digest.hexdigest()}
+    size = durable.write(path, hashed())
+    return {"size": size, "digest": digest.hexdigest()}
 
 
-def check_shard(path: Path, size: int, sha256: str) -> None:
+def check_shard(path: Path, size: int, digest: str) -> None:
     """Returns if the file is what was written.
 
     Raises:
         UserError: it is missing, or of another size or content.
     """
     with _opened(path, size) as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    _compare(path, found, sha256)
+        found = hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
+    _compare(path, found, digest)
 
 
-def read_shard(path: Path, size: int, sha256: str) -> h5py.File:
+def read_shard(path: Path, size: int, digest: str) -> h5py.File:
     """The HDF5 file in memory, its bytes checked before libhdf5 parses them.
 
     Raises:
@@ -111,7 +109,7 @@ def read_shard(path: Path, size: int, sha256: str) -> h5py.File:
     """
     with _opened(path, size) as file:
         content = file.read()
-    _compare(path, hashlib.sha256(content).hexdigest(), sha256)
+    _compare(path, blake3(content).hexdigest(), digest)
     return h5py.File(io.BytesIO(content), "r")
 
 
@@ -255,4 +253,4 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
 
 def _compare(path: Path, found: str, expected: str) -> None:
     if found != expected:
-        raise UserError(f"{path} is damaged: its SHA-256 is not that of what was written")
+        raise UserError(f"{path} is damaged: its BLAKE3 is not that of what was written")

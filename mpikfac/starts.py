@@ -1,6 +1,6 @@
 """Crash loops: how many starts in a row went on from a checkpoint without committing a newer one.
 
-    root/starts.json    [{"step": 120, "sha256": "...", "starts": 2}]
+    root/starts.json    [{"step": 120, "digest": "...", "starts": 2}]
 
 A checkpoint after which a run dies again and again is not tried a third time while there is
 another one. All functions are for one rank.
@@ -17,7 +17,7 @@ from mpikfac.manifest import Checkpoint
 
 RECORD = "starts.json"
 TRIES = 2
-FIELDS = ("step", "sha256", "starts")
+FIELDS = ("step", "digest", "starts")
 
 log = logging.getLogger("mpikfac")
 
@@ -32,7 +32,7 @@ def note_start(checkpoint: Checkpoint) -> None:
     """
     root = checkpoint.path.parent
     started = [start for start in _read(root) if start[0] > checkpoint.step]
-    started.append((checkpoint.step, checkpoint.sha256, starts_from(checkpoint) + 1))
+    started.append((checkpoint.step, checkpoint.digest, starts_from(checkpoint) + 1))
     record = [dict(zip(FIELDS, start)) for start in started]
     try:
         durable.replace(root / RECORD, json.dumps(record).encode())
@@ -50,15 +50,15 @@ def note_end(root: str | Path) -> None:
 
 def starts_from(checkpoint: Checkpoint) -> int:
     """How many starts in a row went on from the checkpoint and committed no newer one."""
-    counts = {sha256: starts for _, sha256, starts in _read(checkpoint.path.parent)}
-    return counts.get(checkpoint.sha256, 0)
+    counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}
+    return counts.get(checkpoint.digest, 0)
 
 
 def _read(root: Path) -> list[tuple[int, str, int]]:
     try:
         record = json.loads((root / RECORD).read_bytes())
         return [
-            (int(start["step"]), str(start["sha256"]), int(start["starts"])) for start in record
+            (int(start["step"]), str(start["digest"]), int(start["starts"])) for start in record
         ]
     except (OSError, KeyError, TypeError, ValueError):  # none yet, or damaged: count from now on
         return []

@@ -44,8 +44,8 @@ MAY_IMPORT = {
         *("moments", "plan", "recorder", "schedule", "state", "trace", "troubles"),
     },
     "durable": set(),
-    "shard": {"h5py", "numpy", "torch", "durable", "errors"},
-    "manifest": {"durable", "errors", "shard"},
+    "shard": {"blake3", "h5py", "numpy", "torch", "durable", "errors"},
+    "manifest": {"blake3", "durable", "errors", "shard"},
     "starts": {"durable", "manifest"},
     "checkpoint": {"torch", "comm", "durable", "errors", "manifest", "shard", "starts"},
 }

@@ -96,7 +96,7 @@ def test_contents_are_counted(trained, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [(b"", "0 bytes"), (b"flip", "SHA-256"), (None, "is missing")]
+    ("damage", "told"), [(b"", "0 bytes"), (b"flip", "BLAKE3"), (None, "is missing")]
 )
 def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, capsys):
     (shard,) = tmp_path.rglob("shard-0.h5")

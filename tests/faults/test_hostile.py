@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import io
 import json
 import os
@@ -18,6 +17,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 import mpikfac
 from forked import FORK, traced
@@ -42,8 +42,8 @@ def outside(tmp_path) -> Path:
 
 
 def seal(path: Path, manifest: dict[str, Any]) -> None:
-    manifest.pop("sha256", None)
-    text = json.dumps(manifest | {"sha256": _digest(manifest)})
+    manifest.pop("digest", None)
+    text = json.dumps(manifest | {"digest": _digest(manifest)})
     (path / "manifest.json").write_text(text)
 
 
@@ -59,8 +59,8 @@ def forge(path: Path, build: Callable[[h5py.File], object], **changes: object) -
     content = image.getvalue()
     (path / "shard-0.h5").write_bytes(content)
     manifest = manifest_of(path)
-    digest = hashlib.sha256(content).hexdigest()
-    manifest["shards"]["shard-0.h5"] = {"size": len(content), "sha256": digest}
+    digest = blake3(content).hexdigest()
+    manifest["shards"]["shard-0.h5"] = {"size": len(content), "digest": digest}
     manifest["items"]["x"] |= changes
     seal(path, manifest)
 

@@ -63,8 +63,8 @@ def check_items(checkpoint, items):
 
 
 def seal(path: Path, manifest: dict) -> None:
-    manifest.pop("sha256", None)
-    path.write_text(json.dumps(manifest | {"sha256": _digest(manifest)}))
+    manifest.pop("digest", None)
+    path.write_text(json.dumps(manifest | {"digest": _digest(manifest)}))
 
 
 def refusal(comm, path, name="x") -> str:
@@ -364,8 +364,8 @@ def test_other_versions_and_formats_are_refused(comm, tmp_path) -> None:
     """Oracle: the message says what was found and what is read."""
     path = save_checkpoint(comm, tmp_path, {"x": 1}, 1)
     manifest = json.loads((path / "manifest.json").read_text())
-    seal(path / "manifest.json", manifest | {"version": 2})
-    assert "checkpoint 2; this program reads mpikfac checkpoint 1" in refusal(comm, path)
+    seal(path / "manifest.json", manifest | {"version": 3})
+    assert "checkpoint 3; this program reads mpikfac checkpoint 2" in refusal(comm, path)
     for other in ({"format": "other"}, {}, [], 3, None):
         (path / "manifest.json").write_text(json.dumps(other))
         assert "manifest.json" in refusal(comm, path)

@@ -71,7 +71,7 @@ def test_a_run_that_went_back_gets_beyond_the_bad_checkpoint(root) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "3", '[{"step": 2}]', "[1]", '{"a": 1}', '[{"step": 1, "sha256": [], "starts": 9}]'],
+    ["", "{", "3", '[{"step": 2}]', "[1]", '{"a": 1}', '[{"step": 1, "digest": [], "starts": 9}]'],
 )
 def test_a_damaged_record_counts_as_none(root, content) -> None:
     """Oracle: by hand."""
