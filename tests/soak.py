@@ -19,7 +19,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -86,8 +86,9 @@ def damage(job: Job, run: Path, chance: random.Random) -> None:
 def fill(job: Job, run: Path, chance: random.Random) -> None:
     """Leaves no room on the disk for a while."""
     filler = run.parent / "filler"
-    with open(filler, "wb") as file:
-        file.write(bytes(shutil.disk_usage(run).free))
+    with suppress(OSError), open(filler, "wb", buffering=0) as file:
+        while True:  # the run writes meanwhile
+            file.write(bytes(2**16))
     time.sleep(FULL)
     filler.unlink()
 
