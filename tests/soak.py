@@ -12,7 +12,6 @@ import argparse
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
