@@ -67,7 +67,13 @@ class Guard:
         watchdog.set_aside(self._directory / "hang")
 
     def enter(self, phase: str, step: int) -> None:
-        """Says what the run does from here on, which may take as long as that phase may."""
+        """Says what the run does from here on, which may take as long as that phase may.
+
+        Raises:
+            UserError: another run has taken the directory, and nothing more may be written to it.
+        """
+        if self._lock and self._lock.lost:
+            raise mpikfac.UserError(f"run_dir={self._directory} was taken over by another run")
         self.phase = phase, step
         self._watchdog.enter(phase, step)
 
@@ -81,17 +87,12 @@ class Guard:
         """Takes over from the rank that led the run and is gone, by making room for a new lock."""
         (self._directory / "lock").unlink(missing_ok=True)
 
-    @property
-    def lost(self) -> bool:
-        """Whether another run has taken the directory."""
-        return self._lock is not None and self._lock.lost
-
     def close(self) -> None:
         """Gives the directory free; what is empty in it, or is it, goes."""
         self._watchdog.close()
         self.requests.close()
         if self._lock:
             self._lock.release()
-            for empty in ("hang", "control", "."):
-                with suppress(OSError):
-                    (self._directory / empty).rmdir()
+        for empty in ("hang", "control", "."):
+            with suppress(OSError):  # the last rank finds them empty, if they are
+                (self._directory / empty).rmdir()

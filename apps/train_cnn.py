@@ -231,16 +231,17 @@ class Run:
         """What this rank is asked for, and how far its writing is, travels with the next step."""
         asked, troubles = self.guard.requests, self.trainer.troubles.counts.total()
         due = asked.checkpoint and not self.saver.pending
-        votes = [due, asked.stop or self.guard.lost, self.saver.written, troubles]
+        votes = [due, asked.stop, self.saver.written, troubles]
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
 
     def _follow_votes(self) -> bool:
         """Does what any rank was asked for; whether the run is to stop."""
-        votes, every = self.trainer.votes.tolist(), self.options.checkpoint_every
-        self.troubles = round(votes[TROUBLES] * self.comm.size)
+        every, ranks = self.options.checkpoint_every, self.comm.size
+        votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
+        self.troubles = votes[TROUBLES]
         if votes[STOP]:
             return True
-        if votes[WRITTEN] == 1:
+        if votes[WRITTEN] == ranks:
             self.saver.settle()
         if votes[CHECKPOINT] or (every and self.trainer.steps % every == 0):
             self._save()

@@ -31,12 +31,14 @@ tests() {
     stage "$name" "$PYTHON" -m pytest -v -s -rs --timeout 1800 "$@"
 }
 
-tests kills tests/faults/test_kills.py
+tests kills tests/faults/test_kills.py tests/unit/test_writer.py
 tests crash-points tests/faults/test_crash_points.py
 tests damage tests/faults/test_damage.py tests/faults/test_hostile.py
 tests full-disk tests/faults/test_disk.py
 tests faults tests/apps/test_faults.py
 tests stopping tests/apps/test_stopping.py
+tests restart tests/apps/test_restart.py
+tests shrink tests/apps/test_shrink.py
 tests slurm tests/jobs/test_slurm.py
 stage chaos "$PYTHON" tests/soak.py "$LOGS/chaos" --minutes "${MINUTES:-30}"
 

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from launch import launch
-from mpikfac_apps import metrics, models, record, train_cnn
+from mpikfac_apps import lock, metrics, models, record, train_cnn
 from mpikfac_apps.options import Options
 
 APPS = Path(train_cnn.__file__).parent
@@ -284,3 +284,20 @@ def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplo
     kept._metrics = file
     kept.row(4, loss=1.0)
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_directory_another_has_taken_writes_no_more(tmp_path, capfd, monkeypatch):
+    """Oracle: the checkpoints before; one line, code 2."""
+    monkeypatch.setattr(lock.Lock, "lost", True, raising=False)
+    monkeypatch.setattr(lock.Lock, "__setattr__", keep_lost)
+    with pytest.raises(SystemExit) as leave:
+        train_cnn.main(arguments(tmp_path, "--max_steps=2"))
+    assert leave.value.code == 2
+    assert "was taken over by another run" in capfd.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def keep_lost(self, name, value):
+    """Sets an attribute, but not `lost`."""
+    if name != "lost":
+        object.__setattr__(self, name, value)
