@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 import mpikfac
@@ -36,26 +37,36 @@ def go_on(run: Run) -> tuple[Any, Options]:
     root, found = checkpoints.root(run.options), None
     if left.rank == 0:
         found = mpikfac.latest_checkpoint(root)
-    resume = "auto" if left.bcast(found) else run.options.resume
+    anew = run.options.resume == "never"  # in the same directory
+    resume = "auto" if left.bcast(found) or anew else run.options.resume
     return left, dataclasses.replace(run.options, resume=resume)
 
 
 def save_what_is_left(run: Run) -> None:
-    """Writes the state after the newest step of which the ranks together still hold all, if any.
+    """Writes the state after a step of which the ranks still hold all, if there is one.
+
+    The oldest that one of them is at: others may have gone on with what a broken collective handed
+    out. What several hold is compared.
 
     Collective over: run.comm.
     """
     trainer, comm = run.trainer, run.comm
     trainer.gradients.discard()  # running statistics of the step that was not finished
-    steps = comm.allgather(trainer.steps if trainer.intact else -1)
-    newest = max(steps)
-    items = trainer.state_dict() if steps[comm.rank] == newest >= 0 else {}
+    steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
+    step, items = min(steps), {}
+    if steps[comm.rank] == step < math.inf:
+        run.set_rate(step)  # some may have begun the next step
+        items = trainer.state_dict()
     names = {name for held in comm.allgather(list(items)) for name in held}
-    if not names or trainer.missing(names):
+    lost = "what was lost is in no other memory"
+    if names and not trainer.missing(names):
+        counted = run.meter.state()
         if comm.rank == 0:
-            log.warning("what was lost is in no other memory: back to the last checkpoint")
-        return
-    counted = run.meter.state()
+            items |= counted | run.about()
+        try:
+            mpikfac.save_checkpoint(comm, checkpoints.root(run.options), items, step)
+            return
+        except mpikfac.UserError as error:
+            lost = str(error)
     if comm.rank == 0:
-        items |= counted | run.about()
-    mpikfac.save_checkpoint(comm, checkpoints.root(run.options), items, newest)
+        log.warning("%s: back to the last checkpoint", lost)

@@ -83,7 +83,7 @@ def train(comm: Any, options: Options) -> int:
         try:
             return run.train()
         except Exception as error:
-            if not (options.shrink and mpikfac.lost_a_rank(error)):
+            if not (options.shrink and mpikfac.lost_a_rank(comm, error)):
                 raise
             left, options = go_on(run)
     return train(left, options)
@@ -205,8 +205,7 @@ class Run:
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
         """One training step on this rank's share of a batch, in parts if the options say so."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr(step)
+        self.set_rate(step)
         count = self.trainer.plan.parts_per_rank
         first = self.comm.rank * max(1, count)
         parts = zip(images.chunk(max(1, count)), labels.chunk(max(1, count)))
@@ -217,6 +216,11 @@ class Run:
             if count:
                 self.trainer.collect()
         self.trainer.step()
+
+    def set_rate(self, step: int) -> None:
+        """Gives the optimizer the learning rate of a step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(step)
 
     def _pass(self, images: Tensor, labels: Tensor) -> None:
         self.optimizer.zero_grad()

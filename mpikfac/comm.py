@@ -7,9 +7,11 @@ reductions of device buffers, and makes no progress on non-blocking ones of host
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,7 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpikfac.errors import USAGE_ERROR, UserError
+from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
@@ -158,22 +160,31 @@ def check_survivable() -> None:
     Raises:
         ValueError: MPI or the way it was started does not allow it; what to do.
     """
-    library = MPI.Get_library_version().split(",")[0].strip()
-    if os.environ.get("OMPI_MCA_mpi_ft_enable") == "1":  # noqa: SIM112 (its name is like this)
+    if _survives():
         return
+    library = MPI.Get_library_version().split(",")[0].strip()
     raise ValueError(
         f"a job of {library}, started like this, ends when a rank dies; "
         f"use Open MPI 5 and start it by mpirun --with-ft ulfm"
     )
 
 
-def lost_a_rank(error: BaseException) -> bool:
-    """Whether the error says that a rank has died, or that others have found so.
+def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
+    """Whether the error says or stems from that a rank has died, or that others have found so.
 
     Collective over: none.
     """
-    signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
-    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
+    if isinstance(error, MPI.Exception):
+        signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+        return error.Get_error_class() in signs
+    # Open MPI may return from a collective in which a rank died as if all were well; what it
+    # received then is anything, and the word of the death comes later.
+    deadline = time.monotonic() + PATIENCE
+    while not (lost := comm.Is_revoked() or comm.Get_failed().size > 0):
+        if isinstance(error, UserError) or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return lost
 
 
 def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
@@ -193,11 +204,25 @@ def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
 def leaving(code: int) -> int:
     """The exit code `code`, with MPI ended: a rank that then leaves with it ends no other one.
 
-    Collective over: world.
+    Where ranks were lost the process ends without MPI, which may wait for them for ever.
+
+    Collective over: the ranks that are left.
     """
-    if code:
+    if _survives() and MPI.COMM_WORLD.Get_failed().size:
+        atexit.register(_leave_without_mpi, code)
+    elif code:
         MPI.Finalize()
     return code
+
+
+def _leave_without_mpi(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _survives() -> bool:
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (its name is like this)
 
 
 class Grid:
