@@ -47,6 +47,7 @@ PLACEMENTS = {
 # A network that depends on the ranks, unless its batch comes in parts: runs on that many.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
 LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
+pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count as one test's
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 

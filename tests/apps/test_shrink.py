@@ -16,6 +16,7 @@ from mpikfac_apps import train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20
+pytestmark = pytest.mark.timeout(240)  # for two jobs
 QUICK = (
     *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--batch=60", "--kfac.basis_every=2", "--shrink=true"),
