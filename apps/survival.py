@@ -46,7 +46,7 @@ def save_what_is_left(run: Run) -> None:
     """Writes the state after a step of which the ranks still hold all, if there is one.
 
     The oldest that one of them is at: others may have gone on with what a broken collective handed
-    out. What several hold is compared.
+    out. What several hold is compared; a rank that is left alone has nobody to compare with.
 
     Collective over: run.comm.
     """
@@ -59,7 +59,7 @@ def save_what_is_left(run: Run) -> None:
         items = trainer.state_dict()
     names = {name for held in comm.allgather(list(items)) for name in held}
     lost = "what was lost is in no other memory"
-    if names and not trainer.missing(names):
+    if comm.size > 1 and names and not trainer.missing(names):
         counted = run.meter.state()
         if comm.rank == 0:
             items |= counted | run.about()
