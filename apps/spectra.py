@@ -119,6 +119,10 @@ def draw(found: Sequence[Spectrum], solver: str, damping: float, title: str, pat
     edge = axes[2].get_yaxis_transform()
     axes[2].plot([0.97] * len(infinite), infinite, ">", transform=edge)
     axes[2].set(title="condition number", xscale="log", xlabel="(triangles: infinite)")
+    axes[2].xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())  # they overlap
+    finite = [condition for condition in conditions if condition < math.inf]
+    if finite:  # at least two powers of ten, which have labels
+        axes[2].set_xlim(10 ** math.floor(math.log10(min(finite))), 10 * max(finite))
     axes[2].grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
