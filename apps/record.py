@@ -172,7 +172,10 @@ def on_terminal() -> bool:
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
     """What a result may depend on beside the options."""
-    installed = {dist.metadata["Name"].lower(): dist.version for dist in metadata.distributions()}
+    packages = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
@@ -182,7 +185,7 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
         "threads_per_rank": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "python": sys.version.split()[0],
-        "packages": {name: installed[name] for name in PACKAGES if name in installed},
+        "packages": packages,
         "job": {key: value for key, value in os.environ.items() if key.startswith("SLURM_JOB_")},
     }
 
