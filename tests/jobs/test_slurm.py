@@ -40,6 +40,8 @@ WHEEL = {
 }
 PROGRAM = "--batch=120 --data.train_images=360 --epochs=40 --log_every=1 --checkpoint_every=40"
 STEPS = 120
+PATIENCE = 150.0  # seconds, on a machine that does other things too
+pytestmark = pytest.mark.timeout(400)
 REQUEUES = 10 if os.environ.get("MPIKFAC_SOAK") else 3
 # A project whose virtual environment is the one of these tests.
 COMMON = f"""
@@ -129,18 +131,21 @@ class Job:
 
     def wait(self, what: str, reached: Callable[[], bool]) -> None:
         """Waits until that is so."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE
         while not reached():
             assert time.monotonic() < end, f"waited for {what}; {self.state}:\n{self.log}"
             time.sleep(0.1)
 
-    def start_again(self, count: int) -> None:
-        """Has a requeued job started now, for that time; Slurm itself waits for two minutes."""
+    def start_again(self, count: int, *changes: str) -> None:
+        """Has a requeued job started now, for that time; Slurm itself waits for two minutes.
+
+        With `changes`, such as "TimeLimit=10", in what it asks for.
+        """
         self.wait("its return to the queue", lambda: self.state == "PENDING")
         # Two steps of one name, the old one's daemon and the new one's, would share a socket.
         step = rf"^slurmstepd: \[{self.id}\."
         self.wait("the end of its steps", lambda: not self.slurm("pgrep", "--full", step))
-        self.slurm("scontrol", "update", f"JobId={self.id}", "StartTime=now+1")
+        self.slurm("scontrol", "update", f"JobId={self.id}", "StartTime=now+1", *changes)
         self.wait("its restart", lambda: f"restart {count}" in self.log)
 
     def finish(self) -> None:
@@ -209,7 +214,7 @@ def test_srun_starts_two_ranks_on_two_nodes(undisturbed):
     assert undisturbed.rows[-1]["step"] == STEPS
 
 
-@pytest.mark.timeout(120 + 30 * REQUEUES)
+@pytest.mark.timeout(240 + 60 * REQUEUES)
 def test_a_job_that_is_preempted_and_requeued_goes_on_exactly(submit, undisturbed):
     """Oracle: the undisturbed run, and Slurm's count of restarts."""
     job = submit("requeue.sbatch", "--time=5 --nodelist=n3,n4")
@@ -254,6 +259,6 @@ def test_singletons_are_refused_by_the_program(slurm, tmp_path):
 
 def test_a_job_that_reaches_its_time_limit_goes_on_exactly(limited, undisturbed):
     """Oracle: the undisturbed run."""
-    limited.start_again(1)
+    limited.start_again(1, "TimeLimit=10")
     limited.finish()
     assert_same_training(limited, undisturbed)
