@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All tests: the plain ones in one process, those of tests/mpi at 1, 2, 3 and 4 ranks (sums are
+# All tests: the plain ones in two processes, those of tests/mpi at 1, 2, 3 and 4 ranks (sums are
 # added in another order at 3). Two cores are enough: common.sh tells the launcher that ranks may
 # outnumber cores and gives each one thread. Every stage has a time limit, all within 40 minutes.
 set -uo pipefail
@@ -30,7 +30,7 @@ stage() {
 }
 
 stage "plain tests" timeout --kill-after=10 1200 \
-    "$PYTHON" -m pytest -q -rs tests --ignore tests/mpi </dev/null
+    "$PYTHON" -m pytest -q -rs -n 2 --dist loadfile tests --ignore tests/mpi </dev/null
 for ranks in 1 2 3 4; do
     LIMIT=300 stage "MPI tests, ranks: $ranks" mpi "$ranks" -m pytest -q -x tests/mpi
 done

@@ -124,7 +124,7 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
         )
     elif kind in DEATHS:
         assert not ended.told
-        assert re.search(r"exited on|exited with|exiting improperly|non-zero", ended.output)
+        assert re.search(r"exited (on|with|due to)|exiting improperly|non-zero", ended.output)
     elif kind in HANGS:
         (line,) = ended.told
         found = rf"rank {rank} silent \(stopped, holding the GIL, or at its end\)"
