@@ -72,8 +72,12 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
         if (how, rank) != ("stop", 1):
             assert (f"in {how}" if rank == 1 else "program.py") in stack
             assert stack.count("most recent call first") == 2, "twice, or not of all threads"
-    alive = psutil.process_iter(["cmdline"])
-    assert not [p for p in alive if str(program) in " ".join(p.info["cmdline"] or [])]
+    ranks = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if str(program) in " ".join(process.info["cmdline"] or [])
+    ]
+    assert not psutil.wait_procs(ranks, timeout=10)[1]  # killed, they may not be gone yet
     (kept,) = tmp_path.glob("hang-*")
     assert len(list(kept.iterdir())) == 3
 

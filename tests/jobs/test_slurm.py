@@ -141,12 +141,17 @@ class Job:
 
         With `changes`, such as "TimeLimit=10", in what it asks for.
         """
-        self.wait("its return to the queue", lambda: self.state == "PENDING")
+        # Where the nodes are free at once Slurm may not wait.
+        begun = f"restart {count}"
+        self.wait("its return to the queue", lambda: self.state == "PENDING" or begun in self.log)
         # Two steps of one name, the old one's daemon and the new one's, would share a socket.
         step = rf"^slurmstepd: \[{self.id}\."
-        self.wait("the end of its steps", lambda: not self.slurm("pgrep", "--full", step))
+        self.wait(
+            "the end of its steps",
+            lambda: begun in self.log or not self.slurm("pgrep", "--full", step),
+        )
         self.slurm("scontrol", "update", f"JobId={self.id}", "StartTime=now+1", *changes)
-        self.wait("its restart", lambda: f"restart {count}" in self.log)
+        self.wait("its restart", lambda: begun in self.log)
 
     def finish(self) -> None:
         """Waits for its end, in a hurry."""
