@@ -39,7 +39,9 @@ class Screen(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints one record."""
-        tqdm.write(self.format(record), file=sys.stdout)
+        with suppress(OSError):  # on a full disk, say
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()  # the log of a batch job is read while it runs
 
 
 def start_log() -> logging.handlers.MemoryHandler:
