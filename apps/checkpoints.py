@@ -55,11 +55,12 @@ class Saver:
         self._began = time.monotonic()
         try:
             self._writer.begin(items, step)
-            self.step = step
-            if last:
-                self.settle(last)
         except mpikfac.UserError as error:
             self._failed(error, last)
+            return
+        self.step = step
+        if last:
+            self.settle(last)
 
     def settle(self, last: bool = False) -> None:
         """Waits for all ranks' parts of what is pending, and makes it count."""
