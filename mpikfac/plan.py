@@ -117,13 +117,15 @@ class Message:
         stage: the stage of `KFAC.step` that sends it.
         primitive: the MPI collective.
         over: "world", "column" or "row".
-        bytes: size of the buffer that this rank hands to MPI.
+        size: bytes of the whole buffer, from which or into which the members' parts are taken.
+        bytes: of these, what this rank hands to MPI.
         wire: bytes that this rank sends if the collective is a ring.
     """
 
     stage: str
     primitive: str
     over: str
+    size: int
     bytes: int
     wire: int
 
@@ -285,7 +287,7 @@ class Plan:
         if owner_updates:
             if clip and self.layers and self.ranks > 1:
                 wire = 2 * self.itemsize * (self.ranks - 1) // self.ranks
-                found.append(Message("clip", "Allreduce", "world", self.itemsize, wire))
+                found.append(Message("clip", "Allreduce", "world", self.itemsize, self.itemsize, wire))
             found += self._gather("publish weights", "world", self.gradients(), rank)
         elif self.columns > 1:
             found += self._gather("publish gradients", "row", self.directions(rank), column)
@@ -315,11 +317,11 @@ class Plan:
         if self.ranks == 1 or size == 0:
             return []
         if self.parts_per_rank:
-            return [Message(stage, "Send, Bcast", "world", size, size)]
+            return [Message(stage, "Send, Bcast", "world", size, size, size)]
         to_owners = len(layout.bounds) > 2
         ring = size * (self.ranks - 1) // self.ranks
         primitive, wire = ("Reduce_scatter", ring) if to_owners else ("Allreduce", 2 * ring)
-        return [Message(stage, primitive, "world", size, wire)]
+        return [Message(stage, primitive, "world", size, size, wire)]
 
     def _gather(self, stage: str, over: str, layout: Layout, segment: int) -> list[Message]:
         members = len(layout.bounds) - 1
@@ -327,7 +329,8 @@ class Plan:
         if members == 1 or size == 0:
             return []
         own = layout.counts()[segment] * self.itemsize
-        return [Message(stage, "Allgatherv", over, own, size * (members - 1) // members)]
+        wire = size * (members - 1) // members
+        return [Message(stage, "Allgatherv", over, size, own, wire)]
 
 
 def make_plan(
