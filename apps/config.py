@@ -22,11 +22,15 @@ from typing import Any, Literal
 import jsonargparse
 import yaml
 
-from mpikfac import Strategy, schedule
+from mpikfac import Strategy, named, schedule
 from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import DataOptions, KfacOptions, Options
 
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+CHOICES = (  # of a strategy
+    *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
+    *("stagger", "delay"),
+)
 WORDS = {
     int: "a whole number",
     float: "a finite number",
@@ -69,24 +73,35 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     return options
 
 
-def strategy(options: KfacOptions, ranks: int, parts: int | None = None) -> Strategy:
-    """How K-FAC is distributed.
+def strategy(
+    options: KfacOptions, ranks: int, parts: int | None = None
+) -> tuple[Strategy, dict[str, Any]]:
+    """How K-FAC is distributed, and the settings that belong to it.
 
     Raises:
-        ValueError: `workers` or `fraction` does not fit the placement or the number of ranks.
+        ValueError: choices that do not fit together or the number of ranks.
     """
-    choices = {key: getattr(options, key) for key in ("reduction", "update", "balance", "colocate")}
-    choices["parts"] = parts
-    if options.placement == "hybrid":
-        return Strategy.hybrid(ranks, options.workers, options.fraction, **choices)
-    for key in ("workers", "fraction"):
-        if getattr(options, key) is not None:
-            raise ValueError(
-                f"{key}={getattr(options, key)} needs placement=hybrid, not {options.placement}"
-            )
-    if options.placement == "mem_opt":
-        return Strategy.mem_opt(**choices)
-    return Strategy.comm_opt(ranks, **choices)
+    choices = {key: getattr(options, key) for key in CHOICES if getattr(options, key) is not None}
+    if options.fusion is not None:
+        choices["fusion"] = tuple(options.fusion) if len(options.fusion) != 1 else options.fusion[0]
+    if parts is not None:
+        choices["parts"] = parts
+    if options.strategy == "hybrid":
+        choices["workers"] = _workers(options, ranks)
+    else:
+        for key in ("workers", "fraction"):
+            if getattr(options, key) is not None:
+                raise ValueError(
+                    f"{key}={getattr(options, key)} needs strategy=hybrid, not {options.strategy}"
+                )
+    chosen, settings = named(options.strategy, ranks, **choices)
+    if options.solver is not None:
+        settings["solver"] = options.solver
+    return chosen, settings
+
+
+def _workers(options: KfacOptions, ranks: int) -> int:
+    return Strategy.hybrid(ranks, options.workers, options.fraction).workers
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:

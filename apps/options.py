@@ -37,47 +37,59 @@ class KfacOptions:
     """K-FAC; used with optimizer=kfac.
 
     Args:
-        placement: how many ranks precondition a layer: all, one, or (hybrid) workers or fraction.
-        workers: hybrid: that number; must divide the number of ranks.
+        strategy: how it is distributed: one of those that `mpikfac strategies` lists. The choices
+            from here to delay change it; null leaves them as the strategy has them.
+        workers: hybrid: ranks that precondition a layer; must divide the number of ranks.
         fraction: hybrid: the same as a fraction of the ranks.
         reduction: factors are averaged on every rank, on their owners, or not at all (none:
             each owner uses its own batch only).
         update: every rank steps the whole model, or the owner of a layer steps it for all.
         balance: what placement evens out over ranks.
         colocate: both factors of a layer are decomposed on the same rank.
+        replicate_below: factors of a smaller order are decomposed by all workers of their layer.
+        reduce_at: ranks average factors with each other whenever there are new ones, or (bases)
+            only before these are decomposed.
+        packing: factors travel as triangles or as full squares.
+        fusion: layers that share a message; one number, or that of each message in turn.
+        stagger: a refresh of the bases is spread over so many steps, a share of the layers each.
+        delay: steps after which a decomposition, made in the background, is used.
         damping: Tikhonov damping.
         factor_every: steps between two updates of the factors.
         basis_every: steps between two decompositions.
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
         solver: damped inverses with the damping split between both factors, eigenbases, or inverses
-            with all of the damping in each.
+            with all of the damping in each; null as the strategy has it (most: inverse).
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
         subsample: factors are estimated from every n-th image of a batch.
-        delay: steps after which a decomposition, made in the background, is used.
         statistics_dtype: inputs of convolutions are rounded to it before they are multiplied.
         precondition_dtype: gradients and decompositions are rounded to it to precondition.
         skip: names of layers that are trained without K-FAC.
     """
 
-    placement: Literal["comm_opt", "mem_opt", "hybrid"] = "comm_opt"
+    strategy: str = "comm-opt"
     workers: int | None = bounded(None, ">= 1")
     fraction: float | None = bounded(None, "> 0", "<= 1")
-    reduction: Literal["everyone", "owners", "none"] = "everyone"
-    update: Literal["everyone", "owner"] = "everyone"
-    balance: Literal["compute", "memory"] = "compute"
-    colocate: bool = True
+    reduction: Literal["everyone", "owners", "none"] | None = None
+    update: Literal["everyone", "owner"] | None = None
+    balance: Literal["compute", "memory"] | None = None
+    colocate: bool | None = None
+    replicate_below: int | None = bounded(None, ">= 0")
+    reduce_at: Literal["factors", "bases"] | None = None
+    packing: Literal["triangle", "square"] | None = None
+    fusion: list[int] | None = None
+    stagger: int | None = bounded(None, ">= 1")
+    delay: int | None = bounded(None, ">= 0")
     damping: float = bounded(0.003, "> 0")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int = bounded(10, ">= 1")
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
-    solver: Literal["inverse", "eigen", "unsplit-inverse"] = "inverse"
+    solver: Literal["inverse", "eigen", "unsplit-inverse"] | None = None
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
     subsample: int = bounded(1, ">= 1")
-    delay: int = bounded(0, ">= 0")
     statistics_dtype: Literal["bfloat16"] | None = None
     precondition_dtype: Literal["bfloat16"] | None = None
     skip: list[str] = field(default_factory=list)

@@ -23,6 +23,10 @@ IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 TABLE = 60  # layers; longer models are listed several to a line
 ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most loaded one
 SAMPLE = 64
+CHOICES = (
+    *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
+    *("reduce_at", "replicate_below", "parts"),
+)
 STEPS = (
     ("Ordinary step", False, False),
     ("Step with new factors", True, False),
@@ -52,13 +56,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", required=True, help=", ".join(models.MODELS))
     add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
     add("--ranks", type=count, required=True)
-    add("--workers", type=count, help="ranks that precondition a layer (all)")
-    add("--reduction", choices=("everyone", "owners", "none"), default="everyone")
-    add("--update", choices=("everyone", "owner"), default="everyone")
-    add("--balance", choices=("compute", "memory"), default="compute")
-    add("--colocate", action=argparse.BooleanOptionalAction, default=True)
+    add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.NAMED)} (comm-opt)")
+    add("--workers", type=count, help="ranks that precondition a layer")
+    add("--reduction", choices=("everyone", "owners", "none"))
+    add("--update", choices=("everyone", "owner"))
+    add("--balance", choices=("compute", "memory"))
+    add("--colocate", action=argparse.BooleanOptionalAction)
+    add("--packing", choices=("triangle", "square"))
+    add("--fusion", type=count, help="layers that share a message")
+    add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
+    add("--replicate-below", type=int, help="all workers decompose smaller factors")
     add("--parts", type=count, help="add up so many parts of a batch in order")
-    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"), default="inverse")
+    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"))
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
 
@@ -77,16 +86,13 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     with torch.device("meta"):  # shapes without numbers
         model = models.build(options.model, classes, channels)
     layers, others = mpikfac.covered_shapes(model, options.skip)
-    strategy = mpikfac.Strategy.hybrid(
-        options.ranks,
-        workers=options.workers or options.ranks,
-        reduction=options.reduction,
-        update=options.update,
-        balance=options.balance,
-        colocate=options.colocate,
-        parts=options.parts,
-    )
-    return mpikfac.make_plan(layers, options.ranks, strategy, others, options.solver, ITEMSIZE)
+    chosen = {key: getattr(options, key) for key in CHOICES}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    if options.strategy == "hybrid" and options.workers is None:
+        raise ValueError("strategy=hybrid needs workers; give --workers")
+    strategy, settings = mpikfac.named(options.strategy, options.ranks, **chosen)
+    solver = options.solver or settings.get("solver", "inverse")
+    return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
 
 
 def heading(model: str, plan: mpikfac.Plan) -> list[str]:

@@ -31,7 +31,7 @@ from mpikfac_apps.survival import go_on
 
 KFAC_SETTINGS = (
     *("damping", "factor_every", "basis_every", "decay", "kl_clip"),
-    *("solver", "normalization", "start", "subsample", "delay", "skip"),
+    *("normalization", "start", "subsample", "skip"),
 )
 KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
 
@@ -169,8 +169,8 @@ class Run:
             if options.optimizer == "sgd":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
-                strategy = config.strategy(options.kfac, comm.size, options.parts)
-                settings = {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
+                strategy, settings = config.strategy(options.kfac, comm.size, options.parts)
+                settings |= {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
                 for key in KFAC_DTYPES:
                     if name := getattr(options.kfac, key):
                         settings[key] = getattr(torch, name)

@@ -79,8 +79,10 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
         F.cross_entropy(model(x.to(options.device)), labels.to(options.device)).backward()
         kfac.step()
         if step == options.steps - INTERVAL:
-            before = {name: kron.unfold_triangle(packed) for name, packed in kfac.averages.items()}
-    now = {name: kron.unfold_triangle(packed) for name, packed in kfac.averages.items()}
+            before = {
+                name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
+            }
+    now = {name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()}
     gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions}
     return {name: recorded(name, gradients[name], before, now) for name in gradients}
 

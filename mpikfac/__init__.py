@@ -12,7 +12,9 @@ __version__ = "0.1.0"
 
 _EXPORTS = {
     "errors": ("UserError", "ending"),
-    "plan": ("LayerShape", "Plan", "Strategy", "divisors", "make_plan"),
+    "strategy": ("NAMED", "Named", "Strategy", "divisors", "named"),
+    "messages": ("Message",),
+    "plan": ("LayerShape", "Plan", "make_plan"),
     "kron": ("unfold_triangle",),
     "decompose": ("tikhonov_share",),
     "trace": ("COMMUNICATION", "Trace"),

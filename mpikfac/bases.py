@@ -24,6 +24,7 @@ class Bases:
     Attributes:
         arena: eigenvalues and eigenvectors, or damped inverses; a segment for each worker.
         ready: whether there are any.
+        share: the share of the layers whose factors were decomposed last; None for all.
     """
 
     def __init__(
@@ -33,13 +34,13 @@ class Bases:
         dtype: torch.dtype,
         device: torch.device,
         rounded_to: torch.dtype | None,
-        delay: int,
         troubles: Troubles,
     ) -> None:
-        """See `KFAC` for `delay` and for `rounded_to`, its `precondition_dtype`."""
+        """See `KFAC` for `rounded_to`, its `precondition_dtype`."""
         self.plan = plan
         self.rank = rank
-        self.delay = delay
+        self.delay = plan.strategy.delay
+        self._factors = plan.decomposed(rank)
         self.troubles = troubles
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
@@ -50,23 +51,28 @@ class Bases:
     def forget(self) -> None:
         """No decompositions, and none on their way."""
         self.ready = False
+        self.share: int | None = None
         self._made: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
         self._due = 0
         self._damping: float | None = None
 
     # -- from factors to decompositions ----------------------------------------------------------
 
-    def decompose(self, factors: Mapping[str, Tensor], step: int, damping: float) -> None:
-        """Starts to decompose the factors that this rank owns: triangles, by name."""
+    def decompose(
+        self, factors: Mapping[str, Tensor], step: int, damping: float, share: int | None = None
+    ) -> None:
+        """Starts to decompose the factors of this rank: triangles, by name; all or a `share`."""
+        self.share = share
+        names = [n for n in self._factors if share in (None, self.plan.shares_of[_layer(n)])]
         if self.delay == 0 or not self.ready:
             self._due = step
-            blocks = self._blocks(factors, step, damping)
+            blocks = self._blocks(names, factors, step, damping)
             self._made = lambda: blocks
         else:
             self._due = step + self.delay
-            layers = {_layer(name) for name in self.plan.owned(self.rank)}
+            layers = {_layer(name) for name in names}
             kept = {n: factor.clone() for n, factor in factors.items() if _layer(n) in layers}
-            self._made = self._background.start(self._blocks(kept, step, damping))
+            self._made = self._background.start(self._blocks(names, kept, step, damping))
 
     @property
     def pending(self) -> bool:
@@ -87,7 +93,7 @@ class Bases:
         """
         made, self._made = self._made, None
         blocks = dict(made()) if made else {}
-        for name, _ in self.plan.decompositions(self.rank):
+        for name, _ in self.plan.decompositions(self._factors):
             if name in blocks:
                 self.arena[name].copy_(blocks[name])
             elif not self.ready:
@@ -101,11 +107,11 @@ class Bases:
             self.rounded.flat.copy_(self.arena.flat)
 
     def _blocks(
-        self, factors: Mapping[str, Tensor], step: int, damping: float
+        self, names: Iterable[str], factors: Mapping[str, Tensor], step: int, damping: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """Names and values of the arena's blocks that this rank can make, one by one."""
+        """The arena's blocks of those factors that can be decomposed, by name, one by one."""
         failed = []
-        for name in self.plan.owned(self.rank):
+        for name in names:
             for dtype, more in ATTEMPTS:
                 try:
                     made = self._decomposition(name, factors, damping * more, dtype)
@@ -175,16 +181,16 @@ class Bases:
             made = list(self._made())
             self._made = lambda: made
             state |= {f"decompositions/{name}": block for name, block in made}
-            state["due"] = self._due
+            state |= {"due": self._due} | ({} if self.share is None else {"share": self.share})
         return state
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """What `load_state_dict` takes from items of these names; each with a value of its kind."""
         needed = {f"bases/{name}": block for name, block in self.arena.items()}
-        made = [name for name, _ in self.plan.decompositions(self.rank)]
+        made = [name for name, _ in self.plan.decompositions(self._factors)]
         on_their_way = {f"decompositions/{name}": self.arena[name] for name in made}
         needed |= {name: block for name, block in on_their_way.items() if name in names}
-        return needed | {"solver": ""} | ({"due": 0} if "due" in names else {})
+        return needed | {"solver": ""} | {name: 0 for name in ("due", "share") if name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what this rank holds from the state of all; nothing from another solver's."""
@@ -195,11 +201,12 @@ class Bases:
             block.copy_(state[f"bases/{name}"])
         self.refresh()
         if "due" in state:
-            names = [name for name, _ in self.plan.decompositions(self.rank)]
+            names = [name for name, _ in self.plan.decompositions(self._factors)]
             prefix = "decompositions/"  # those that could not be made are missing
             made = [(n, state[prefix + n]) for n in names if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
+            self.share = state.get("share")
 
 
 def _layer(factor: str) -> str:

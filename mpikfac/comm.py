@@ -21,6 +21,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
+from mpikfac.messages import Message
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
@@ -240,20 +241,28 @@ class Grid:
         self.world = comm.Create_cart([rows, comm.size // rows])
         self.column = self.world.Sub([True, False])
         self.row = self.world.Sub([False, True])
+        self._teams = {"world": self.world, "column": self.column, "row": self.row}
         self.trace = trace
         self._direct = cuda_aware()
         self._scratch: dict[tuple[str, torch.dtype, int], Tensor] = {}
 
-    def sum_everywhere(self, flat: Tensor, stage: str) -> None:
-        """`flat` becomes its sum over all ranks, on every rank.
+    def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Sends what the messages say of `flat`, one after the other.
 
-        Collective over: world.
+        Summed elements become sums over all ranks, on every rank or on the message's root;
+        gathered ones those of the member that they come from. What a rank neither owns nor gets
+        is undefined.
+
+        Collective over: each message's `over`.
         """
-        if self.world.size == 1 or flat.numel() == 0:
+        if not messages:
             return
-        with self.trace.stage(stage), self._buffer(flat, stage, flat.numel()) as buffer:
-            for piece in _pieces(buffer, 0, len(buffer), PIECE):
-                self.world.Allreduce(MPI.IN_PLACE, piece)
+        with self._buffer(flat, messages[0].stage) as buffer:
+            for message in messages:
+                comm = self._teams[message.over]
+                with self.trace.stage(message.stage):
+                    sent = PRIMITIVES[message.primitive](self, comm, buffer, message)
+                self.trace.sent[message.stage] += sent * flat.element_size()
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
@@ -282,54 +291,46 @@ class Grid:
                 world.Bcast(piece.numpy(), root=last)
             flat.copy_(total)
 
-    def sum_to_owners(self, flat: Tensor, bounds: Sequence[int], stage: str) -> None:
-        """Segment r of `flat` becomes its sum over all ranks, on rank r; the rest is undefined.
+    def _allreduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+        ((start, stop),) = message.spans
+        for piece in _pieces(buffer, start, stop, PIECE):
+            comm.Allreduce(MPI.IN_PLACE, piece)
+        return stop - start
 
-        Collective over: world.
-        """
-        if self.world.size == 1 or flat.numel() == 0:
-            return
-        with self.trace.stage(stage), self._buffer(flat, stage, flat.numel()) as buffer:
-            if len(buffer) <= PIECE:
-                self._reduce_scatter(buffer, bounds)
-            else:
-                for owner, (start, stop) in enumerate(zip(bounds, bounds[1:])):
-                    for piece in _pieces(buffer, start, stop, PIECE):
-                        if owner == self.world.rank:
-                            self.world.Reduce(MPI.IN_PLACE, piece, root=owner)
-                        else:
-                            self.world.Reduce(piece, None, root=owner)
+    def _reduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+        for span in message.spans:
+            _reduce_to(message.root, comm, buffer, span)
+        return _count(message.spans)
 
-    def gather(self, flat: Tensor, bounds: Sequence[int], over: str, stage: str) -> None:
-        """`flat` becomes whole on every member: segment k is taken from member k of `over`.
+    def _reduce_scatter(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+        if len(buffer) <= PIECE:
+            start, stop = message.spans[comm.rank]
+            own = self._like(buffer, "sum", stop - start)
+            comm.Reduce_scatter(buffer, own, [b - a for a, b in message.spans])
+            buffer[start:stop] = own
+        else:
+            for owner, span in enumerate(message.spans):
+                _reduce_to(owner, comm, buffer, span)
+        return _count(message.spans)
 
-        A `flat` of a single segment is whole already.
+    def _allgatherv(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+        starts, counts = zip(*((start, stop - start) for start, stop in message.spans))
+        if len(buffer) <= MAX_COUNT:
+            comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts, None])
+        else:
+            for root, span in enumerate(message.spans):
+                _broadcast_from(root, comm, buffer, span)
+        return int(counts[comm.rank])
 
-        Collective over: `over` ("world", "column" or "row").
-        """
-        comm = {"world": self.world, "column": self.column, "row": self.row}[over]
-        if len(bounds) == 2 or flat.numel() == 0:
-            return
-        counts = [b - a for a, b in zip(bounds, bounds[1:])]
-        with self.trace.stage(stage), self._buffer(flat, stage, counts[comm.rank]) as buffer:
-            if len(buffer) <= MAX_COUNT:
-                comm.Allgatherv(MPI.IN_PLACE, [buffer, counts])
-            else:
-                for root, (start, stop) in enumerate(zip(bounds, bounds[1:])):
-                    for piece in _pieces(buffer, start, stop, MAX_COUNT):
-                        comm.Bcast(piece, root=root)
-
-    def _reduce_scatter(self, buffer: Any, bounds: Sequence[int]) -> None:
-        start, stop = bounds[self.world.rank : self.world.rank + 2]
-        own = self._like(buffer, "sum", stop - start)
-        self.world.Reduce_scatter(buffer, own, [b - a for a, b in zip(bounds, bounds[1:])])
-        buffer[start:stop] = own
+    def _bcast(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+        for span in message.spans:
+            _broadcast_from(message.root, comm, buffer, span)
+        return _count(message.spans) if comm.rank == message.root else 0
 
     @contextmanager
-    def _buffer(self, flat: Tensor, stage: str, sent: int) -> Iterator[Any]:
-        """What MPI may read and write in place of `flat`; counts the bytes that are sent."""
+    def _buffer(self, flat: Tensor, stage: str) -> Iterator[Any]:
+        """What MPI may read and write in place of `flat`; copies are part of the stage."""
         _check(flat)
-        self.trace.sent[stage] += sent * flat.element_size()
         if flat.device.type == "cpu":
             yield flat.numpy()
             return
@@ -339,9 +340,11 @@ class Grid:
             yield flat
             return
         host = self._like(torch.empty(0, dtype=flat.dtype), "host", flat.numel(), pinned=True)
-        host.copy_(flat)
+        with self.trace.stage(stage):
+            host.copy_(flat)
         yield host.numpy()
-        flat.copy_(host)
+        with self.trace.stage(stage):
+            flat.copy_(host)
 
     def _like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
         """A kept buffer of the same kind as `buffer`, `[count]`."""
@@ -353,6 +356,33 @@ class Grid:
                 count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned
             )
         return self._scratch[key]
+
+
+PRIMITIVES = {
+    "Allreduce": Grid._allreduce,
+    "Reduce": Grid._reduce,
+    "Reduce_scatter": Grid._reduce_scatter,
+    "Allgatherv": Grid._allgatherv,
+    "Bcast": Grid._bcast,
+}
+"""What carries out a message, by the name that plans give it."""
+
+
+def _reduce_to(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:
+    for piece in _pieces(buffer, *span, PIECE):
+        if comm.rank == root:
+            comm.Reduce(MPI.IN_PLACE, piece, root=root)
+        else:
+            comm.Reduce(piece, None, root=root)
+
+
+def _broadcast_from(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:
+    for piece in _pieces(buffer, *span, MAX_COUNT):
+        comm.Bcast(piece, root=root)
+
+
+def _count(spans: Sequence[tuple[int, int]]) -> int:
+    return sum(stop - start for start, stop in spans)
 
 
 def _pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:

@@ -12,8 +12,9 @@ from mpikfac.arena import Arena, Parts
 from mpikfac.checks import Block, common_type, describe
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.layers import Statistic, Votes, uncovered
-from mpikfac.plan import Plan, Strategy, make_plan
+from mpikfac.plan import Plan, make_plan
 from mpikfac.state import load_model_state, missing_state, model_state, needed_state
+from mpikfac.strategy import Strategy
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
@@ -36,6 +37,8 @@ class Gradients:
         dtype, device = common_type(blocks)
         self.arena = Arena(plan.gradients(), dtype, device)
         self.parts = Parts(self.arena, plan.parts_per_rank)
+        self._to_reduce = plan.reduce_gradients()
+        self._to_publish = plan.publish_weights(grid.world.rank)
         self.keep()
 
     def keep(self) -> None:
@@ -75,11 +78,7 @@ class Gradients:
             self.arena.flat /= len(self.parts) * self.plan.ranks
             return
         self.arena.flat /= self.plan.ranks
-        if self.owner_updates:
-            bounds = self.arena.layout.bounds
-            self.grid.sum_to_owners(self.arena.flat, bounds, "reduce gradients")
-        else:
-            self.grid.sum_everywhere(self.arena.flat, "reduce gradients")
+        self.grid.exchange(self._to_reduce, self.arena.flat)
 
     def check(self, troubles: Troubles, step: int) -> None:
         """Finds out what is `broken`; a rank's NaN is in the sum, so no message is needed.
@@ -125,7 +124,7 @@ class Gradients:
         for block in self.blocks:
             if self.steps(block):
                 block.read_values(self.arena[block.name])
-        self.grid.gather(self.arena.flat, self.arena.layout.bounds, "world", "publish weights")
+        self.grid.exchange(self._to_publish, self.arena.flat)
         for block in self.blocks:
             if not self.steps(block):
                 block.write_values(self.arena[block.name])

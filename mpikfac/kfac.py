@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac import kron
-from mpikfac.arena import Arena, Parts
+from mpikfac.arena import Arena
 from mpikfac.bases import Bases
 from mpikfac.checks import check_count, common_type, describe, groups_of, report_others
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.data_parallel import Gradients
+from mpikfac.factors import Factors
 from mpikfac.layers import Votes, cover
+from mpikfac.messages import Message
 from mpikfac.moments import NORMALIZATIONS, Normalization
-from mpikfac.plan import Solver, Strategy, make_plan, one_of
+from mpikfac.plan import Solver, make_plan
 from mpikfac.recorder import Recorder
 from mpikfac.schedule import Schedule, Settings
 from mpikfac.state import (
@@ -31,6 +33,7 @@ from mpikfac.state import (
     model_state,
     needed_state,
 )
+from mpikfac.strategy import Strategy, one_of
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
@@ -61,8 +64,6 @@ class KFAC:
         subsample: estimate a batch's factors from every n-th of its examples.
         statistics_dtype: round inputs of convolutions to it before they are multiplied.
         precondition_dtype: round gradients and decompositions to it to precondition.
-        delay: steps after which a decomposition is used. It is made in the background meanwhile,
-            and used no earlier where it is done before, so that results do not depend on timing.
         skip: names of modules that are trained first-order.
 
     Raises:
@@ -98,7 +99,6 @@ class KFAC:
         subsample: int = 1,
         statistics_dtype: torch.dtype | None = None,
         precondition_dtype: torch.dtype | None = None,
-        delay: int = 0,
         skip: Iterable[str] = (),
         trace: Trace | None = None,
     ) -> None:
@@ -113,7 +113,6 @@ class KFAC:
         one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
         one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
         check_count("subsample", subsample, 1)
-        check_count("delay", delay, 0)
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
         dtype, device = common_type([*self.layers, *self.others])
@@ -130,7 +129,6 @@ class KFAC:
         self._groups = groups_of(self.layers, optimizer)
         self._check_agreement(
             comm,
-            delay=delay,
             subsample=subsample,
             statistics_dtype=statistics_dtype,
             precondition_dtype=precondition_dtype,
@@ -142,14 +140,13 @@ class KFAC:
         self.troubles = Troubles(rank)
         self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
         self._stepped = self.gradients.stepped(model)
-        self.statistics = Arena(self.plan.statistics(rank), dtype, device)
-        self._parts = Parts(self.statistics, self.plan.parts_per_rank)
-        self.averages = Arena(self.plan.averages(rank), dtype, device)
-        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, delay, self.troubles)
+        self.factors = Factors(self.plan, self.grid, dtype, device, self.troubles)
+        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, self.troubles)
         self.directions = Arena(self.plan.directions(rank), dtype, device)
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
-        self.recorder = Recorder(model, self.layers, self.statistics, self.trace, subsample)
-        self._average_weight = 0.0
+        self._messages = self._planned(rank)
+        statistics = self.factors.statistics
+        self.recorder = Recorder(model, self.layers, statistics, self.trace, subsample)
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
@@ -164,7 +161,7 @@ class KFAC:
 
         Collective over: world.
         """
-        if not self._parts:
+        if not self.gradients.parts:
             self.gradients.read()
         self._refresh_curvature()
         self.gradients.reduce()
@@ -192,9 +189,9 @@ class KFAC:
         """
         self.gradients.collect()
         if self.recorder.recording:
-            self.recorder.finish(self.normalization, len(self._parts) * self.plan.ranks)
-            self._parts.add()
-            self.statistics.flat.zero_()
+            self.recorder.finish(self.normalization, len(self.factors.parts) * self.plan.ranks)
+            self.factors.parts.add()
+            self.factors.statistics.flat.zero_()
 
     def precondition(self) -> None:
         """Preconditions covered layers' gradients, which the caller has averaged and will step.
@@ -228,53 +225,33 @@ class KFAC:
         self.recorder.detach()
 
     def _begin(self, step: int) -> None:
-        self.steps, self.intact = step, True
+        self.steps, self.intact = step, not self.plan.late
         due = self.settings.due("factor_every", step)
-        self.recorder.recording = due or self._average_weight == 0
+        self.recorder.recording = due or self.factors.weight == 0
 
     def _refresh_curvature(self) -> None:
         if self.recorder.recording:
-            self._reduce_statistics()
-        if self.settings.due("basis_every", self.steps) or not self.bases.ready:
+            self._average_statistics()
+        if self._refreshes():
             self._publish_bases()  # of the interval before, if they are still on their way
             self._decompose_owned()
         if self.bases.due(self.steps):
             self._publish_bases()
+        self.factors.discard()
 
-    def _reduce_statistics(self) -> None:
+    def _average_statistics(self) -> None:
         """Averages the batch's factors over ranks and over time."""
-        flat, reduction = self.statistics.flat, self.plan.strategy.reduction
-        if self._parts:
-            self.grid.sum_in_order(self._parts.take(), flat, "reduce statistics")
-        else:
-            self.recorder.finish(self.normalization, 1 if reduction == "none" else self.plan.ranks)
-            if reduction == "owners":
-                self.grid.sum_to_owners(flat, self.statistics.layout.bounds, "reduce statistics")
-                flat = self.statistics.segment(self.grid.world.rank)
-            elif reduction == "everyone":
-                self.grid.sum_everywhere(flat, "reduce statistics")
-        self._check_statistics()
+        if not self.factors.parts:
+            alone = self.plan.strategy.reduction == "none"
+            self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
         self.intact = False
-        decay = self.settings.at("decay", self.steps)
-        self._average_weight = decay * self._average_weight + 1 - decay
-        self.averages.flat.lerp_(flat, (1 - decay) / self._average_weight)
-        self.statistics.flat.zero_()
-
-    def _check_statistics(self) -> None:
-        """Factors of this batch that are not finite become their averages, or the identity."""
-        broken: list[str] = []
-        if not all_finite(self.statistics.flat):
-            broken = not_finite({name: self.statistics[name] for name in self.averages})
-        for name in broken:
-            self.statistics[name].copy_(self.averages[name])
-            if self._average_weight == 0:
-                kron.add_identity(self.statistics[name])
-        mine = [name for name in broken if self.plan.owners[name] == self.grid.world.rank]
-        self.troubles.note("statistics", mine, self.steps, "their averages stay as they are")
+        self.factors.average(self.settings.at("decay", self.steps), self.steps)
 
     def _decompose_owned(self) -> None:
-        """Starts to decompose the factors that this rank owns."""
-        self.bases.decompose(self.averages, self.steps, self.settings.at("damping", self.steps))
+        """Starts to decompose the factors that this rank owns, all or a share of them."""
+        share = self._share()
+        damping = self.settings.at("damping", self.steps)
+        self.bases.decompose(self.factors.whole(share), self.steps, damping, share)
 
     def _publish_bases(self) -> None:
         """Sends decompositions to the other workers of their layers."""
@@ -283,8 +260,7 @@ class KFAC:
         self.intact = False
         with self.trace.stage("decompose"):
             self.bases.take()
-        arena = self.bases.arena
-        self.grid.gather(arena.flat, arena.layout.bounds, "column", "publish bases")
+        self.grid.exchange(self._messages["bases", self.bases.share], self.bases.arena.flat)
         self.bases.refresh()
 
     def _precondition(self) -> None:
@@ -297,9 +273,7 @@ class KFAC:
 
     def _publish_directions(self) -> None:
         """Sends preconditioned gradients to the ranks that did not compute them."""
-        if not self.gradients.owner_updates:
-            bounds = self.directions.layout.bounds
-            self.grid.gather(self.directions.flat, bounds, "row", "publish gradients")
+        self.grid.exchange(self._messages["directions"], self.directions.flat)
 
     def _check_directions(self) -> None:
         """A direction that is not finite, as its layer has no bases, becomes the gradient."""
@@ -314,8 +288,7 @@ class KFAC:
         if self.settings.kl_clip is None or not self.layers:
             return
         divergence = self._divergence()
-        if self.gradients.owner_updates:
-            self.grid.sum_everywhere(divergence, "clip")
+        self.grid.exchange(self._messages["clip"], divergence)
         clip = self.settings.at("kl_clip", self.steps)
         self.kl_scale = kron.kl_scale(divergence, clip)
         self.directions.flat *= self.kl_scale
@@ -332,16 +305,28 @@ class KFAC:
                     total += part.sum() * self.optimizer.param_groups[group]["lr"] ** 2
         return total
 
+    def _refreshes(self) -> bool:
+        """Whether this step decomposes: all factors or a share of them."""
+        steps, stagger = self.steps, self.plan.strategy.stagger
+        return not self.bases.ready or self.settings.due("basis_every", steps, stagger)
+
+    def _share(self) -> int | None:
+        """The share of the layers that this step refreshes; None for all."""
+        if not self.bases.ready or self.plan.strategy.stagger == 1:
+            return None
+        return self.settings.turn("basis_every", self.steps, self.plan.strategy.stagger)
+
+    def _planned(self, rank: int) -> dict[Any, list[Message]]:
+        """What this rank sends in each stage but those of `factors` and `gradients`."""
+        plan = self.plan
+        bases = {("bases", share): plan.publish_bases(rank, share) for share in plan.shares}
+        return {**bases, "directions": plan.publish_directions(rank), "clip": plan.clip()}
+
     def _forget_curvature(self) -> None:
         """No statistics, no bases, and averages at their start."""
         self.recorder.clear()
         self.bases.forget()
-        self._average_weight = 0.0
-        self.averages.flat.zero_()
-        if self.start == "identity":
-            self._average_weight = 1.0
-            for average in self.averages.values():
-                kron.add_identity(average)
+        self.factors.forget(self.start == "identity")
 
     def _check_agreement(self, comm: Any, **choices: object) -> None:
         agree(
@@ -364,18 +349,19 @@ class KFAC:
 
         Model, optimizer, factors as packed triangles, bases, the averages' weight, and the number
         of steps: what a run needs to go on exactly, also between two decompositions.
+
+        Collective over: world with `reduce_at="bases"`, else none.
         """
         state = model_state(self.model, self.optimizer, self._stepped)
-        state |= {"trainer/steps": self.steps, "kfac/average_weight": self._average_weight}
-        state |= {f"kfac/factors/{name}": average for name, average in self.averages.items()}
-        return state | {f"kfac/{name}": value for name, value in self.bases.state_dict().items()}
+        kept = self.factors.state_dict() | self.bases.state_dict()
+        return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}
 
     def missing(self, names: Collection[str]) -> set[str]:
         """What is not among `names`, of those that the shares of all ranks make up."""
         whole = {f"kfac/factors/{name}" for name in self.plan.orders}
         if "kfac/solver" in names:
             for rank in range(self.plan.ranks):
-                made = self.plan.decompositions(rank)
+                made = self.plan.decompositions(self.plan.decomposed(rank))
                 whole |= {f"kfac/bases/{name}" for name, _ in made}
         return missing_state(self.model, names) | whole.difference(names)
 
@@ -397,11 +383,9 @@ class KFAC:
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self._forget_curvature()
-        if "kfac/average_weight" in found:
-            self._average_weight = float(found["kfac/average_weight"])
-            for name, average in self.averages.items():
-                average.copy_(found[f"kfac/factors/{name}"])
         kept = {n.removeprefix("kfac/"): v for n, v in found.items() if n.startswith("kfac/")}
+        if "average_weight" in kept:
+            self.factors.load_state_dict(kept)
         self.bases.load_state_dict(kept)
         self._begin(int(found["trainer/steps"]))
 
@@ -409,8 +393,9 @@ class KFAC:
         """What there is of factors, and of bases if they are this solver's."""
         like: dict[str, Any] = {}
         if "kfac/average_weight" in state:
-            like = {f"kfac/factors/{name}": average for name, average in self.averages.items()}
-            like["kfac/average_weight"] = self._average_weight
+            averages = self.factors.averages
+            like = {f"kfac/factors/{name}": averages[name] for name in self.factors.kept()}
+            like["kfac/average_weight"] = self.factors.weight
         if state.get("kfac/solver") == self.plan.solver:
             kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
             like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}

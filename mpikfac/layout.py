@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not depend on offsets
@@ -32,6 +34,34 @@ class Layout:
     def counts(self) -> tuple[int, ...]:
         """Number of elements of each segment."""
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
+
+    def segments(self) -> list[tuple[int, int]]:
+        """First and last (exclusive) element of each segment."""
+        return list(zip(self.bounds, self.bounds[1:]))
+
+    def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
+        """The buffer from front to back, cut where the segment or the blocks' `kind` changes."""
+        found: list[Span] = []
+        ends = [*list(self.offsets.values())[1:], self.size]
+        for (name, start), end in zip(self.offsets.items(), ends):
+            segment = bisect.bisect_right(self.bounds, start) - 1
+            if end == start:  # a block without elements
+                continue
+            key = kind(name)
+            if found and (found[-1].kind, found[-1].segment) == (key, segment):
+                found[-1] = found[-1]._replace(stop=end)
+            else:
+                found.append(Span(start, end, segment, key))
+        return found
+
+
+class Span(NamedTuple):
+    """Neighbouring blocks of one kind: elements from `start` up to `stop`, of one segment."""
+
+    start: int
+    stop: int
+    segment: int
+    kind: Hashable
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:

@@ -4,18 +4,21 @@ Ranks form a grid of `rows` x `columns`. A column owns a group of layers and its
 gradient workers of those layers; a row crosses all columns. `rows` is the number of workers of a
 layer: all ranks in COMM-OPT, one in MEM-OPT [Pauloski et al., TPDS22].
 
-Every rank makes the same plan without talking.
+Every rank makes the same plan without talking, and sends what its messages say.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
+from mpikfac.messages import Message, gathers, in_order, message, sums
+from mpikfac.strategy import Strategy, check_divides, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse"]
 
@@ -41,96 +44,6 @@ class LayerShape:
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """How K-FAC is distributed over ranks, as a value.
-
-    Attributes:
-        workers: ranks that precondition a layer (gradient workers); must divide the ranks.
-        reduction: where factors are averaged. "everyone": on all ranks (Allreduce). "owners": on
-            the rank that decomposes (Reduce_scatter); the others keep no factors. "none": an owner
-            uses its own batch only, a different estimator [DP-KFAC, Zhang et al. 2022].
-        update: "everyone": each rank steps the whole model. "owner": gradients are reduced to a
-            layer's owner, which preconditions and steps, and weights are gathered.
-        balance: what placement evens out: "compute" (n^3 of a factor) or "memory" (n^2).
-        colocate: A and G of a layer on one owner; otherwise they may have two.
-        parts: a batch is dealt out in so many parts, whose gradients and statistics are added one
-            after the other: the same to the last bit on every number of ranks that divides it.
-            None: as MPI adds them.
-    """
-
-    workers: int = 1
-    reduction: Literal["everyone", "owners", "none"] = "everyone"
-    update: Literal["everyone", "owner"] = "everyone"
-    balance: Literal["compute", "memory"] = "compute"
-    colocate: bool = True
-    parts: int | None = None
-
-    def __post_init__(self) -> None:
-        one_of("reduction", self.reduction, ("everyone", "owners", "none"))
-        one_of("update", self.update, ("everyone", "owner"))
-        one_of("balance", self.balance, ("compute", "memory"))
-        one_of("colocate", self.colocate, (True, False))
-        if type(self.workers) is not int or self.workers < 1:
-            raise ValueError(f"workers={self.workers!r} must be a whole number of at least 1")
-        if self.parts is not None and (self.reduction, self.update) != ("everyone", "everyone"):
-            raise ValueError(
-                f"parts={self.parts} needs reduction='everyone' and update='everyone', "
-                f"not {self.reduction!r} and {self.update!r}"
-            )
-
-    @classmethod
-    def comm_opt(cls, ranks: int, **choices: Any) -> Strategy:
-        """Every rank preconditions every layer: K-FAC-opt of SC20, COMM-OPT of KAISA."""
-        return cls(workers=ranks, **choices)
-
-    @classmethod
-    def mem_opt(cls, **choices: Any) -> Strategy:
-        """One rank preconditions a layer: K-FAC-lw of SC20, MEM-OPT of KAISA."""
-        return cls(workers=1, **choices)
-
-    @classmethod
-    def hybrid(
-        cls, ranks: int, workers: int | None = None, fraction: float | None = None, **choices: Any
-    ) -> Strategy:
-        """A count (`workers`) or a `fraction` of the ranks precondition a layer: HYBRID-OPT.
-
-        Raises:
-            ValueError: unless exactly one of both is given and the count divides the ranks.
-        """
-        if (workers is None) == (fraction is None):
-            raise ValueError(f"give either workers ({workers}) or fraction ({fraction})")
-        count = workers if workers is not None else round(ranks * (fraction or 0.0))
-        if fraction is not None and not math.isclose(count, ranks * fraction):
-            raise ValueError(
-                f"fraction={fraction} of {ranks} ranks is no whole number of workers; "
-                f"try one of {[d / ranks for d in divisors(ranks)]}"
-            )
-        _check_divides(count, ranks)
-        return cls(workers=count, **choices)
-
-
-@dataclass(frozen=True)
-class Message:
-    """One collective of a step as one rank sees it.
-
-    Attributes:
-        stage: the stage of `KFAC.step` that sends it.
-        primitive: the MPI collective.
-        over: "world", "column" or "row".
-        size: bytes of the whole buffer, from which or into which the members' parts are taken.
-        bytes: of these, what this rank hands to MPI.
-        wire: bytes that this rank sends if the collective is a ring.
-    """
-
-    stage: str
-    primitive: str
-    over: str
-    size: int
-    bytes: int
-    wire: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """The communication plan: placement, layouts and messages of every rank.
 
@@ -140,6 +53,8 @@ class Plan:
         columns_of: column of each layer.
         owners: rank that decomposes each factor ("conv1.A").
         updaters: rank that steps each layer or other parameter when `update="owner"`.
+        orders: order of each factor.
+        shares_of: the share of a refresh that each layer belongs to, from 0 to `stagger` - 1.
     """
 
     layers: tuple[LayerShape, ...]
@@ -152,6 +67,7 @@ class Plan:
     owners: dict[str, int]
     updaters: dict[str, int]
     orders: dict[str, int] = field(repr=False)
+    shares_of: dict[str, int]
 
     @property
     def rows(self) -> int:
@@ -174,13 +90,25 @@ class Plan:
     # -- who does what ---------------------------------------------------------------------------
 
     def owned(self, rank: int) -> list[str]:
-        """Factors that `rank` decomposes, in model order."""
-        return [name for name, owner in self.owners.items() if owner == rank]
+        """Factors that `rank` decomposes for others too, in model order."""
+        return [n for n, owner in self.owners.items() if owner == rank and not self.replicated(n)]
 
-    def decompositions(self, rank: int) -> list[tuple[str, Shape]]:
-        """Names and shapes of what `rank` decomposes its factors into."""
+    def replicated(self, factor: str) -> bool:
+        """Whether every worker decomposes that factor for itself."""
+        return self.orders[factor] < self.strategy.replicate_below
+
+    def decomposed(self, rank: int) -> list[str]:
+        """Factors that `rank` decomposes: those it owns, then those it decomposes for itself."""
+        column = self.position(rank)[1]
+        own = [
+            n for n in self.owners if self.replicated(n) and self.columns_of[_parent(n)] == column
+        ]
+        return self.owned(rank) + own
+
+    def decompositions(self, factors: Iterable[str]) -> list[tuple[str, Shape]]:
+        """Names and shapes of what these factors are decomposed into."""
         blocks: list[tuple[str, Shape]] = []
-        for name in self.owned(rank):
+        for name in factors:
             order = self.orders[name]
             if self.solver == "eigen":
                 blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
@@ -196,6 +124,17 @@ class Plan:
     def recorded(self, rank: int) -> list[str]:
         """Factors of which `rank` records statistics of its own batch."""
         return self.owned(rank) if self.strategy.reduction == "none" else list(self.owners)
+
+    @property
+    def shares(self) -> list[int | None]:
+        """The shares that refreshes are dealt out in, after None, which stands for all layers."""
+        stagger = self.strategy.stagger
+        return [None, *range(stagger)] if stagger > 1 else [None]
+
+    @property
+    def late(self) -> bool:
+        """Whether ranks average their own factors over time before they are averaged over ranks."""
+        return self.strategy.reduce_at == "bases"
 
     def preconditioned(self, rank: int) -> list[str]:
         """Layers that `rank` preconditions, in model order."""
@@ -214,22 +153,29 @@ class Plan:
 
     def statistics(self, rank: int) -> Layout:
         """Triangles of a batch's factors: model order, or owner by owner if owners reduce."""
-        if self.strategy.reduction == "owners":
-            return lay_out(self._by_rank(self._triangles(self.owners), self.owners))
-        return lay_out([self._triangles(self.recorded(rank))])
+        return self._factors(self.recorded(rank), triangle_shape)
+
+    def squares(self, rank: int) -> Layout:
+        """The same as squares, if they travel in that form; else nothing."""
+        square = self.strategy.packing == "square"
+        return self._factors(self.recorded(rank) if square else [], lambda order: (order, order))
 
     def averages(self, rank: int) -> Layout:
         """Triangles of the running averages that `rank` keeps."""
+        if self.late:
+            return self._factors(self.recorded(rank), triangle_shape)
         everyone = self.strategy.reduction == "everyone"
-        return lay_out([self._triangles(list(self.owners) if everyone else self.owned(rank))])
+        kept = self.owners if everyone else self.owned(rank)
+        return lay_out([self._matrices_of(self._by_share(kept), triangle_shape)])
 
     def bases(self, rank: int) -> Layout:
-        """Decompositions that `rank` holds, one segment for each row of its column."""
+        """Decompositions that `rank` holds: a segment for each row of its column, and its own."""
         if not self.publishes_bases:
-            return lay_out([self.decompositions(rank)])
+            return lay_out([self.decompositions(self.decomposed(rank))])
         column = self.position(rank)[1]
-        mates = [row * self.columns + column for row in range(self.rows)]
-        return lay_out(self.decompositions(mate) for mate in mates)
+        owned = [self.owned(row * self.columns + column) for row in range(self.rows)]
+        own = [name for name in self.decomposed(rank) if self.replicated(name)]
+        return lay_out(self.decompositions(self._by_share(names)) for names in [*owned, own])
 
     def denominators(self, rank: int) -> Layout:
         """Damped eigenvalues of each layer that `rank` preconditions; empty for inverses."""
@@ -253,6 +199,7 @@ class Plan:
         """Bytes of each arena that `rank` keeps, and of what they held for parts of a batch."""
         arenas = {
             "statistics": self.statistics(rank),
+            "squares": self.squares(rank),
             "averages": self.averages(rank),
             "bases": self.bases(rank),
             "denominators": self.denominators(rank),
@@ -267,35 +214,92 @@ class Plan:
     # -- what travels ----------------------------------------------------------------------------
 
     def messages(
-        self, rank: int, statistics: bool, refresh: bool, clip: bool = True
+        self,
+        rank: int,
+        statistics: bool,
+        refresh: bool,
+        clip: bool = True,
+        share: int | None = None,
     ) -> list[Message]:
         """Collectives of one step in order, as `rank` sees them.
 
         Args:
-            statistics: the step reduces new factors (`factor_every`).
+            statistics: the step makes new factors (`factor_every`).
             refresh: the step decomposes them (`basis_every`).
             clip: the step is KL-clipped; a message only where no rank holds all directions.
+            share: the share of the layers that is refreshed; None for all.
         """
-        row, column = self.position(rank)
-        owner_updates = self.strategy.update == "owner"
         found = []
-        if statistics and self.strategy.reduction != "none":
-            found += self._reduce("reduce statistics", self.statistics(rank))
-        if refresh and self.publishes_bases:
-            found += self._gather("publish bases", "column", self.bases(rank), row)
-        found += self._reduce("reduce gradients", self.gradients())
-        if owner_updates:
-            if clip and self.layers and self.ranks > 1:
-                wire = 2 * self.itemsize * (self.ranks - 1) // self.ranks
-                found.append(Message("clip", "Allreduce", "world", self.itemsize, self.itemsize, wire))
-            found += self._gather("publish weights", "world", self.gradients(), rank)
-        elif self.columns > 1:
-            found += self._gather("publish gradients", "row", self.directions(rank), column)
-        return found
+        if refresh if self.late else statistics:
+            found += self.reduce_statistics(rank, share if self.late else None)
+        if refresh:
+            found += self.publish_bases(rank, share)
+        found += self.reduce_gradients()
+        found += self.publish_directions(rank)
+        return found + (self.clip() if clip else []) + self.publish_weights(rank)
+
+    def reduce_statistics(self, rank: int, share: int | None = None) -> list[Message]:
+        """Sums of factors, of all layers or of one share of a refresh."""
+        if self.strategy.reduction == "none":
+            return []
+        layout = self.squares(rank) if self.strategy.packing == "square" else self.statistics(rank)
+        return self._sums("reduce statistics", layout, self._kind(share))
+
+    def publish_bases(self, rank: int, share: int | None = None) -> list[Message]:
+        """Decompositions to the workers of a column, of all layers or of one share."""
+        if not self.publishes_bases:
+            return []
+        row = self.position(rank)[0]
+        kind = self._kind(share)
+        layout = self.bases(rank)
+        return gathers(
+            "publish bases",
+            "column",
+            layout,
+            lambda n: kind(_parent(n)),
+            row,
+            self.rows,
+            self.itemsize,
+        )
+
+    def reduce_gradients(self) -> list[Message]:
+        """Sums of all gradients."""
+        return self._sums("reduce gradients", self.gradients(), lambda name: 0)
+
+    def publish_directions(self, rank: int) -> list[Message]:
+        """Preconditioned gradients to the ranks that did not compute them."""
+        if self.strategy.update == "owner":
+            return []
+        column = self.position(rank)[1]
+        fused, layout = self._fused(), self.directions(rank)
+        kind = fused.__getitem__
+        return gathers(
+            "publish gradients", "row", layout, kind, column, self.columns, self.itemsize
+        )
+
+    def publish_weights(self, rank: int) -> list[Message]:
+        """Weights to the ranks that did not step them."""
+        if self.strategy.update == "everyone":
+            return []
+        layout = self.gradients()
+        return gathers(
+            "publish weights", "world", layout, lambda name: 0, rank, self.ranks, self.itemsize
+        )
+
+    def clip(self) -> list[Message]:
+        """The sum that the KL clip is computed from, where no rank holds all directions."""
+        if not self.layers or self.ranks == 1 or self.strategy.update == "everyone":
+            return []
+        return [message("clip", "Allreduce", "world", [(0, 1)], self.ranks, self.itemsize)]
 
     def load(self, rank: int) -> int:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
-        return sum(self.orders[name] ** 3 for name in self.owned(rank))
+        return sum(self.orders[name] ** 3 for name in self.decomposed(rank))
+
+    def _sums(self, stage: str, layout: Layout, kind: Callable[[str], Hashable]) -> list[Message]:
+        if self.parts_per_rank:
+            return in_order(stage, layout, self.ranks, self.itemsize)
+        return sums(stage, layout, kind, self.ranks, self.itemsize)
 
     def _by_rank(
         self, blocks: Iterable[tuple[str, Shape]], ranks: dict[str, int]
@@ -305,32 +309,47 @@ class Plan:
             segments[ranks[name]].append((name, shape))
         return segments
 
-    def _triangles(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
-        return [(name, triangle_shape(self.orders[name])) for name in names]
+    def _factors(self, names: Iterable[str], shape: Callable[[int], Shape]) -> Layout:
+        blocks = self._matrices_of(self._by_share(names), shape)
+        if self.strategy.reduction == "owners":
+            return lay_out(self._by_rank(blocks, self.owners))
+        return lay_out([blocks])
+
+    def _matrices_of(
+        self, factors: Iterable[str], shape: Callable[[int], Shape]
+    ) -> list[tuple[str, Shape]]:
+        return [(name, shape(self.orders[name])) for name in factors]
+
+    def _by_share(self, factors: Iterable[str]) -> list[str]:
+        """In model order, those first that are refreshed first."""
+        return sorted(factors, key=lambda name: self.shares_of[_parent(name)])
 
     def _matrices(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
         orders = self.orders
         return [(name, (orders[f"{name}.G"], orders[f"{name}.A"])) for name in names]
 
-    def _reduce(self, stage: str, layout: Layout) -> list[Message]:
-        size = layout.size * self.itemsize
-        if self.ranks == 1 or size == 0:
-            return []
-        if self.parts_per_rank:
-            return [Message(stage, "Send, Bcast", "world", size, size, size)]
-        to_owners = len(layout.bounds) > 2
-        ring = size * (self.ranks - 1) // self.ranks
-        primitive, wire = ("Reduce_scatter", ring) if to_owners else ("Allreduce", 2 * ring)
-        return [Message(stage, primitive, "world", size, size, wire)]
+    def _fused(self) -> dict[str, int]:
+        """The message of a stage that each layer belongs to."""
+        fusion = self.strategy.fusion
+        if not isinstance(fusion, tuple):
+            every = fusion or max(1, len(self.layers))
+            return {layer.name: number // every for number, layer in enumerate(self.layers)}
+        ends = list(itertools.accumulate(fusion[:-1]))
+        return {
+            layer.name: sum(end <= number for end in ends)
+            for number, layer in enumerate(self.layers)
+        }
 
-    def _gather(self, stage: str, over: str, layout: Layout, segment: int) -> list[Message]:
-        members = len(layout.bounds) - 1
-        size = layout.size * self.itemsize
-        if members == 1 or size == 0:
-            return []
-        own = layout.counts()[segment] * self.itemsize
-        wire = size * (members - 1) // members
-        return [Message(stage, "Allgatherv", over, size, own, wire)]
+    def _kind(self, share: int | None) -> Callable[[str], Hashable]:
+        """Of a factor: the message that it belongs to; None if it is not of that share."""
+        fused = self._fused()
+
+        def kind(factor: str) -> Hashable:
+            layer = _parent(factor)
+            left_out = share is not None and self.shares_of[layer] != share
+            return None if left_out else fused[layer]
+
+        return kind
 
 
 def make_plan(
@@ -354,7 +373,7 @@ def make_plan(
     one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
-    _check_divides(strategy.workers, ranks)
+    check_divides(strategy.workers, ranks)
     if solver == "inverse" and not strategy.colocate and strategy.reduction != "everyone":
         raise ValueError(
             f"solver='inverse' balances the damping of A and G by both traces, so with "
@@ -365,41 +384,45 @@ def make_plan(
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
-    owners, columns_of = _place(layers, ranks, strategy)
+    shares_of = _deal(layers, strategy.stagger)
+    owners, columns_of = _place(layers, ranks, strategy, shares_of)
     updaters = {layer.name: owners[f"{layer.name}.A"] for layer in layers}
     others = tuple((name, tuple(shape)) for name, shape in others)
     updaters |= _spread(others, ranks)
     orders = {name: order for layer in layers for name, order in layer.factors}
     given = (tuple(layers), others, ranks, strategy, solver, itemsize)
-    return Plan(*given, columns_of, owners, updaters, orders)
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of a number, ascending: the worker counts that fit so many ranks."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    return Plan(*given, columns_of, owners, updaters, orders, shares_of)
 
 
 def _place(
-    layers: Sequence[LayerShape], ranks: int, strategy: Strategy
+    layers: Sequence[LayerShape], ranks: int, strategy: Strategy, shares_of: dict[str, int]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Owner of each factor and column of each layer: longest first, to the least loaded rank."""
+    """Owner of each factor and column of each layer: longest first, to the least loaded rank.
+
+    The load that counts is that of the share of a refresh, as one share is made at a time.
+    """
     power = 3 if strategy.balance == "compute" else 2
     columns = ranks // strategy.workers
     jobs: list[tuple[int, LayerShape, list[str]]] = []
     for layer in layers:
-        costs = {name: order**power for name, order in layer.factors}
+        # What every worker decomposes for itself is nobody's load more than another's.
+        costs = {
+            name: order**power if order >= strategy.replicate_below else 0
+            for name, order in layer.factors
+        }
         if strategy.colocate:
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
-    load = [0] * ranks
+    loads = [[0] * ranks for _ in range(strategy.stagger)]
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
         # The first factor to be placed fixes the layer's column; the second stays inside it.
         column = columns_of.get(layer.name)
         candidates = range(ranks) if column is None else range(column, ranks, columns)
-        owner = min(candidates, key=lambda rank: (load[rank], rank))
+        load = loads[shares_of[layer.name]]
+        owner = min(candidates, key=load.__getitem__)
         columns_of[layer.name] = owner % columns
         load[owner] += cost
         placed |= dict.fromkeys(names, owner)
@@ -417,19 +440,23 @@ def _spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
     return updaters
 
 
-def _check_divides(workers: int, ranks: int) -> None:
-    if workers < 1 or ranks % workers:
-        raise ValueError(
-            f"workers={workers} must divide the number of ranks ({ranks}); "
-            f"try one of {divisors(ranks)}"
-        )
+def _deal(layers: Sequence[LayerShape], stagger: int) -> dict[str, int]:
+    """The share of a refresh of each layer, longest first, to the share with the least work.
 
-
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Returns if `value` is allowed.
-
-    Raises:
-        ValueError: it is not; the text calls it `name` and lists what is.
+    It does not depend on the ranks, so results do not either.
     """
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+    load = [0] * stagger
+    shares_of = {}
+    for layer in sorted(layers, key=lambda layer: -_work(layer)):
+        shares_of[layer.name] = load.index(min(load))
+        load[shares_of[layer.name]] += _work(layer)
+    return {layer.name: shares_of[layer.name] for layer in layers}
+
+
+def _work(layer: LayerShape) -> int:
+    return sum(order**3 for _, order in layer.factors)
+
+
+def _parent(name: str) -> str:
+    """The layer of a factor, or the factor of a block of its decomposition."""
+    return name.rpartition(".")[0]

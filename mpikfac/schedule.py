@@ -140,9 +140,26 @@ class Settings:
             raise ValueError(f"{shown} must be positive")
         return value
 
-    def due(self, name: str, step: int) -> bool:
-        """Whether what happens every so many steps happens at `step`."""
-        return every(getattr(self, name), step, name)
+    def due(self, name: str, step: int, turns: int = 1) -> bool:
+        """Whether what happens every so many steps happens at `step`, or one of its `turns`.
+
+        Raises:
+            ValueError: the interval is not a multiple of `turns`.
+        """
+        if turns == 1:
+            return every(getattr(self, name), step, name)
+        return step % self._between(name, step, turns) == 0
+
+    def turn(self, name: str, step: int, turns: int) -> int:
+        """Which of the `turns` of an interval, from 0 on, the step belongs to."""
+        return step // self._between(name, step, turns) % turns
+
+    def _between(self, name: str, step: int, turns: int) -> int:
+        """Steps from one turn to the next."""
+        interval = evaluate(getattr(self, name), step, name)
+        if interval % turns:
+            raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")
+        return int(interval) // turns
 
     def described(self) -> dict[str, object]:
         """The settings by name, for ranks to compare; schedules by their number at step 0."""

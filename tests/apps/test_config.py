@@ -16,7 +16,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml")
 # what the one line has to name.
 BAD = {
     "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
-    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.placem"),
+    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.strate"),
     "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
     "no option": ("train", "'train' belongs to no option; write --key value"),
@@ -37,19 +37,19 @@ BAD = {
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, res"),
     "workers": (
-        "--kfac.placement=hybrid --kfac.workers=4",
+        "--kfac.strategy=hybrid --kfac.workers=4",
         "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
     ),
     "fraction": (
-        "--kfac.placement=hybrid --kfac.fraction=0.4",
+        "--kfac.strategy=hybrid --kfac.fraction=0.4",
         "fraction=0.4 of 6 ranks is no whole number of workers",
     ),
     "workers and fraction": (
-        "--kfac.placement=hybrid --kfac.workers=2 --kfac.fraction=0.5",
+        "--kfac.strategy=hybrid --kfac.workers=2 --kfac.fraction=0.5",
         "either workers (2) or fraction (0.5)",
     ),
-    "neither": ("--kfac.placement=hybrid", "either workers (None) or fraction (None)"),
-    "workers elsewhere": ("--kfac.workers=2", "workers=2 needs placement=hybrid, not comm_opt"),
+    "neither": ("--kfac.strategy=hybrid", "either workers (None) or fraction (None)"),
+    "workers elsewhere": ("--kfac.workers=2", "workers=2 needs strategy=hybrid, not comm-opt"),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
     "no batch": ("--batch=null", "batch=None and batch_per_rank=None: give one of them"),
@@ -137,15 +137,15 @@ def test_help_names_every_option_and_model(capsys):
     ("given", "workers"),
     [
         ("", 4),
-        ("--kfac.placement=mem_opt", 1),
-        ("--kfac.placement=hybrid --kfac.workers=2", 2),
-        ("--kfac.placement=hybrid --kfac.fraction=0.5", 2),
+        ("--kfac.strategy=mem-opt", 1),
+        ("--kfac.strategy=hybrid --kfac.workers=2", 2),
+        ("--kfac.strategy=hybrid --kfac.fraction=0.5", 2),
     ],
 )
-def test_placements_become_strategies(given, workers):
-    """Oracle: workers of 4 ranks by the definition of each placement."""
+def test_strategies_by_name(given, workers):
+    """Oracle: workers of 4 ranks by the definition of each."""
     options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
-    strategy = config.strategy(options.kfac, 4)
+    strategy, _ = config.strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
 
 

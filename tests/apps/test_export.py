@@ -47,8 +47,8 @@ def test_factors_are_those_of_the_running_trainer(trained, tmp_path):
     assert export.main([str(tmp_path / "run"), "--factors", str(file)]) == 0
     with np.load(file) as arrays:
         found = dict(arrays)
-    assert found.keys() == trained.averages.keys()
-    for name, packed in trained.averages.items():
+    assert found.keys() == trained.factors.averages.keys()
+    for name, packed in trained.factors.averages.items():
         assert np.array_equal(found[name], found[name].T)
         assert np.array_equal(found[name], mpikfac.unfold_triangle(packed).numpy())
 

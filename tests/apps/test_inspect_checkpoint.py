@@ -38,7 +38,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
     assert "damping 0.01 and solver eigen" in heading
     assert list(found) == ["0", "3", "5"]
     for layer, words in found.items():
-        packed = (trained.averages[f"{layer}.{side}"] for side in "AG")
+        packed = (trained.factors.averages[f"{layer}.{side}"] for side in "AG")
         sides = [mpikfac.unfold_triangle(triangle).numpy() for triangle in packed]
         expected = []
         for matrix in sides:
@@ -88,7 +88,7 @@ def test_contents_are_counted(trained, tmp_path, capsys):
     assert f", {size:,} bytes" in text
     assert rows(text, "Shards") == {"shard-0.h5": [f"{size:,}", "ok"]}
     model = trained.model.state_dict().values()
-    factors = trained.averages.values()
+    factors = trained.factors.averages.values()
     counted = rows(text, "Contents")
     assert counted["model"] == [str(len(model)), f"{sum(t.nbytes for t in model):,}"]
     assert counted["factors"] == [str(len(factors)), f"{sum(t.nbytes for t in factors):,}"]
@@ -132,7 +132,7 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
 
 def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
     """A run that diverged can be looked at: its numbers are NaN, its picture is drawn."""
-    trained.averages["3.G"][0, 0] = float("nan")
+    trained.factors.averages["3.G"][0, 0] = float("nan")
     root = tmp_path / "diverged"
     mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
     picture = tmp_path / "spectra.png"

@@ -26,14 +26,14 @@ QUICK = (
     "--kfac.basis_every=2",
 )
 DELAY = ("--kfac.delay=1",)
-OWNERS = ("--kfac.placement=mem_opt", "--kfac.reduction=owners")
+OWNERS = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
     "eigen": ("--kfac.solver=eigen", "--kfac.basis_every=3"),
     "owners": (*OWNERS, *DELAY),
     "owner updates": ("--kfac.update=owner", "--kfac.colocate=false"),
-    "own batch": ("--kfac.placement=mem_opt", "--kfac.reduction=none"),
+    "own batch": ("--kfac.strategy=mem-opt", "--kfac.reduction=none"),
 }
 # A network of which the numbers do not depend on the ranks, but for rounding; on each a placement.
 MOVED = ("--model=plain", *DELAY)
@@ -41,8 +41,8 @@ PLACEMENTS = {
     1: (),
     2: OWNERS,
     3: ("--kfac.update=owner", "--kfac.colocate=false"),
-    4: ("--kfac.placement=hybrid", "--kfac.workers=2", "--kfac.reduction=owners"),
-    8: ("--kfac.placement=hybrid", "--kfac.workers=4"),
+    4: ("--kfac.strategy=hybrid", "--kfac.workers=2", "--kfac.reduction=owners"),
+    8: ("--kfac.strategy=hybrid", "--kfac.workers=4"),
 }
 # A network that depends on the ranks, unless its batch comes in parts: runs on that many.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)

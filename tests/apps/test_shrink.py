@@ -23,7 +23,7 @@ QUICK = (
 )
 STEPS = 18
 UNEVEN = "--batch=63"  # of 3 ranks, but not of 2
-OWNERS = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", "--checkpoint_every=4")
+OWNERS = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners", "--checkpoint_every=4")
 OWNER_UPDATES = ("--kfac.update=owner", "--checkpoint_every=4")
 
 

@@ -130,7 +130,7 @@ def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
     plain(1, whole, *chosen)
     plain(1, one, *chosen, "--max_steps=6")
     (checkpoint,) = (one / "checkpoints").iterdir()
-    more = ("--kfac.placement=mem_opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
+    more = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
     plain(2, two, *chosen, *more)
     assert_same_training(rows(two), [row for row in rows(whole) if row["step"] > 6])
 
@@ -229,7 +229,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
     [
         ("--lr=-1", "options: lr=-1.0 must be a finite number > 0"),
         ("--bogus=1", "options: unknown key bogus; known are"),
-        ("--kfac.placement=hybrid --kfac.workers=3", "workers=3 must divide the number of ranks"),
+        ("--kfac.strategy=hybrid --kfac.workers=3", "workers=3 must divide the number of ranks"),
         ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
     ],
 )

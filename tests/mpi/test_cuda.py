@@ -54,8 +54,8 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
     for workers, solver, delay in itertools.product(
         mpikfac.divisors(comm.size), ("inverse", "eigen"), (0, 1)
     ):
-        strategy = mpikfac.Strategy(workers, reduction, update)
-        settings = {"solver": solver, "delay": delay}
+        strategy = mpikfac.Strategy(workers, reduction, update, delay=delay)
+        settings = {"solver": solver}
         expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
         found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)

@@ -10,6 +10,7 @@ import mpikfac
 import mpikfac.comm
 from mpikfac import Strategy, UserError, agree, make_plan, together
 from mpikfac.comm import Grid
+from mpikfac.messages import Message
 
 RANKS = mpikfac.world().size
 
@@ -32,6 +33,31 @@ def pieces(request, monkeypatch):
         monkeypatch.setattr(mpikfac.comm, "PIECE", request.param)
 
 
+def sent(primitive, over, spans, root=-1):
+    """A message; what it says of bytes does not matter here."""
+    return Message("stage", primitive, over, tuple(spans), root, 0, 0, 0)
+
+
+def sum_everywhere(grid, flat):
+    grid.exchange([sent("Allreduce", "world", [(0, len(flat))])], flat)
+
+
+def sum_to_owners(grid, flat, edges, primitive):
+    spans = list(zip(edges, edges[1:]))
+    if primitive == "Reduce_scatter":
+        grid.exchange([sent(primitive, "world", spans)], flat)
+    else:
+        grid.exchange([sent(primitive, "world", [s], root) for root, s in enumerate(spans)], flat)
+
+
+def gather(grid, flat, edges, over, primitive):
+    spans = list(zip(edges, edges[1:]))
+    if primitive == "Allgatherv":
+        grid.exchange([sent(primitive, over, spans)], flat)
+    else:
+        grid.exchange([sent(primitive, over, [s], root) for root, s in enumerate(spans)], flat)
+
+
 def uneven(size):
     """Segment lengths with an empty one where there are several."""
     return [0 if k == 1 else 5 + 2 * k for k in range(size)]
@@ -50,15 +76,16 @@ def test_ranks_sit_where_the_plan_says(comm, workers):
 def test_a_sum_is_everywhere(comm, pieces):
     """Oracle: the sum in one process."""
     flat = numbers(comm.rank, 10)
-    Grid(comm, 1, mpikfac.Trace()).sum_everywhere(flat, "clip")
+    sum_everywhere(Grid(comm, 1, mpikfac.Trace()), flat)
     assert torch.equal(flat, sum(numbers(rank, 10) for rank in range(comm.size)))
 
 
-def test_owners_get_the_sum_of_their_segment(comm, pieces):
+@pytest.mark.parametrize("primitive", ["Reduce_scatter", "Reduce"])
+def test_owners_get_the_sum_of_their_segment(comm, pieces, primitive):
     """Oracle: the sum in one process, at the owner's place."""
     edges = bounds(*uneven(comm.size))
     flat = numbers(comm.rank, edges[-1])
-    Grid(comm, 1, mpikfac.Trace()).sum_to_owners(flat, edges, "reduce statistics")
+    sum_to_owners(Grid(comm, 1, mpikfac.Trace()), flat, edges, primitive)
     own = slice(edges[comm.rank], edges[comm.rank + 1])
     expected = sum(numbers(rank, edges[-1]) for rank in range(comm.size))
     assert torch.equal(flat[own], expected[own])
@@ -66,14 +93,15 @@ def test_owners_get_the_sum_of_their_segment(comm, pieces):
 
 @pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
 @pytest.mark.parametrize("over", ["world", "row", "column"])
-def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers):
+@pytest.mark.parametrize("primitive", ["Allgatherv", "Bcast"])
+def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers, primitive):
     """Oracle: segment k as member k filled it."""
     grid = Grid(comm, workers, mpikfac.Trace())
     team = getattr(grid, over)
     edges = bounds(*uneven(team.size))
     flat = torch.full((edges[-1],), -1.0)
     flat[edges[team.rank] : edges[team.rank + 1]] = comm.rank
-    grid.gather(flat, edges, over, "publish bases")
+    gather(grid, flat, edges, over, primitive)
     filled = team.allgather(comm.rank)
     expected = [rank for rank, n in zip(filled, uneven(team.size)) for _ in range(n)]
     assert flat.tolist() == expected
@@ -111,9 +139,9 @@ def test_what_mpi_would_take_for_bytes_is_refused_before_it_is_sent(comm, flat, 
     grid = Grid(comm, 1, mpikfac.Trace())
     edges = bounds(*[flat.numel()] + [0] * (comm.size - 1))
     for call in (
-        lambda: grid.sum_everywhere(flat, "clip"),
-        lambda: grid.sum_to_owners(flat, edges, "clip"),
-        lambda: grid.gather(flat, edges, "world", "clip"),
+        lambda: sum_everywhere(grid, flat),
+        lambda: sum_to_owners(grid, flat, edges, "Reduce_scatter"),
+        lambda: gather(grid, flat, edges, "world", "Allgatherv"),
     ):
         with pytest.raises(ValueError, match=text):
             call()

@@ -21,8 +21,8 @@ def trainer(comm, strategy):
 def arenas(kfac):
     """Bytes of the buffers that exist."""
     kept = {
-        "statistics": kfac.statistics,
-        "averages": kfac.averages,
+        "statistics": kfac.factors.statistics,
+        "averages": kfac.factors.averages,
         "bases": kfac.bases.arena,
         "denominators": kfac.bases.denominators,
         "gradients": kfac.gradients.arena,

@@ -53,12 +53,12 @@ def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, 
     """Oracle: weights, momentum and averages before; every layer and both its factors counted."""
     kfac = trainer(comm, strategy)
     problem.run(kfac, comm, [0, 1])
-    before = state_and_momentum(kfac), kfac.averages.flat.clone()
+    before = state_and_momentum(kfac), kfac.factors.averages.flat.clone()
     spoil = (lambda images: images * bad) if comm.rank == comm.size - 1 else None
     backward(kfac, comm, 2, spoil)
     kfac.step()
     if strategy.reduction != "none":  # there, other ranks' factors are of other data
-        assert torch.equal(kfac.averages.flat, before[1])
+        assert torch.equal(kfac.factors.averages.flat, before[1])
         assert total(comm, kfac, "statistics") == 6
     assert torch.equal(state_and_momentum(kfac), before[0])
     assert total(comm, kfac, "gradient") == 5  # 3 layers, scale and shift of the norm
@@ -71,12 +71,14 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
     """Oracle: the identity's triangle, and the statistics of the others."""
     kfac = trainer(comm, strategy)
     backward(kfac, comm, 0)
-    if "0.A" in kfac.statistics:
-        kfac.statistics["0.A"][0, 0] = math.nan
+    if "0.A" in kfac.factors.statistics:
+        kfac.factors.statistics["0.A"][0, 0] = math.nan
     kfac.step()
-    if "0.A" in kfac.averages:
+    if "0.A" in kfac.factors.averages:
         identity = torch.eye(kfac.plan.orders["0.A"], dtype=torch.float64)
-        torch.testing.assert_close(mpikfac.kron.unfold_triangle(kfac.averages["0.A"]), identity)
+        torch.testing.assert_close(
+            mpikfac.kron.unfold_triangle(kfac.factors.averages["0.A"]), identity
+        )
     assert total(comm, kfac, "statistics") == 1
     assert_alike(comm, kfac)
 

@@ -61,7 +61,7 @@ def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
         planned[message.stage] += 3 * message.bytes
     assert sent["reduce gradients"] == planned["reduce gradients"]
     assert sent["reduce statistics"] == planned["reduce statistics"]
-    kept = kfac._parts.nbytes + kfac.gradients.parts.nbytes
+    kept = kfac.factors.parts.nbytes + kfac.gradients.parts.nbytes
     assert kept == kfac.plan.memory(comm.rank)["parts"]
 
 

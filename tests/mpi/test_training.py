@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+from dataclasses import replace
 
 import oracles
 import problem
@@ -78,9 +79,9 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
     """Oracle: one process that does the same; steps with decompositions of before and without."""
-    steps, settings = range(6), {"delay": 2}
-    found = problem.run(trainer(comm, strategy, **settings), comm, steps)
-    alone = trainer(comm.Split(comm.rank), None, **settings)
+    steps = range(6)
+    found = problem.run(trainer(comm, replace(strategy, delay=2)), comm, steps)
+    alone = trainer(comm.Split(comm.rank), Strategy(delay=2))
     for step in steps:
         images, labels = problem.batch(step)
         alone.optimizer.zero_grad()

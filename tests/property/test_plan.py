@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikfac.layout import ALIGNMENT, triangle_shape
-from mpikfac.plan import LayerShape, Strategy, divisors, make_plan
+from mpikfac.plan import LayerShape, make_plan
+from mpikfac.strategy import Strategy, divisors
 
 orders = st.integers(1, 40)
 

@@ -9,9 +9,9 @@ import torch
 import mpikfac
 
 
-def trainer(comm, **settings):
-    model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS | settings)
+def trainer(comm, delay=0, **settings):
+    model, strategy = problem.network(), mpikfac.Strategy(delay=delay)
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def standing(comm, **settings):

@@ -83,7 +83,7 @@ def test_gradients_and_bases_by_hand():
     p = plan(2, 2, solver="eigen")
     assert p.gradients().shapes["conv"] == (4, 10)
     assert p.gradients().size == 48 + 64 + 16 + 3 * 16
-    assert p.bases(0).counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16)
+    assert p.bases(0).counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
     inverse = make_plan(LAYERS, 2, Strategy(2), solver="inverse")
     assert inverse.bases(0).shapes["out.A.inverse"] == (6, 6)
     assert p.memory(0)["bases"] == 4 * p.bases(0).size

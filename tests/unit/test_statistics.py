@@ -305,7 +305,7 @@ def test_a_detached_model_records_nothing(comm):
     kfac = trainer(comm, problem.network())
     kfac.detach()
     learn(kfac, problem.batch(0))
-    assert not kfac.statistics.flat.any()
+    assert not kfac.factors.statistics.flat.any()
 
 
 def test_inputs_by_name_count(comm):

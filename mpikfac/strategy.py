@@ -1,0 +1,298 @@
+"""How K-FAC is distributed over ranks and over time, as a value; published ways to do it by name.
+
+Three kinds of choices stay apart: the estimator (what enters a factor), the placement (who
+decomposes, preconditions and updates), the transport (what travels when, and in which messages).
+Choices of placement and transport give the same numbers for one estimator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How K-FAC is distributed over ranks and over time.
+
+    Attributes:
+        workers: ranks that precondition a layer (gradient workers); must divide the ranks.
+        reduction: where factors are averaged. "everyone": on all ranks (Allreduce). "owners": on
+            the rank that decomposes (Reduce_scatter); the others keep no factors. "none": an owner
+            uses its own batch only, a different estimator [DP-KFAC, Zhang et al. 2022].
+        update: "everyone": each rank steps the whole model. "owner": gradients are reduced to a
+            layer's owner, which preconditions and steps, and weights are gathered.
+        balance: what placement evens out: "compute" (n^3 of a factor) or "memory" (n^2).
+        colocate: A and G of a layer on one owner; otherwise they may have two.
+        parts: a batch is dealt out in so many parts, whose gradients and statistics are added one
+            after the other: the same to the last bit on every number of ranks that divides it.
+            None: as MPI adds them.
+        replicate_below: factors of a smaller order are decomposed by every worker of their layer,
+            which sends nothing [SPD-KFAC, Shi et al. 2021]; 0 for none.
+        reduce_at: when factors are averaged over ranks: at each step that takes statistics
+            ("factors"), or, as averages over time and over ranks commute, only before they are
+            decomposed ("bases"); until then each rank keeps the running averages of its own share.
+        packing: factors travel as a folded "triangle" or as the full "square".
+        fusion: layers whose factors, bases or preconditioned gradients share a message: a number,
+            or that of each message in turn; None for one message for all.
+        delay: steps after which decompositions are used. They are made in the background
+            meanwhile, and used no earlier where they are done before: results do not depend on
+            timing.
+        stagger: a refresh is spread over so many steps, each with a share of the layers.
+    """
+
+    workers: int = 1
+    reduction: Literal["everyone", "owners", "none"] = "everyone"
+    update: Literal["everyone", "owner"] = "everyone"
+    balance: Literal["compute", "memory"] = "compute"
+    colocate: bool = True
+    parts: int | None = None
+    replicate_below: int = 0
+    reduce_at: Literal["factors", "bases"] = "factors"
+    packing: Literal["triangle", "square"] = "triangle"
+    fusion: int | tuple[int, ...] | None = None
+    delay: int = 0
+    stagger: int = 1
+
+    def __post_init__(self) -> None:
+        one_of("reduction", self.reduction, ("everyone", "owners", "none"))
+        one_of("update", self.update, ("everyone", "owner"))
+        one_of("balance", self.balance, ("compute", "memory"))
+        one_of("colocate", self.colocate, (True, False))
+        one_of("reduce_at", self.reduce_at, ("factors", "bases"))
+        one_of("packing", self.packing, ("triangle", "square"))
+        counts = {"workers": self.workers, "stagger": self.stagger}
+        for number in self.fusion if isinstance(self.fusion, tuple) else (self.fusion,):
+            counts |= {"fusion": number} if number is not None else {}
+            _check_counts(counts, 1)
+        _check_counts({"replicate_below": self.replicate_below, "delay": self.delay}, 0)
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        everywhere = (self.reduction, self.update) == ("everyone", "everyone")
+        for name, asked in (
+            ("parts", self.parts is not None),
+            ("replicate_below", self.replicate_below > 0),
+        ):
+            if asked and not everywhere:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs reduction='everyone' and "
+                    f"update='everyone', not {self.reduction!r} and {self.update!r}"
+                )
+        if self.reduce_at == "bases" and (self.parts is not None or self.reduction == "none"):
+            raise ValueError(
+                f"reduce_at='bases' needs parts=None and a reduction over ranks, "
+                f"not parts={self.parts} and reduction={self.reduction!r}"
+            )
+
+    @classmethod
+    def comm_opt(cls, ranks: int, **choices: Any) -> Strategy:
+        """Every rank preconditions every layer: K-FAC-opt of SC20, COMM-OPT of KAISA."""
+        return cls(workers=ranks, **choices)
+
+    @classmethod
+    def mem_opt(cls, **choices: Any) -> Strategy:
+        """One rank preconditions a layer: K-FAC-lw of SC20, MEM-OPT of KAISA."""
+        return cls(workers=1, **choices)
+
+    @classmethod
+    def hybrid(
+        cls, ranks: int, workers: int | None = None, fraction: float | None = None, **choices: Any
+    ) -> Strategy:
+        """A count (`workers`) or a `fraction` of the ranks precondition a layer: HYBRID-OPT.
+
+        Raises:
+            ValueError: unless exactly one of both is given and the count divides the ranks.
+        """
+        if (workers is None) == (fraction is None):
+            raise ValueError(f"give either workers ({workers}) or fraction ({fraction})")
+        count = workers if workers is not None else round(ranks * (fraction or 0.0))
+        if fraction is not None and not math.isclose(count, ranks * fraction):
+            raise ValueError(
+                f"fraction={fraction} of {ranks} ranks is no whole number of workers; "
+                f"try one of {[d / ranks for d in divisors(ranks)]}"
+            )
+        check_divides(count, ranks)
+        return cls(workers=count, **choices)
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors of a number, ascending: the worker counts that fit so many ranks."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def check_divides(workers: int, ranks: int) -> None:
+    """Returns if a layer can have so many workers.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if workers < 1 or ranks % workers:
+        raise ValueError(
+            f"workers={workers} must divide the number of ranks ({ranks}); "
+            f"try one of {divisors(ranks)}"
+        )
+
+
+def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Returns if `value` is allowed.
+
+    Raises:
+        ValueError: it is not; the text calls it `name` and lists what is.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
+
+
+def _check_counts(counts: Mapping[str, Any], least: int) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+
+
+# -- strategies by name --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Named:
+    """A published way to distribute K-FAC.
+
+    Attributes:
+        what: it, in one sentence.
+        source: where it was published, as in docs/references.md.
+        cost: bytes that a rank sends in a ring, in float32: on steps with new factors + in a
+            refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F and
+            4T bytes of all factors as squares and triangles, 4N of all gradients.
+        same: whether it is the same estimator: the numbers of one process that trains on the
+            joined batch, with the same `delay` and `stagger`.
+        choices: what it sets of a `Strategy`; "all" workers are as many as there are ranks.
+        settings: what it sets of `KFAC` beside it.
+    """
+
+    what: str
+    source: str
+    cost: str
+    same: bool = True
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, ranks: int, **choices: Any) -> Strategy:
+        """The strategy for so many ranks; `choices` go before its own.
+
+        Raises:
+            ValueError: they do not fit together or the number of ranks.
+        """
+        chosen = {**self.choices, **choices}
+        if chosen.get("workers") == "all":
+            chosen["workers"] = ranks
+        strategy = Strategy(**chosen)
+        check_divides(strategy.workers, ranks)
+        return strategy
+
+
+_EIGEN = {"solver": "eigen"}
+_PUBLISHED = {"packing": "square", "fusion": 1}
+
+NAMED: Mapping[str, Named] = {
+    "kfac-opt": Named(
+        "Factors are averaged everywhere and decomposed one by one on their owners; every rank "
+        "gets all bases and preconditions every layer",
+        "SC20",
+        "2 (P-1)/P 4F + (P-1)/P 4F + 0",
+        choices={"workers": "all", "colocate": False, **_PUBLISHED},
+        settings=_EIGEN,
+    ),
+    "kfac-lw": Named(
+        "Factors are averaged everywhere; a layer's owner decomposes and preconditions it and "
+        "sends the result to all",
+        "SC20",
+        "2 (P-1)/P 4F + 0 + (P-1)/P 4N",
+        choices={"workers": 1, **_PUBLISHED},
+        settings=_EIGEN,
+    ),
+    "comm-opt": Named(
+        "K-FAC-opt with triangles and one message per stage",
+        "TPDS22",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all"},
+    ),
+    "mem-opt": Named(
+        "K-FAC-lw with triangles and one message per stage",
+        "TPDS22",
+        "2 (P-1)/P 4T + 0 + (P-1)/P 4N",
+        choices={"workers": 1},
+    ),
+    "hybrid": Named(
+        "A grid of ranks: some workers per layer get its bases, and each sends the preconditioned "
+        "gradient to some ranks; `workers` says how many",
+        "KAISA, SC21",
+        "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
+    ),
+    "owner-stepped": Named(
+        "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "
+        "steps it; weights are gathered",
+        "CVPR19",
+        "(P-1)/P 4T + 0 + 0",
+        choices={"workers": 1, "reduction": "owners", "update": "owner"},
+    ),
+    "spd-kfac": Named(
+        "Factors are averaged in messages of three layers, and small ones decomposed everywhere",
+        "SPD-KFAC",
+        "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
+        choices={"workers": "all", "fusion": 3, "replicate_below": 128, "colocate": False},
+    ),
+    "dp-kfac": Named(
+        "An owner makes factors of its own share of the batch; nothing of them is sent",
+        "DP-KFAC",
+        "0 + 0 + (P-1)/P 4N",
+        same=False,
+        choices={"workers": 1, "reduction": "none"},
+    ),
+    "late": Named(
+        "COMM-OPT in which each rank averages factors of its own share over time; they are "
+        "averaged over ranks only before they are decomposed",
+        "mpikfac",
+        "0 + 2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "reduce_at": "bases"},
+    ),
+    "late-owner": Named(
+        "Owner-stepped, and factors are averaged over ranks only before they are decomposed",
+        "mpikfac",
+        "0 + (P-1)/P 4T + 0",
+        choices={
+            **{"workers": 1, "reduction": "owners", "update": "owner"},
+            "reduce_at": "bases",
+        },
+    ),
+    "staggered": Named(
+        "Late and owner-stepped, and each of five steps refreshes a share of the layers: no spike",
+        "mpikfac",
+        "0 + (P-1)/P 4T + 0",
+        choices={
+            **{"workers": 1, "reduction": "owners", "update": "owner"},
+            **{"reduce_at": "bases", "stagger": 5},
+        },
+    ),
+    "delayed": Named(
+        "COMM-OPT that decomposes in the background and uses bases one step later",
+        "LBANN",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "delay": 1},
+    ),
+}
+"""Published ways to distribute K-FAC, and combinations of theirs."""
+
+
+def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy of that name for so many ranks, and what else `KFAC` has to be given.
+
+        strategy, settings = mpikfac.named("kfac-opt", comm.size)
+        mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
+
+    Raises:
+        ValueError: there is no such strategy, or `choices` do not fit.
+    """
+    one_of("strategy", name, tuple(NAMED))
+    return NAMED[name].make(ranks, **choices), dict(NAMED[name].settings)

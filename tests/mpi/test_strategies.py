@@ -1,0 +1,137 @@
+"""Every strategy by name and every choice: the numbers of one process, and the plan's bytes."""
+
+from __future__ import annotations
+
+import collections
+from dataclasses import replace
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import NAMED, Strategy
+
+RANKS = mpikfac.world().size
+SETTINGS = problem.SETTINGS | {"basis_every": 6}
+STEPS = range(14)  # all kinds of step, with each share of a staggered refresh
+OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+CHOICES = {
+    "squares": {"packing": "square"},
+    "squares to owners": {"packing": "square", "reduction": "owners"},
+    "a message per layer": {"fusion": 1},
+    "messages of one and two layers": {"fusion": (1, 2)},
+    "a message per layer to owners": {"fusion": 1, "reduction": "owners", "workers": RANKS},
+    "directions layer by layer": {"fusion": 1, "workers": 1},
+    "small factors everywhere": {"replicate_below": 20, "workers": RANKS},
+    "all factors everywhere": {"replicate_below": 1000, "workers": RANKS},
+    "late": {"reduce_at": "bases"},
+    "late to owners": {"reduce_at": "bases", "reduction": "owners"},
+    "late in squares, layer by layer": {"reduce_at": "bases", "packing": "square", "fusion": 1},
+    "late, later": {"reduce_at": "bases", "delay": 2},
+    "staggered": {"stagger": 3, "workers": RANKS},
+    "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
+    "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
+    "staggered and delayed": {"stagger": 3, "delay": 1, "workers": RANKS},
+}
+STRATEGIES = {name: Strategy(**choices) for name, choices in CHOICES.items()}
+STRATEGIES |= {name: way.make(RANKS) for name, way in NAMED.items() if way.same}
+STRATEGIES["staggered by name"] = NAMED["staggered"].make(RANKS, stagger=6)
+del STRATEGIES["staggered"]  # in five turns, which do not divide this interval
+
+
+def trainer(comm, strategy, solver, **settings):
+    model = problem.network()
+    choices = SETTINGS | {"solver": solver} | settings
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+
+
+def alone(strategy):
+    """What one process does at the same times."""
+    return Strategy(delay=strategy.delay, stagger=strategy.stagger)
+
+
+def planned(kfac, step):
+    """Bytes of a step by stage, of its plan."""
+    stagger = kfac.plan.strategy.stagger
+    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
+    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
+    statistics = kfac.settings.due("factor_every", step)
+    found = collections.Counter()
+    messages = kfac.plan.messages(kfac.grid.world.rank, statistics, refresh, True, share)
+    for message in messages:
+        found[message.stage] += message.bytes
+    return +found
+
+
+@pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
+    """Oracle: one process with the joined batch, refreshing when the strategy does; the plan."""
+    strategy = STRATEGIES[name]
+    kfac = trainer(comm, strategy, solver)
+    serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
+    for step in STEPS:
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        if strategy.delay == 0:
+            assert +collections.Counter(kfac.trace.sent) == planned(kfac, step)
+        images, labels = problem.batch(step)
+        serial.optimizer.zero_grad()
+        F.cross_entropy(serial.model(images), labels).backward()
+        serial.step()
+        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-11)
+
+
+def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
+    """Oracle: the run that wrote it and went on; its factors are those of one process."""
+    strategy = Strategy(reduce_at="bases", reduction="owners")
+    first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
+    problem.run(first, comm, range(4))
+    state = {}
+    for share in comm.allgather(first.state_dict()):
+        state |= share
+    second.load_state_dict(state)
+    expected = problem.run(first, comm, range(4, 9))
+    assert torch.equal(problem.run(second, comm, range(4, 9)), expected)
+    serial = trainer(comm.Split(comm.rank), Strategy(), "eigen")
+    for step in range(4):
+        images, labels = problem.batch(step)
+        serial.optimizer.zero_grad()
+        F.cross_entropy(serial.model(images), labels).backward()
+        serial.step()
+    for name, average in serial.factors.averages.items():
+        torch.testing.assert_close(state[f"kfac/factors/{name}"], average, rtol=0, atol=1e-12)
+
+
+def test_a_share_is_refreshed_at_its_turn(comm):
+    """Oracle: by hand: bases of layers of one share change at a time, and each in turn."""
+    strategy = Strategy(workers=RANKS, stagger=3)
+    kfac = trainer(comm, strategy, "unsplit-inverse", factor_every=1)
+    changed = []
+    for step in range(13):
+        before = {name: block.clone() for name, block in kfac.bases.arena.items()}
+        problem.run(kfac, comm, [step])
+        now = kfac.bases.arena
+        layers = {n.partition(".")[0] for n in now if not torch.equal(now[n], before[n])}
+        changed.append({kfac.plan.shares_of[layer] for layer in layers})
+    assert changed[0] == {0, 1, 2} or RANKS > 1
+    for step, shares in enumerate(changed[1:], start=1):
+        assert shares <= ({step // 2 % 3} if step % 2 == 0 else set())
+    assert set().union(*changed[1:]) == set(kfac.plan.shares_of.values())
+
+
+def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
+    """Oracle: the numbers that are meant."""
+    kfac = trainer(comm, Strategy(stagger=4), "eigen")
+    with pytest.raises(ValueError, match="basis_every=6 must be a multiple of stagger=4"):
+        problem.run(kfac, comm, range(2))
+
+
+def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
+    """Oracle: the choices by hand."""
+    strategy, settings = mpikfac.named("kfac-opt", RANKS)
+    assert strategy == Strategy(RANKS, colocate=False, packing="square", fusion=1)
+    assert settings == {"solver": "eigen"}
+    assert mpikfac.named("late", RANKS)[0] == replace(Strategy(RANKS), reduce_at="bases")
