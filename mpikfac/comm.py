@@ -12,8 +12,11 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,7 +24,9 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
+from mpikfac.layout import Layout
 from mpikfac.messages import Message
+from mpikfac.outbox import Outbox
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
@@ -30,6 +35,8 @@ MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 # Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
 # a reduction of everything and takes less memory.
 PIECE = 2**22
+# The same for messages beside the computation: how soon an urgent one can overtake.
+SMALL_PIECE = 2**18
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -196,7 +203,7 @@ def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
     Collective over: the ranks of comm that are left.
     """
     for grid in grids:
-        for part in (grid.world, grid.column, grid.row):
+        for part in grid.parts:
             part.Revoke()
     comm.Revoke()
     return cast(MPI.Intracomm, comm.Shrink())
@@ -244,7 +251,15 @@ class Grid:
         self._teams = {"world": self.world, "column": self.column, "row": self.row}
         self.trace = trace
         self._direct = cuda_aware()
+        self._outbox: Outbox | None = None
+        self._numbered = 0
         self._scratch: dict[tuple[str, torch.dtype, int], Tensor] = {}
+
+    @property
+    def parts(self) -> list[MPI.Intracomm]:
+        """All its communicators."""
+        quiet = [self._quiet] if self._outbox is not None else []
+        return [self.world, self.column, self.row, *quiet]
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Sends what the messages say of `flat`, one after the other.
@@ -263,6 +278,63 @@ class Grid:
                 with self.trace.stage(message.stage):
                     sent = PRIMITIVES[message.primitive](self, comm, buffer, message)
                 self.trace.sent[message.stage] += sent * flat.element_size()
+
+    def beside(
+        self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
+    ) -> Beside:
+        """What sends the messages of `flat`, sums over the world, beside the computation.
+
+        Collective over: world; in the same order on all ranks, before any of them is sent.
+
+        Raises:
+            ValueError: MPI does not allow it.
+        """
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
+        if self._outbox is None:
+            self._quiet = self.world.Dup()
+            self._side = torch.cuda.Stream() if flat.is_cuda else None
+            self._outbox = Outbox(self._in_common)
+        outbox, first = self._outbox, self._numbered
+        self._numbered += len(messages)
+
+        def send(index: int) -> None:
+            outbox.put(first + index, urgency, self._small_pieces(messages[index], flat))
+
+        def wait(index: int) -> None:
+            with self.trace.stage(messages[index].stage):
+                outbox.wait(first + index)
+
+        return Beside(messages, layout, send, wait)
+
+    def _in_common(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the outbox's `numbers` that all ranks have."""
+        mine = bytearray(self._numbered)
+        for number in numbers:
+            mine[number] = 1
+        self._quiet.Allreduce(MPI.IN_PLACE, mine, op=MPI.BAND)
+        return [number for number, everywhere in enumerate(mine) if everywhere]
+
+    def _small_pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
+        """What sends a message piece by piece on the outbox's thread."""
+        ready = torch.cuda.Event() if flat.is_cuda else None
+        if ready is not None:
+            ready.record()
+        ((start, stop),) = message.spans
+        return [
+            partial(
+                self._send_piece, message, flat[offset : min(offset + SMALL_PIECE, stop)], ready
+            )
+            for offset in range(start, stop, SMALL_PIECE)
+        ]
+
+    def _send_piece(self, message: Message, piece: Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        with torch.cuda.stream(self._side), self._buffer(piece, message.stage, "beside") as buffer:
+            small = replace(message, spans=((0, len(piece)),))
+            sent = PRIMITIVES[message.primitive](self, self._quiet, buffer, small)
+            self.trace.sent[message.stage] += sent * piece.element_size()
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
@@ -328,7 +400,7 @@ class Grid:
         return _count(message.spans) if comm.rank == message.root else 0
 
     @contextmanager
-    def _buffer(self, flat: Tensor, stage: str) -> Iterator[Any]:
+    def _buffer(self, flat: Tensor, stage: str, use: str = "host") -> Iterator[Any]:
         """What MPI may read and write in place of `flat`; copies are part of the stage."""
         _check(flat)
         if flat.device.type == "cpu":
@@ -339,7 +411,7 @@ class Grid:
         if self._direct:
             yield flat
             return
-        host = self._like(torch.empty(0, dtype=flat.dtype), "host", flat.numel(), pinned=True)
+        host = self._like(torch.empty(0, dtype=flat.dtype), use, flat.numel(), pinned=True)
         with self.trace.stage(stage):
             host.copy_(flat)
         yield host.numpy()
@@ -356,6 +428,54 @@ class Grid:
                 count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned
             )
         return self._scratch[key]
+
+
+class Beside:
+    """Messages of one arena that are sent beside the computation, each when its blocks are ready.
+
+    Collective over: world, in any order and at any time.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        layout: Layout,
+        send: Callable[[int], None],
+        wait: Callable[[int], None],
+    ) -> None:
+        self._send, self._wait = send, wait
+        self._message_of = {
+            name: index
+            for name, offset in layout.offsets.items()
+            for index, message in enumerate(messages)
+            if any(start <= offset < stop for start, stop in message.spans)
+        }
+        self._missing = Counter(self._message_of.values())
+        self.ready_blocks: set[str] = set()
+
+    def ready(self, block: str) -> None:
+        """A block has its value, which must not change until `wait`.
+
+        Raises:
+            RuntimeError: it was ready before.
+        """
+        if block in self.ready_blocks:
+            raise RuntimeError(
+                f"{block!r} was sent before this backward pass; with overlap=True a step has one "
+                f"backward pass, in which a layer is used once"
+            )
+        self.ready_blocks.add(block)
+        index = self._message_of[block]
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._send(index)
+
+    def wait(self) -> None:
+        """Returns when all messages are sent; all blocks have to be ready."""
+        for index in self._missing:
+            self._wait(index)
+        self._missing = Counter(self._message_of.values())
+        self.ready_blocks.clear()
 
 
 PRIMITIVES = {

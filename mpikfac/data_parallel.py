@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,6 +41,11 @@ class Gradients:
         self.parts = Parts(self.arena, plan.parts_per_rank)
         self._to_reduce = plan.reduce_gradients()
         self._to_publish = plan.publish_weights(grid.world.rank)
+        self._beside = None
+        if plan.strategy.overlap and self._to_reduce:
+            layout, flat = self.arena.layout, self.arena.flat
+            self._beside = grid.beside(self._to_reduce, layout, flat, urgency=0)
+            self._send_early()
         self.keep()
 
     def keep(self) -> None:
@@ -57,7 +64,32 @@ class Gradients:
         """Copies the model's gradients into the arena."""
         with self.grid.trace.stage("read gradients"):
             for block in self.blocks:
-                block.read_gradient(self.arena[block.name])
+                if self._beside is None:
+                    block.read_gradient(self.arena[block.name])
+                elif block.name not in self._beside.ready_blocks:
+                    self._send(block)
+
+    def _send_early(self) -> None:
+        """From now on a block's gradient is sent as soon as the backward pass has made it."""
+        for block in self.blocks:
+            made: list[Tensor] = []
+            for parameter in block.parameters:
+                parameter.register_post_accumulate_grad_hook(
+                    partial(self._on_gradient, block, made)
+                )
+
+    def _on_gradient(self, block: Block, made: list[Tensor], parameter: Tensor) -> None:
+        made.append(parameter)
+        if len(made) == len(block.parameters):
+            made.clear()
+            with torch.no_grad():
+                self._send(block)
+
+    def _send(self, block: Block) -> None:
+        assert self._beside is not None
+        block.read_gradient(self.arena[block.name])
+        self.arena[block.name] /= self.plan.ranks
+        self._beside.ready(block.name)
 
     def collect(self) -> None:
         """Keeps the gradients of one part of this rank's share, and makes room for the next."""
@@ -76,6 +108,9 @@ class Gradients:
         if self.parts:
             self.grid.sum_in_order(self.parts.take(), self.arena.flat, "reduce gradients")
             self.arena.flat /= len(self.parts) * self.plan.ranks
+            return
+        if self._beside is not None:
+            self._beside.wait()
             return
         self.arena.flat /= self.plan.ranks
         self.grid.exchange(self._to_reduce, self.arena.flat)

@@ -42,9 +42,15 @@ class Factors:
         self._squares = Arena(plan.squares(rank), dtype, device)
         self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
         self.weight = 0.0
+        self._beside = None
+        if plan.strategy.overlap and not plan.late and (messages := self._messages[None]):
+            layout, flat = self.statistics.layout, self.statistics.flat
+            self._beside = grid.beside(messages, layout, flat, urgency=1)
+        self._unsettled: tuple[float, int] | None = None
 
     def forget(self, identity: bool) -> None:
         """No averages, or the identity as the average so far."""
+        self.settle()
         self.statistics.flat.zero_()
         self.averages.flat.zero_()
         self.weight = 1.0 if identity else 0.0
@@ -52,11 +58,44 @@ class Factors:
             kron.add_identity(self.averages[name])
 
     def average(self, decay: float, step: int) -> None:
-        """Takes a batch's factors into the averages.
+        """Takes a batch's factors into the averages; those on their way, when they are asked for.
 
         Collective over: world.
         """
-        if self.parts:
+        self._unsettled = decay, step
+        if self._beside is None:
+            self.settle()
+
+    def ready(self, layer: str) -> None:
+        """A layer's statistics are there: sends them, where there is `overlap`.
+
+        Collective over: none.
+        """
+        if self._beside is not None:
+            for name in (f"{layer}.A", f"{layer}.G"):
+                self._beside.ready(name)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether statistics are sent layer by layer, beside the computation."""
+        return self._beside is not None
+
+    @property
+    def settled(self) -> bool:
+        """Whether the averages are those of all batches so far."""
+        return self._unsettled is None
+
+    def settle(self) -> None:
+        """Waits for a batch's factors that are on their way, and takes them into the averages.
+
+        Collective over: world.
+        """
+        if self._unsettled is None:
+            return
+        (decay, step), self._unsettled = self._unsettled, None
+        if self._beside is not None:
+            self._beside.wait()
+        elif self.parts:
             self.grid.sum_in_order(self.parts.take(), self.statistics.flat, STAGE)
         elif not self.plan.late:
             self._sum(None)
@@ -72,6 +111,7 @@ class Factors:
 
         Collective over: world.
         """
+        self.settle()
         if not self.plan.late:
             return self.averages
         self.statistics.flat.copy_(self.averages.flat)
@@ -95,8 +135,9 @@ class Factors:
         Where the plan is late, it moves them all to their owners first, here as after a restart:
         a run that goes on from it and one that wrote it stay equal.
 
-        Collective over: world where the plan is late, else none.
+        Collective over: world where the plan is late or overlaps, else none.
         """
+        self.settle()
         if self.plan.late and self.weight:
             whole = self.whole()
             owned = {name: whole[name].clone() for name in self.kept()}

@@ -20,7 +20,7 @@ from mpikfac.checks import check_count, common_type, describe, groups_of, report
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.data_parallel import Gradients
 from mpikfac.factors import Factors
-from mpikfac.layers import Votes, cover
+from mpikfac.layers import Layer, Votes, cover
 from mpikfac.messages import Message
 from mpikfac.moments import NORMALIZATIONS, Normalization
 from mpikfac.plan import Solver, make_plan
@@ -147,6 +147,9 @@ class KFAC:
         self._messages = self._planned(rank)
         statistics = self.factors.statistics
         self.recorder = Recorder(model, self.layers, statistics, self.trace, subsample)
+        if self.factors.overlap:
+            self.recorder.before_first = self.factors.settle
+            self.recorder.after_each = self._send_statistics
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
@@ -201,10 +204,13 @@ class KFAC:
         Collective over: world.
 
         Raises:
-            ValueError: with `update="owner"`, where the owner of a layer has to step it.
+            ValueError: with `update="owner"`, where the owner of a layer has to step it, or with
+                `overlap`, where gradients are sent before the caller can average them.
         """
-        if self.gradients.owner_updates:
-            raise ValueError("update='owner' steps the model itself; call step()")
+        if self.gradients.owner_updates or self.plan.strategy.overlap:
+            raise ValueError(
+                "with update='owner' or overlap=True gradients are not the caller's; call step()"
+            )
         self.gradients.read()
         self._refresh_curvature()
         self.gradients.check(self.troubles, self.steps)
@@ -225,7 +231,7 @@ class KFAC:
         self.recorder.detach()
 
     def _begin(self, step: int) -> None:
-        self.steps, self.intact = step, not self.plan.late
+        self.steps, self.intact = step, not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
         self.recorder.recording = due or self.factors.weight == 0
 
@@ -246,6 +252,11 @@ class KFAC:
             self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
         self.intact = False
         self.factors.average(self.settings.at("decay", self.steps), self.steps)
+
+    def _send_statistics(self, layer: Layer) -> None:
+        """Sends what the backward pass has just recorded of a layer."""
+        self.recorder.finish_layer(layer, self.normalization, self.plan.ranks)
+        self.factors.ready(layer.name)
 
     def _decompose_owned(self) -> None:
         """Starts to decompose the factors that this rank owns, all or a share of them."""
@@ -350,7 +361,7 @@ class KFAC:
         Model, optimizer, factors as packed triangles, bases, the averages' weight, and the number
         of steps: what a run needs to go on exactly, also between two decompositions.
 
-        Collective over: world with `reduce_at="bases"`, else none.
+        Collective over: world with `reduce_at="bases"` or `overlap`, else none.
         """
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = self.factors.state_dict() | self.bases.state_dict()

@@ -264,7 +264,8 @@ class Plan:
 
     def reduce_gradients(self) -> list[Message]:
         """Sums of all gradients."""
-        return self._sums("reduce gradients", self.gradients(), lambda name: 0)
+        fused = self._fused() if self.strategy.overlap else {}
+        return self._sums("reduce gradients", self.gradients(), lambda name: fused.get(name, -1))
 
     def publish_directions(self, rank: int) -> list[Message]:
         """Preconditioned gradients to the ranks that did not compute them."""

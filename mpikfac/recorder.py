@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +22,13 @@ class Recorder:
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
+        before_first: called before the first sums since the last `finish` are added.
+        after_each: called with each layer whose sums were added.
     """
 
     recording = False
+    before_first: Callable[[], None] | None = None
+    after_each: Callable[[Layer], None] | None = None
     _passes = 0
 
     def __init__(
@@ -43,6 +47,7 @@ class Recorder:
         self.subsample = subsample
         self.trace = trace
         self._counts: dict[str, Count] = {}
+        self._finished: set[str] = set()
         names = {name.rpartition(".")[0] for name in statistics}
         self.layers = [layer for layer in layers if layer.name in names]
         self._hooks = [model.register_forward_pre_hook(self._on_pass)]
@@ -63,6 +68,7 @@ class Recorder:
     def clear(self) -> None:
         """Forgets the passes since the last `finish`."""
         self._counts.clear()
+        self._finished.clear()
         self.statistics.flat.zero_()
 
     def finish(self, normalization: Normalization, sharers: int) -> None:
@@ -72,17 +78,28 @@ class Recorder:
             RuntimeError: a layer has no statistics.
         """
         for layer in self.layers:
-            count = self._counts.pop(layer.name, None)
-            if count is None or count.positions == 0:
-                raise RuntimeError(
-                    f"layer {layer.name!r} took no part in the training passes before this step "
-                    f"(train() mode, a batch that is not empty, backward), so it has no "
-                    f"statistics; add it to skip if that is meant"
-                )
-            scales = count.factor_scales(normalization, layer.spatial)
-            for name, scale in zip(layer.factors, scales):
-                if name in self.statistics:
-                    self.statistics[name].mul_(scale / sharers)
+            if layer.name not in self._finished:
+                self.finish_layer(layer, normalization, sharers)
+        self._finished.clear()
+
+    def finish_layer(self, layer: Layer, normalization: Normalization, sharers: int) -> None:
+        """Does that for one layer.
+
+        Raises:
+            RuntimeError: it has no statistics.
+        """
+        count = self._counts.pop(layer.name, None)
+        if count is None or count.positions == 0:
+            raise RuntimeError(
+                f"layer {layer.name!r} took no part in the training passes before this step "
+                f"(train() mode, a batch that is not empty, backward), so it has no "
+                f"statistics; add it to skip if that is meant"
+            )
+        self._finished.add(layer.name)
+        scales = count.factor_scales(normalization, layer.spatial)
+        for name, scale in zip(layer.factors, scales):
+            if name in self.statistics:
+                self.statistics[name].mul_(scale / sharers)
 
     def _on_pass(self, *_: object) -> None:
         self._passes += 1
@@ -109,6 +126,8 @@ class Recorder:
                 f"statistics of its own; add the losses and call backward once"
             )
         x = kept.pop()
+        if self.before_first and not self._counts and not self._finished:
+            self.before_first()
         if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
             x, g = x[None], g[None]
         with self.trace.stage("statistics"), torch.no_grad():
@@ -121,6 +140,8 @@ class Recorder:
                 kron.add_triangle(self.statistics[a_name], layer.input_sum(some_x), weight)
             if g_name in self.statistics:
                 kron.add_triangle(self.statistics[g_name], layer.output_sum(some_g), weight)
+            if self.after_each:
+                self.after_each(layer)
 
 
 @dataclass

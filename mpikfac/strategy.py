@@ -37,6 +37,10 @@ class Strategy:
         packing: factors travel as a folded "triangle" or as the full "square".
         fusion: layers whose factors, bases or preconditioned gradients share a message: a number,
             or that of each message in turn; None for one message for all.
+        overlap: sums of gradients and factors are sent beside the backward pass, each message as
+            soon as its layers have been through it, and factors beside what follows until they are
+            needed: by a thread that sends gradients before factors. `fusion` says which layers
+            share a message; a step has one backward pass then.
         delay: steps after which decompositions are used. They are made in the background
             meanwhile, and used no earlier where they are done before: results do not depend on
             timing.
@@ -53,6 +57,7 @@ class Strategy:
     reduce_at: Literal["factors", "bases"] = "factors"
     packing: Literal["triangle", "square"] = "triangle"
     fusion: int | tuple[int, ...] | None = None
+    overlap: bool = False
     delay: int = 0
     stagger: int = 1
 
@@ -62,6 +67,7 @@ class Strategy:
         one_of("balance", self.balance, ("compute", "memory"))
         one_of("colocate", self.colocate, (True, False))
         one_of("reduce_at", self.reduce_at, ("factors", "bases"))
+        one_of("overlap", self.overlap, (True, False))
         one_of("packing", self.packing, ("triangle", "square"))
         counts = {"workers": self.workers, "stagger": self.stagger}
         for number in self.fusion if isinstance(self.fusion, tuple) else (self.fusion,):
@@ -81,6 +87,11 @@ class Strategy:
                     f"{name}={getattr(self, name)} needs reduction='everyone' and "
                     f"update='everyone', not {self.reduction!r} and {self.update!r}"
                 )
+        if self.overlap and (self.parts is not None or self.packing == "square"):
+            raise ValueError(
+                f"overlap=True needs parts=None and packing='triangle', "
+                f"not parts={self.parts} and packing={self.packing!r}"
+            )
         if self.reduce_at == "bases" and (self.parts is not None or self.reduction == "none"):
             raise ValueError(
                 f"reduce_at='bases' needs parts=None and a reduction over ranks, "
@@ -238,10 +249,14 @@ NAMED: Mapping[str, Named] = {
         choices={"workers": 1, "reduction": "owners", "update": "owner"},
     ),
     "spd-kfac": Named(
-        "Factors are averaged in messages of three layers, and small ones decomposed everywhere",
+        "Factors are averaged beside the backward pass in messages of three layers, and small ones "
+        "decomposed everywhere",
         "SPD-KFAC",
         "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
-        choices={"workers": "all", "fusion": 3, "replicate_below": 128, "colocate": False},
+        choices={
+            **{"workers": "all", "fusion": 3, "overlap": True},
+            **{"replicate_below": 128, "colocate": False},
+        },
     ),
     "dp-kfac": Named(
         "An owner makes factors of its own share of the batch; nothing of them is sent",

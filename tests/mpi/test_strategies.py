@@ -30,6 +30,10 @@ CHOICES = {
     "late to owners": {"reduce_at": "bases", "reduction": "owners"},
     "late in squares, layer by layer": {"reduce_at": "bases", "packing": "square", "fusion": 1},
     "late, later": {"reduce_at": "bases", "delay": 2},
+    "overlapped": {"overlap": True},
+    "overlapped layer by layer": {"overlap": True, "fusion": 1, "workers": RANKS},
+    "overlapped to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
+    "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
     "staggered": {"stagger": 3, "workers": RANKS},
     "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
     "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
@@ -72,16 +76,48 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     strategy = STRATEGIES[name]
     kfac = trainer(comm, strategy, solver)
     serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
+    expected = collections.Counter()
     for step in STEPS:
-        kfac.trace.clear()
         found = problem.run(kfac, comm, [step])
-        if strategy.delay == 0:
-            assert +collections.Counter(kfac.trace.sent) == planned(kfac, step)
+        expected += planned(kfac, step)
+        if strategy.delay == 0 and not strategy.overlap:
+            assert +collections.Counter(kfac.trace.sent) == expected
         images, labels = problem.batch(step)
         serial.optimizer.zero_grad()
         F.cross_entropy(serial.model(images), labels).backward()
         serial.step()
         torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-11)
+    kfac.factors.settle()
+    if strategy.delay == 0:
+        assert +collections.Counter(kfac.trace.sent) == expected
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
+def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_sent(comm):
+    """Oracle: by hand; and the caller's own averaging, which would come too late."""
+    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    with pytest.raises(ValueError, match="gradients are not the caller's"):
+        kfac.precondition()
+    images, labels = problem.shards(0, comm.size)[comm.rank]
+    F.cross_entropy(kfac.model(images), labels).backward()
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        F.cross_entropy(kfac.model(images), labels).backward()
+    kfac.step()
+
+
+@pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
+def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
+    """Oracle: the run that was not interrupted; at step 2 there are factors, and no bases."""
+    strategy = Strategy(overlap=True, fusion=1, **choices)
+    first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
+    problem.run(first, comm, range(3))
+    assert first.factors.settled == first.intact == (RANKS == 1)
+    state = {}
+    for share in comm.allgather(first.state_dict()):
+        state |= share
+    second.load_state_dict(state)
+    expected = problem.run(first, comm, range(3, 9))
+    assert torch.equal(problem.run(second, comm, range(3, 9)), expected)
 
 
 def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):

@@ -1,0 +1,105 @@
+"""The thread that sends the most urgent message first; ranks are stood in for by their answers."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from mpikfac.outbox import Outbox
+
+
+class Line:
+    """Where pieces arrive, one at a time, when they are let through."""
+
+    def __init__(self):
+        self.arrived = []
+        self.gate = threading.Semaphore(0)
+
+    def pieces(self, name, count):
+        def piece():
+            assert self.gate.acquire(timeout=10)
+            self.arrived.append(name)
+
+        return [piece] * count
+
+    def let_through(self, count):
+        for _ in range(count):
+            self.gate.release()
+
+
+@pytest.fixture
+def line():
+    return Line()
+
+
+@pytest.fixture
+def outbox():
+    box = Outbox(list)  # all ranks have what this one has
+    yield box
+    box.close()
+
+
+def test_an_urgent_message_overtakes_one_that_was_begun(line, outbox):
+    """Oracle: by hand: the piece on its way ends, then the urgent message, then the rest."""
+    begun = threading.Event()
+    outbox.put(0, 5, [begun.set, *line.pieces("slow", 3)])
+    assert begun.wait(10)
+    outbox.put(1, 1, line.pieces("urgent", 2))
+    line.let_through(5)
+    outbox.wait(0)
+    outbox.wait(1)
+    assert sorted(line.arrived) == ["slow"] * 3 + ["urgent"] * 2
+    assert line.arrived.index("urgent") <= 1
+    assert line.arrived[-2:] == ["slow", "slow"]
+
+
+def test_of_equally_urgent_messages_the_lower_number_goes_first(line):
+    """Oracle: by hand; nothing is sent until all ranks have both."""
+    everywhere = threading.Event()
+    outbox = Outbox(lambda ready: list(ready) if everywhere.is_set() else [])
+    outbox.put(3, 1, line.pieces("three", 1))
+    outbox.put(2, 1, line.pieces("two", 1))
+    line.let_through(2)
+    assert line.arrived == []
+    everywhere.set()
+    outbox.wait(3)
+    assert line.arrived == ["two", "three"]
+    outbox.close()
+
+
+def test_only_what_all_ranks_have_is_sent(line):
+    """Oracle: another rank's answers, by hand."""
+    answers = iter([[1], [0, 1], [0]])
+    outbox = Outbox(lambda ready: [n for n in next(answers) if n in ready])
+    outbox.put(0, 0, line.pieces("first", 1))
+    outbox.put(1, 9, line.pieces("second", 1))
+    line.let_through(2)
+    for number in (0, 1):
+        outbox.wait(number)
+    outbox.close()
+    assert sorted(line.arrived) == ["first", "second"]
+
+
+def test_a_number_is_free_again_once_it_was_waited_for(line, outbox):
+    """Oracle: by hand."""
+    line.let_through(2)
+    for _ in range(2):
+        outbox.put(0, 0, line.pieces("again", 1))
+        outbox.wait(0)
+    assert line.arrived == ["again"] * 2
+    outbox.put(0, 0, line.pieces("again", 1))
+    with pytest.raises(ValueError, match="message 0 is on its way already"):
+        outbox.put(0, 0, line.pieces("again", 1))
+    line.let_through(1)
+
+
+def test_what_the_thread_meets_is_raised_where_it_is_waited_for(outbox):
+    """Oracle: the error itself."""
+
+    def broken():
+        raise OSError("the line is cut")
+
+    outbox.put(0, 0, [broken])
+    with pytest.raises(OSError, match="the line is cut"):
+        outbox.wait(0)
