@@ -139,6 +139,8 @@ class Options:
             null for ever.
         shrink: when a rank dies, the others go on without it (under mpirun --with-ft ulfm).
         log_every: steps between two lines of metrics.
+        trace_steps: record the stages of so many steps, after the first two of this start, on every
+            rank: a table in the log, RUN/trace.json.gz for a browser, RUN/stages.json. null: none.
         device: auto takes a GPU where there is one.
         threads: per rank; null shares a node's cores, or obeys OMP_NUM_THREADS.
         tensorboard: write TensorBoard events too.
@@ -171,6 +173,7 @@ class Options:
     hang_after: float | None = bounded(600.0, "> 0")
     shrink: bool = False
     log_every: int = bounded(10, ">= 1")
+    trace_steps: int | None = bounded(None, ">= 1")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = bounded(None, ">= 1")
     tensorboard: bool = False

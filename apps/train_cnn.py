@@ -27,6 +27,7 @@ from mpikfac_apps import batches, checkpoints, config, data, models, record
 from mpikfac_apps.guard import Guard
 from mpikfac_apps.metrics import Meter, Speed
 from mpikfac_apps.options import Options
+from mpikfac_apps.stages import Recording
 from mpikfac_apps.survival import go_on
 
 KFAC_SETTINGS = (
@@ -182,14 +183,19 @@ class Run:
         """Takes the steps that are left, or those until it is asked to stop; the exit code."""
         first, per_epoch = self.trainer.steps, len(self.batches)
         log.info("%s", self._summary())
+        recording = Recording(self.comm, self.options, self.trainer, self.steps)
         progress = record.Progress(first, self.steps) if self.record else None
         stop = False
         for step in range(first, self.steps):
             epoch, index = divmod(step, per_epoch)
             self.guard.enter("step", step)
             self._vote()
-            with self.speed.step():
-                self.step(step, *self.batches.get(epoch, index))
+            with self.speed.step(), recording.step(step):
+                with self.trainer.trace.stage("data"):
+                    images, labels = self.batches.get(epoch, index)
+                self.step(step, images, labels)
+            if step + 1 == recording.chosen.stop:
+                recording.write()
             if progress:
                 progress.advance(self._describe)
             if (step + 1) % self.options.log_every == 0:
@@ -199,6 +205,7 @@ class Run:
                 self._end_epoch(epoch + 1)
             if stop := self._follow_votes():
                 break
+        recording.write()  # of a run that was stopped before
         if progress:
             progress.close()
         return self._end(stop)
@@ -223,10 +230,13 @@ class Run:
             group["lr"] = self.lr(step)
 
     def _pass(self, images: Tensor, labels: Tensor) -> None:
+        stage = self.trainer.trace.stage
         self.optimizer.zero_grad()
-        scores = self.model(self.normalise(images))
-        loss = F.cross_entropy(scores, labels)
-        loss.backward()
+        with stage("forward"):
+            scores = self.model(self.normalise(images))
+            loss = F.cross_entropy(scores, labels)
+        with stage("backward"):
+            loss.backward()
         self.meter.add(loss * len(labels), scores, labels)
 
     # -- what ranks tell each other --------------------------------------------------------------

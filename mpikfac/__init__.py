@@ -17,10 +17,10 @@ _EXPORTS = {
     "plan": ("LayerShape", "Plan", "make_plan"),
     "kron": ("unfold_triangle",),
     "decompose": ("tikhonov_share",),
-    "trace": ("COMMUNICATION", "Trace"),
+    "trace": ("COMMUNICATION", "Event", "Trace"),
     "comm": (
-        *("agree", "check_survivable", "device", "leaving", "lost_a_rank", "survivors"),
-        *("together", "world"),
+        *("agree", "check_survivable", "clock_offset", "device", "leaving", "lost_a_rank"),
+        *("survivors", "together", "world"),
     ),
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),
@@ -30,7 +30,7 @@ _EXPORTS = {
     "checkpoint": ("CheckpointWriter", "find_checkpoint", "load_checkpoint", "save_checkpoint"),
 }
 _HOME = {name: module for module, names in _EXPORTS.items() for name in names}
-_MODULES = ("schedule",)
+_MODULES = ("schedule", "timeline")
 
 __all__ = [*_HOME, *_MODULES]
 

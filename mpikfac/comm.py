@@ -12,6 +12,7 @@ import ctypes
 import os
 import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,6 +38,7 @@ MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 PIECE = 2**22
 # The same for messages beside the computation: how soon an urgent one can overtake.
 SMALL_PIECE = 2**18
+CLOCK_READINGS = 100  # of which the quickest counts: on a busy machine most are slow
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -127,6 +129,30 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
         if comm.rank:
             with torch.no_grad():
                 tensor.copy_(host)
+
+
+def clock_offset(comm: MPI.Intracomm) -> float:
+    """Seconds to add to this rank's `time.perf_counter` to get rank 0's, at this moment.
+
+    Wrong by half the time of a message there and back at most, the quickest of several.
+
+    Collective over: comm.
+    """
+    clock = array("d", [0.0])
+    if comm.rank == 0:
+        for rank in range(1, comm.size):  # one after the other: nobody's message has to wait
+            for _ in range(CLOCK_READINGS):
+                comm.Recv(clock, source=rank)
+                clock[0] = time.perf_counter()
+                comm.Send(clock, dest=rank)
+        return 0.0
+    readings = []
+    for _ in range(CLOCK_READINGS):
+        began = time.perf_counter()
+        comm.Sendrecv_replace(clock, dest=0, source=0)
+        ended = time.perf_counter()
+        readings.append((ended - began, clock[0] - (began + ended) / 2))
+    return min(readings)[1]
 
 
 def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
@@ -275,9 +301,9 @@ class Grid:
         with self._buffer(flat, messages[0].stage) as buffer:
             for message in messages:
                 comm = self._teams[message.over]
-                with self.trace.stage(message.stage):
-                    sent = PRIMITIVES[message.primitive](self, comm, buffer, message)
-                self.trace.sent[message.stage] += sent * flat.element_size()
+                sent = _handed(message, comm.rank) * flat.element_size()
+                with self.trace.stage(message.stage, message.over, sent):
+                    PRIMITIVES[message.primitive](self, comm, buffer, message)
 
     def beside(
         self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
@@ -333,8 +359,8 @@ class Grid:
             ready.synchronize()
         with torch.cuda.stream(self._side), self._buffer(piece, message.stage, "beside") as buffer:
             small = replace(message, spans=((0, len(piece)),))
-            sent = PRIMITIVES[message.primitive](self, self._quiet, buffer, small)
-            self.trace.sent[message.stage] += sent * piece.element_size()
+            with self.trace.stage(message.stage, message.over, piece.nbytes):
+                PRIMITIVES[message.primitive](self, self._quiet, buffer, small)
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
@@ -346,8 +372,7 @@ class Grid:
         """
         _check(flat)
         world, last = self.world, self.world.size - 1
-        self.trace.sent[stage] += flat.nbytes if last else 0
-        with self.trace.stage(stage):
+        with self.trace.stage(stage, "world" if last else "", flat.nbytes if last else 0):
             parts, total = parts.cpu(), flat.cpu()  # themselves where they are on the host
             for start in range(0, len(total), PIECE):
                 piece = total[start : start + PIECE]
@@ -363,18 +388,16 @@ class Grid:
                 world.Bcast(piece.numpy(), root=last)
             flat.copy_(total)
 
-    def _allreduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+    def _allreduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         ((start, stop),) = message.spans
         for piece in _pieces(buffer, start, stop, PIECE):
             comm.Allreduce(MPI.IN_PLACE, piece)
-        return stop - start
 
-    def _reduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+    def _reduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         for span in message.spans:
             _reduce_to(message.root, comm, buffer, span)
-        return _count(message.spans)
 
-    def _reduce_scatter(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+    def _reduce_scatter(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         if len(buffer) <= PIECE:
             start, stop = message.spans[comm.rank]
             own = self._like(buffer, "sum", stop - start)
@@ -383,21 +406,18 @@ class Grid:
         else:
             for owner, span in enumerate(message.spans):
                 _reduce_to(owner, comm, buffer, span)
-        return _count(message.spans)
 
-    def _allgatherv(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+    def _allgatherv(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         starts, counts = zip(*((start, stop - start) for start, stop in message.spans))
         if len(buffer) <= MAX_COUNT:
             comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts, None])
         else:
             for root, span in enumerate(message.spans):
                 _broadcast_from(root, comm, buffer, span)
-        return int(counts[comm.rank])
 
-    def _bcast(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> int:
+    def _bcast(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         for span in message.spans:
             _broadcast_from(message.root, comm, buffer, span)
-        return _count(message.spans) if comm.rank == message.root else 0
 
     @contextmanager
     def _buffer(self, flat: Tensor, stage: str, use: str = "host") -> Iterator[Any]:
@@ -501,7 +521,11 @@ def _broadcast_from(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int
         comm.Bcast(piece, root=root)
 
 
-def _count(spans: Sequence[tuple[int, int]]) -> int:
+def _handed(message: Message, rank: int) -> int:
+    """Elements of a message that member `rank` hands to MPI."""
+    if message.primitive == "Bcast" and rank != message.root:
+        return 0
+    spans = message.spans[rank : rank + 1] if message.primitive == "Allgatherv" else message.spans
     return sum(stop - start for start, stop in spans)
 
 

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "layers": {"torch", "layout", "plan", "moments", "convolution"},
     "arena": {"torch", "layout"},
     "trace": {"torch"},
+    "timeline": {"trace"},
     "errors": set(),
     "troubles": {"torch", "errors"},
     "outbox": set(),

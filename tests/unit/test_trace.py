@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -128,10 +129,12 @@ def test_communication_is_the_stages_that_communicate():
 
 def test_clear_forgets():
     trace = mpikfac.Trace()
-    with trace.stage("clip"):
-        trace.sent["clip"] += 8
+    trace.record(True)
+    with trace.stage("clip", "world", 8):
+        pass
+    assert trace.sent == {"clip": 8}
     trace.clear()
-    assert not trace.seconds and not trace.calls and not trace.sent
+    assert not trace.seconds and not trace.calls and not trace.sent and not trace.events
 
 
 def test_a_stage_that_fails_raises_what_failed():
@@ -149,3 +152,98 @@ def test_current_is_the_innermost_stage():
             raise ZeroDivisionError
         assert trace.current == "publish bases"
     assert trace.current == ""
+
+
+def test_events_are_kept_while_recording_is_on():
+    """Oracle: the stages as written, in the order of their ends, and the clock around them."""
+    trace = mpikfac.Trace()
+    with trace.stage("optimizer"):
+        pass
+    trace.record(True)
+    before = time.perf_counter()
+    with trace.stage("backward"), trace.stage("statistics"):
+        pass
+    with trace.stage("clip", "world", 8):
+        pass
+    after = time.perf_counter()
+    trace.record(False)
+    with trace.stage("optimizer"):
+        pass
+    kept = [(name, *rest) for name, _, _, *rest in trace.events]
+    assert kept == [
+        ("statistics", "", 0, 1, ""),
+        ("backward", "", 0, 0, ""),
+        ("clip", "world", 8, 0, ""),
+    ]
+    inner, outer, last = [(event.start, event.end) for event in trace.events]
+    times = [before, outer[0], *inner, outer[1], *last, after]
+    assert times == sorted(times)
+    assert trace.calls["optimizer"] == 2
+
+
+def test_a_thread_beside_the_training_nests_its_own_stages():
+    """Oracle: the nesting of each thread as written; what the training does is `current`."""
+    trace = mpikfac.Trace(events=True)
+    inside, outside = threading.Event(), threading.Event()
+
+    def work():
+        with trace.stage("publish bases", "column", 8), trace.stage("copy"):
+            inside.set()
+            assert outside.wait(10)
+
+    thread = threading.Thread(target=work, name="messages")
+    with trace.stage("forward"):
+        thread.start()
+        assert inside.wait(10)
+        assert trace.current == "forward"
+    with trace.stage("backward"):
+        outside.set()
+        thread.join()
+        assert trace.current == "backward"
+    found = [(event.name, event.depth, event.thread) for event in trace.events]
+    assert found == [
+        ("forward", 0, ""),
+        ("copy", 1, "messages"),
+        ("publish bases", 0, "messages"),
+        ("backward", 0, ""),
+    ]
+    assert trace.sent == {"publish bases": 8}
+
+
+def test_stages_of_many_threads_all_count():
+    """Oracle: threads times stages."""
+    trace = mpikfac.Trace(events=True)
+
+    def work():
+        for _ in range(500):
+            with trace.stage("copy", "world", 1):
+                pass
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert trace.calls["copy"] == trace.sent["copy"] == len(trace.events) == 2000
+
+
+def test_events_on_a_gpu_lie_where_its_stream_comes_to_them(gpu, monkeypatch):
+    """Oracle: a stream whose times are known, and a host whose clock shows 100 s all the time."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
+    trace = mpikfac.Trace()
+    trace.record(True)
+    with trace.stage("backward"):
+        gpu.launch(20.0)
+        with trace.stage("statistics"):
+            gpu.launch(5.0)
+    gpu.launch(10.0)
+    with trace.stage("clip", "world", 8):
+        gpu.launch(2.0)
+    trace.record(False)
+    with trace.stage("optimizer"):
+        gpu.launch(1.0)
+    times = [(event.name, event.start - 100, event.end - 100) for event in trace.events]
+    assert [name for name, _, _ in times] == ["statistics", "backward", "clip"]
+    milliseconds = [1e3 * time for _, *both in times for time in both]
+    assert milliseconds == pytest.approx([20, 25, 0, 25, 35, 37])
+    assert trace.seconds["optimizer"] == pytest.approx(0.001)

@@ -1,0 +1,80 @@
+"""What is recorded on several ranks is one timeline."""
+
+from __future__ import annotations
+
+import time
+
+import problem
+import pytest
+
+import mpikfac
+from mpikfac import Strategy
+from mpikfac.timeline import Recorded, waiting
+
+RANKS = mpikfac.world().size
+STRATEGIES = problem.strategies(RANKS)
+SOLVER = {"solver": "unsplit-inverse"}
+
+
+def recorded(comm, strategy):
+    """K-FAC that has recorded all of its steps, and the events of each step."""
+    model = problem.network()
+    trace = mpikfac.Trace(events=True)
+    settings = problem.SETTINGS | SOLVER
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
+    steps = []
+    for step in range(problem.STEPS):
+        before = len(trace.events)
+        problem.run(kfac, comm, [step])
+        steps.append(trace.events[before:])
+    return kfac, steps
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=problem.label)
+def test_events_are_the_plans_messages(comm, strategy):
+    """Oracle: the plan: stage, communicator and bytes of each message, in order."""
+    kfac, steps = recorded(comm, strategy)
+    for step, events in enumerate(steps):
+        kind = step % 2 == 0, step % 3 == 0
+        planned = [(m.stage, m.over, m.bytes) for m in kfac.plan.messages(comm.rank, *kind)]
+        assert [(e.name, e.over, e.bytes) for e in events if e.over] == planned
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=problem.label)
+def test_members_of_a_communicator_see_the_same_collectives(comm, strategy):
+    """Oracle: each other."""
+    kfac, steps = recorded(comm, strategy)
+    grid = kfac.grid
+    for over, team in (("world", grid.world), ("column", grid.column), ("row", grid.row)):
+        issued = [event.name for events in steps for event in events if event.over == over]
+        assert len(set(map(tuple, team.allgather(issued)))) == 1
+
+
+def test_clocks_of_one_host_agree(comm):
+    """Oracle: `perf_counter`, which is one clock for all processes of a host."""
+    assert abs(mpikfac.clock_offset(comm)) < 1e-3
+
+
+def test_a_clock_that_is_ahead_is_found_out(comm, monkeypatch):
+    """Oracle: by how much it is."""
+    clock, ahead = time.perf_counter, 50.0 * comm.rank
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead)
+    assert mpikfac.clock_offset(comm) == pytest.approx(-ahead, abs=1e-3)
+
+
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+def test_nobody_leaves_an_allreduce_before_all_have_come(comm, monkeypatch, workers):
+    """Oracle: MPI; on clocks that are far apart, set by their offsets."""
+    clock, ahead = time.perf_counter, 50.0 * comm.rank
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead)
+    began = time.perf_counter()
+    kfac, _ = recorded(comm, Strategy(workers))
+    mine = Recorded({0: (began, time.perf_counter())}, kfac.trace.events)
+    ranks = comm.allgather(mine.later(mpikfac.clock_offset(comm)))
+    for stage, sums in (("reduce statistics", 2), ("reduce gradients", problem.STEPS)):
+        events = [[e for e in rank.events if e.name == stage] for rank in ranks]
+        assert len(events[0]) == (sums if RANKS > 1 else 0)
+        for together in zip(*events):
+            assert min(e.end for e in together) > max(e.start for e in together) - 1e-3
+    for rank, waits in zip(ranks, waiting([rank.events for rank in ranks], kfac.plan.columns)):
+        assert all(0 <= wait <= e.end - e.start for e, wait in zip(rank.events, waits))

@@ -1,0 +1,139 @@
+"""Two ranks in a row: (0, 0) and (0, 1), whose times are written down here."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from mpikfac import Event
+from mpikfac.timeline import (
+    Recorded,
+    chrome_trace,
+    self_seconds,
+    stage_means,
+    stage_table,
+    waiting,
+)
+
+# Rank 0's backward pass ends early, so that it waits 2 s for rank 1 in the sum, and rank 1 waits
+# for it later; a thread beside the training sends while both go backward. Children come first.
+RANK0 = [
+    Event("forward", 0.0, 2.0),
+    Event("statistics", 3.0, 4.0, depth=1),
+    Event("statistics", 5.0, 5.5, depth=1),
+    Event("publish gradients", 3.0, 7.0, "row", 60, thread="messages"),
+    Event("backward", 2.0, 6.0),
+    Event("reduce gradients", 6.0, 9.0, "world", 100),
+    Event("publish weights", 9.5, 10.0, "world", 20),
+]
+RANK1 = [
+    Event("forward", 0.0, 2.0),
+    Event("statistics", 3.0, 4.0, depth=1),
+    Event("statistics", 6.0, 7.5, depth=1),
+    Event("publish gradients", 6.0, 7.0, "row", 40, thread="messages"),
+    Event("backward", 2.0, 8.0),
+    Event("reduce gradients", 8.0, 9.0, "world", 100),
+    Event("publish weights", 9.0, 10.0, "world", 80),
+]
+RANKS = [Recorded({7: (0.0, 10.5)}, RANK0), Recorded({7: (0.0, 10.5)}, RANK1)]
+
+
+def test_time_inside_a_stage_is_counted_once():
+    """Oracle: differences by hand; the depth of other threads does not count."""
+    assert self_seconds(RANK0) == [2.0, 1.0, 0.5, 4.0, 2.5, 3.0, 0.5]
+    nested = [Event("c", 2, 3, depth=2), Event("b", 1, 4, depth=1), Event("a", 0, 6)]
+    assert self_seconds([*nested, Event("a", 6, 7)]) == [1, 2, 3, 1]
+
+
+def test_a_rank_waits_until_the_last_member_has_come():
+    """Oracle: by hand, collective by collective."""
+    assert waiting([RANK0, RANK1], columns=2) == [
+        [0, 0, 0, 3.0, 0, 2.0, 0],
+        [0, 0, 0, 0, 0, 0, 0.5],
+    ]
+
+
+def test_ranks_wait_for_members_of_their_own_column_and_row():
+    """Oracle: by hand, on a grid of 2 x 2: columns {0, 2} and {1, 3}, rows {0, 1} and {2, 3}."""
+    starts = [0.0, 1.0, 2.0, 4.0]
+    column, row = (
+        [[Event("gather", start, 10.0, over)] for start in starts] for over in ("column", "row")
+    )
+    assert waiting(column, columns=2) == [[2.0], [3.0], [0.0], [0.0]]
+    assert waiting(row, columns=2) == [[1.0], [0.0], [2.0], [0.0]]
+
+
+def test_nobody_waits_in_a_collective_that_is_over():
+    """Oracle: the end; a sender may be through before the last receiver comes."""
+    ranks = [[Event("clip", 0.0, 1.0, "world", 8)], [Event("clip", 5.0, 6.0, "world", 8)]]
+    assert waiting(ranks, columns=1) == [[1.0], [0.0]]
+
+
+def test_clocks_are_set_by_their_offsets():
+    """Oracle: rank 1's times by a clock that shows 5 s less."""
+    behind = RANKS[1].later(-5.0)
+    assert behind.events[0].start == -5.0
+    assert behind.later(5.0) == RANKS[1]
+
+
+def test_means_add_up_to_the_step():
+    """Oracle: by hand, over two steps that are the same."""
+    twice = [
+        Recorded({7: (0.0, 10.5), 8: (20.0, 30.5)}, [*rank.events, *rank.later(20.0).events])
+        for rank in RANKS
+    ]
+    means = stage_means(twice, columns=2)
+    assert (means["steps"], means["rows"], means["columns"]) == ([7, 8], 1, 2)
+    assert means["seconds"] == 10.5
+    first = means["ranks"][0]
+    assert first["stages"]["statistics"] == {"seconds": 1.5, "calls": 2, "bytes": 0, "waiting": 0}
+    sums = {"seconds": 3.0, "calls": 1, "bytes": 100, "waiting": 2.0}
+    assert first["stages"]["reduce gradients"] == sums
+    sent = {"seconds": 4.0, "calls": 1, "bytes": 60, "waiting": 3.0}
+    assert first["beside"] == {"messages": {"publish gradients": sent}}
+    for rank in means["ranks"]:
+        assert sum(stage["seconds"] for stage in rank["stages"].values()) == rank["seconds"]
+    assert first["stages"]["other"]["seconds"] == 1.0
+    assert json.loads(json.dumps(means)) == means
+
+
+def test_the_table_shows_shares_without_waiting():
+    """Oracle: means of the two ranks by hand, in ms; the first column adds up to the step."""
+    rows = {row[0]: row[1:] for row in stage_table(stage_means(RANKS, columns=2))}
+    assert rows["stage"] == ["ms", "share", "slowest", "waiting", "MB sent"]
+    assert rows["statistics"] == ["2000.00", "19.0%", "2500.00", "0.00", "0.000"]
+    assert rows["reduce gradients"] == ["1000.00", "9.5%", "1000.00", "1000.00", "0.000"]
+    assert rows["waiting"] == ["1250.00", "11.9%", "", "", ""]
+    assert rows["step"] == ["10500.00", "100.0%", "10500.00", "1250.00", "0.000"]
+    beside = "beside, messages: publish gradients"
+    assert rows[beside] == ["1000.00", "9.5%", "1000.00", "1500.00", "0.000"]
+    parts = [float(row[0]) for name, row in rows.items() if name not in ("stage", "step", beside)]
+    assert sum(parts) == pytest.approx(10500)
+
+
+def test_the_picture_is_json_whose_slices_nest():
+    """Oracle: the trace format's rules for slices, and the events with waiting in them."""
+    picture = json.loads(json.dumps(chrome_trace(RANKS, columns=2)))
+    slices = [event for event in picture["traceEvents"] if event["ph"] == "X"]
+    labels = [event for event in picture["traceEvents"] if event["ph"] == "M"]
+    assert len(slices) == 2 + len(RANK0) + len(RANK1) + 3
+    assert len(slices) + len(labels) == len(picture["traceEvents"])
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in labels if e["name"] == "thread_name"}
+    assert names == {
+        (rank, row): name
+        for rank in (0, 1)
+        for row, name in enumerate(["steps", "training", "messages"])
+    }
+    assert {(e["pid"], e["tid"]) for e in slices} == names.keys()
+    (sent,) = (e for e in slices if e["name"] == "publish gradients" and e["pid"] == 1)
+    assert sent["args"] == {"over": "row", "bytes": 40}
+    assert (sent["ts"], sent["dur"]) == (6e6, 1e6)
+    waits = [(e["pid"], e["tid"], e["ts"], e["dur"]) for e in slices if e["name"] == "waiting"]
+    assert waits == [(0, 2, 3e6, 3e6), (0, 1, 6e6, 2e6), (1, 1, 9e6, 0.5e6)]
+    for place in names:
+        spans = [(e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == place]
+        for (a, b), (c, d) in itertools.combinations(spans, 2):
+            apart, nested = b <= c or d <= a, (a - c) * (b - d) <= 0
+            assert apart or nested
