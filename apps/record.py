@@ -1,6 +1,7 @@
 """What a run leaves behind, written by rank 0: settings, environment, log, metrics, progress.
 
 RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensorboard/]
+[stages.json  trace.json.gz]
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class Recording:
         means = mpikfac.timeline.stage_means(ranks, self.columns)
         lines = table(mpikfac.timeline.stage_table(means))
         first, last = means["steps"][0], means["steps"][-1]
-        log.info("steps %d to %d, means over ranks:\n%s", first, last, "\n".join(lines))
+        log.info("steps %d to %d, means over ranks, in ms:\n%s", first, last, "\n".join(lines))
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
         try:
             (self.directory / "stages.json").write_text(json.dumps(means, indent=1) + "\n")

@@ -58,12 +58,14 @@ class Trace:
         calls: times each stage ran.
         sent: bytes handed to MPI by stage.
         current: the innermost stage of the training that runs now, or "".
+        beside: seconds by stage on other threads.
     """
 
     def __init__(self, events: bool = False) -> None:
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.current = ""
+        self.beside: defaultdict[str, float] = defaultdict(float)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[Event] = []
         self._recording = events
@@ -126,8 +128,10 @@ class Trace:
     def clear(self) -> None:
         """Forgets everything recorded so far."""
         with self._lock:
-            for records in (self._seconds, self._events, self._running, self.calls, self.sent):
-                records.clear()
+            for times in (self._seconds, self.beside, self.calls, self.sent):
+                times.clear()
+            self._events.clear()
+            self._running.clear()
 
     def _thread(self) -> str:
         """The present thread as events name it."""
@@ -175,7 +179,8 @@ class Trace:
             self._add(event._replace(start=began, end=ended), origin is not None)
 
     def _add(self, event: Event, keep: bool) -> None:
-        self._seconds[event.name] += event.end - event.start
+        seconds = self.beside if event.thread else self._seconds
+        seconds[event.name] += event.end - event.start
         if keep:
             self._events.append(event)
 

@@ -1,0 +1,107 @@
+"""What `trace_steps` leaves behind."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from launch import launch
+from mpikfac_apps import train_cnn
+
+PROGRAM = str(Path(train_cnn.__file__))
+QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")
+
+
+def picture(run):
+    """Slices of the trace by rank."""
+    found = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
+    by_rank = {}
+    for event in found:
+        if event["ph"] == "X":
+            by_rank.setdefault(event["pid"], []).append(event)
+    return by_rank
+
+
+def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
+    """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; bytes that both files say alike."""
+    chosen = ("--trace_steps=3", "--kfac.placement=mem_opt", "--kfac.basis_every=3")
+    job = launch(2, PROGRAM, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    assert job.returncode == 0, job.stderr
+    log = (tmp_path / "log.txt").read_text()
+    assert "steps 2 to 4, means over ranks, in ms:" in log
+    for name in ("forward", "backward", "statistics", "reduce statistics", "waiting", "step"):
+        assert re.search(rf"^  {name} +\d+\.\d\d +\d+\.\d%", log, re.MULTILINE), name
+    means = json.loads((tmp_path / "stages.json").read_text())
+    assert (means["steps"], means["rows"], means["columns"]) == ([2, 3, 4], 1, 2)
+    ranks = picture(tmp_path)
+    assert sorted(ranks) == [0, 1]
+    for rank, row in enumerate(means["ranks"]):
+        names = [event["name"] for event in ranks[rank]]
+        assert [name for name in names if name.startswith("step")] == ["step 2", "step 3", "step 4"]
+        calls = {name: round(3 * stage["calls"]) for name, stage in row["stages"].items()}
+        assert calls == {name: names.count(name) for name in row["stages"]}
+        assert names.count("decompose") == 1
+        assert names.count("forward") == names.count("backward") == names.count("data") == 3
+        sent = sum(event.get("args", {}).get("bytes", 0) for event in ranks[rank])
+        assert sent == pytest.approx(3 * sum(s["bytes"] for s in row["stages"].values()))
+        assert sum(s["seconds"] for s in row["stages"].values()) == pytest.approx(row["seconds"])
+
+
+def test_sgd_has_stages_too(tmp_path):
+    """Oracle: what the program marks, and what data parallelism does; one rank sends nothing."""
+    chosen = ("--optimizer=sgd", "--trace_steps=1", f"--run_dir={tmp_path}")
+    assert train_cnn.main([*QUICK, *chosen]) == 0
+    (rank,) = json.loads((tmp_path / "stages.json").read_text())["ranks"]
+    assert sorted(rank["stages"]) == sorted(
+        ["data", "forward", "backward", "read gradients", "write back", "optimizer", "other"]
+    )
+    assert rank["beside"] == {}
+
+
+def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
+    """Oracle: 4 steps are taken, of which 2 warm up; then a second start, with 2 left."""
+    chosen = ("--trace_steps=10", f"--run_dir={tmp_path}")
+    assert train_cnn.main([*QUICK, *chosen, "--max_steps=4"]) == 0
+    assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3]
+    before = (tmp_path / "stages.json").read_bytes()
+    assert train_cnn.main([*QUICK, *chosen, "--resume=auto"]) == 0
+    text = "trace_steps=10: no step is left after 2 to warm up"
+    assert text in (tmp_path / "log.txt").read_text()
+    assert (tmp_path / "stages.json").read_bytes() == before
+
+
+def test_a_run_that_is_stopped_leaves_the_steps_that_it_took(tmp_path, monkeypatch):
+    """Oracle: a signal that comes in step 3 and is told to all in step 4."""
+    step = train_cnn.Run.step
+
+    def signalled(self, number, *batch):
+        step(self, number, *batch)
+        if number == 3:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(train_cnn.Run, "step", signalled)
+    chosen = ("--trace_steps=10", "--epochs=3", f"--run_dir={tmp_path}")
+    assert train_cnn.main([*QUICK, *chosen]) == 0
+    assert "stopped after 5 steps (SIGUSR1)" in (tmp_path / "log.txt").read_text()
+    assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3, 4]
+
+
+def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
+    """Oracle: a directory where a file belongs; the run is complete."""
+    (tmp_path / "run" / "stages.json").mkdir(parents=True)
+    monkeypatch.setattr(train_cnn.record, "check_directory", lambda *_: None)
+    assert train_cnn.main([*QUICK, "--trace_steps=1", f"--run_dir={tmp_path / 'run'}"]) == 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "stages.json and trace.json.gz cannot be written: [Errno 21]" in log
+    assert "complete after 6 steps" in log
+
+
+def test_without_the_option_nothing_is_recorded(tmp_path):
+    """Oracle: no file, no event."""
+    assert train_cnn.main([*QUICK, f"--run_dir={tmp_path}"]) == 0
+    assert not list(tmp_path.glob("*stages*")) and not list(tmp_path.glob("trace*"))
