@@ -38,7 +38,7 @@ MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 PIECE = 2**22
 # The same for messages beside the computation: how soon an urgent one can overtake.
 SMALL_PIECE = 2**18
-CLOCK_READINGS = 100  # of which the quickest counts: on a busy machine most are slow
+CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
