@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 
 import torch
@@ -81,11 +81,7 @@ def count(text: str) -> int:
 
 def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     """The plan that training with these options would make."""
-    classes = options.classes or (1000 if options.model in IMAGENET else 10)
-    channels = 1 if options.model == "digits_cnn" else 3
-    with torch.device("meta"):  # shapes without numbers
-        model = models.build(options.model, classes, channels)
-    layers, others = mpikfac.covered_shapes(model, options.skip)
+    layers, others = shapes_of(options.model, options.classes, options.skip)
     chosen = {key: getattr(options, key) for key in CHOICES}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     if options.strategy == "hybrid" and options.workers is None:
@@ -93,6 +89,21 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     strategy, settings = mpikfac.named(options.strategy, options.ranks, **chosen)
     solver = options.solver or settings.get("solver", "inverse")
     return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
+
+
+def shapes_of(
+    name: str, classes: int | None = None, skip: Sequence[str] = ()
+) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
+    """A network's layers, and names and shapes of all else that travels.
+
+    Raises:
+        ValueError: no network has that name, or `skip` names no layer of it.
+    """
+    classes = classes or (1000 if name in IMAGENET else 10)
+    channels = 1 if name == "digits_cnn" else 3
+    with torch.device("meta"):  # shapes without numbers
+        model = models.build(name, classes, channels)
+    return mpikfac.covered_shapes(model, skip)
 
 
 def heading(model: str, plan: mpikfac.Plan) -> list[str]:

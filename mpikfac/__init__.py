@@ -15,12 +15,16 @@ _EXPORTS = {
     "strategy": ("NAMED", "Named", "Strategy", "divisors", "named"),
     "messages": ("Message",),
     "plan": ("LayerShape", "Plan", "make_plan"),
+    "machine": (
+        *("Level", "Machine", "Network", "Sample", "fitted", "load_machine", "published_machines"),
+    ),
+    "simulator": ("Job", "Prediction", "Step", "cheapest", "simulate"),
     "kron": ("unfold_triangle",),
     "decompose": ("tikhonov_share",),
     "trace": ("COMMUNICATION", "Event", "Trace"),
     "comm": (
-        *("agree", "check_survivable", "clock_offset", "device", "leaving", "lost_a_rank"),
-        *("survivors", "together", "world"),
+        *("Grid", "agree", "check_survivable", "clock_offset", "device", "leaving"),
+        *("lost_a_rank", "survivors", "together", "world"),
     ),
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),

@@ -8,6 +8,11 @@ from importlib import import_module, metadata
 PROGRAMS = {
     "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
     "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
+    "calibrate": ("mpikfac_apps.calibrate", "measure a machine (start it under mpirun or srun)"),
+    "simulate": (
+        "mpikfac_apps.simulate",
+        "step times of strategies on a machine, without MPI",
+    ),
     "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
     "inspect": ("mpikfac_apps.inspect_checkpoint", "what a checkpoint holds, and its spectra"),
     "export": ("mpikfac_apps.export", "weights and factors of a checkpoint as plain files"),
@@ -32,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Returns the help text, one line per program."""
-    lines = [f"  {name:<9}{what}" for name, (_, what) in PROGRAMS.items()]
+    lines = [f"  {name:<10}{what}" for name, (_, what) in PROGRAMS.items()]
     return "\n".join(
         ["usage: mpikfac PROGRAM [options]   (mpikfac PROGRAM --help lists them)", "", *lines]
     )

@@ -1,0 +1,145 @@
+"""Predicts step times of strategies on a machine, for any number of ranks. No MPI.
+
+    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --basis-every 100
+
+A machine is a file that `mpikfac calibrate` wrote, or a published one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mpikfac
+from mpikfac import Strategy
+from mpikfac_apps import models, show_plan
+from mpikfac_apps.command import Parser, show, table
+
+# Ways to distribute K-FAC, for so many ranks; "sgd" is plain data parallelism.
+STRATEGIES: dict[str, Callable[[int], Strategy]] = {
+    "sgd": lambda ranks: Strategy.mem_opt(),
+    "comm-opt": lambda ranks: Strategy.comm_opt(ranks),
+    "mem-opt": lambda ranks: Strategy.mem_opt(),
+    "hybrid-opt": lambda ranks: Strategy.hybrid(ranks, workers=near_root(ranks)),
+    "comm-opt-owners": lambda ranks: Strategy.comm_opt(ranks, reduction="owners"),
+    "owner-steps": lambda ranks: Strategy.mem_opt(reduction="owners", update="owner"),
+    "dp-kfac": lambda ranks: Strategy.mem_opt(reduction="none"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints a table for each number of ranks; 2 after printing what is wrong."""
+    options = parse(argv)
+    try:
+        machine = mpikfac.load_machine(options.machine)
+        rows = predictions(options, machine)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        print(f"mpikfac simulate: {error}", file=sys.stderr)
+        return 2
+    sections = [heading(options, machine)]
+    sections += [section(ranks, rows) for ranks in options.ranks]
+    show(sections)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked one by one."""
+    parser = Parser(prog="mpikfac simulate", description=__doc__.partition("\n")[0])
+    add, published = parser.add_argument, ", ".join(mpikfac.published_machines())
+    add("--machine", required=True, help=f"a file of mpikfac calibrate, or one of: {published}")
+    add("--model", required=True, help=", ".join(models.MODELS))
+    add("--classes", type=show_plan.count, help="10, or 1000 for ImageNet's networks")
+    add("--ranks", type=counts, required=True, help="such as 16,64,256")
+    add("--strategy", type=names, default=list(STRATEGIES), help=f"all, or {','.join(STRATEGIES)}")
+    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"), default="inverse")
+    add("--batch-per-rank", type=show_plan.count, default=32, help="images")
+    add("--factor-every", type=show_plan.count, default=1, help="steps")
+    add("--basis-every", type=show_plan.count, default=10, help="steps")
+    add("--stragglers", type=float, default=0.0, help="spread of ranks' computing times, as 0.05")
+    add("--json", type=Path, help="write the predictions to this file, too")
+    return parser.parse_args(argv)
+
+
+def counts(text: str) -> list[int]:
+    """Positive numbers, separated by commas."""
+    return [show_plan.count(part) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Names of strategies, separated by commas; "all" for all."""
+    chosen = list(STRATEGIES) if text == "all" else text.split(",")
+    for name in chosen:
+        if name not in STRATEGIES:
+            raise argparse.ArgumentTypeError(
+                f"strategy {name!r} is unknown; try all or some of {', '.join(STRATEGIES)}"
+            )
+    return chosen
+
+
+def near_root(ranks: int) -> int:
+    """The divisor that is nearest to the square root, in proportion."""
+    return min(mpikfac.divisors(ranks), key=lambda count: abs(math.log(count**2 / ranks)))
+
+
+def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[dict[str, Any]]:
+    """A row for each strategy and number of ranks.
+
+    Raises:
+        ValueError: the machine has no times of the model, or an option is out of bounds.
+    """
+    covered = show_plan.shapes_of(options.model, options.classes)
+    first_order = show_plan.shapes_of(
+        options.model, options.classes, [layer.name for layer in covered[0]]
+    )
+    job = mpikfac.Job(
+        options.model,
+        options.batch_per_rank,
+        options.factor_every,
+        options.basis_every,
+        options.stragglers,
+    )
+    rows = []
+    for ranks in options.ranks:
+        for name in options.strategy:
+            layers, others = first_order if name == "sgd" else covered
+            strategy = STRATEGIES[name](ranks)
+            plan = mpikfac.make_plan(layers, ranks, strategy, others, options.solver)
+            found = mpikfac.simulate(plan, machine, job)
+            rows.append({"strategy": name, "ranks": ranks, **found.as_dict()})
+    return rows
+
+
+def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
+    """What is predicted, in words."""
+    return [
+        f"{options.model}, {options.batch_per_rank} images per rank, {options.solver} solver, "
+        f"factors every {options.factor_every} steps, bases every {options.basis_every}",
+        f"Machine: {machine.name}; predicted, not measured",
+        "Milliseconds of a step: the mean; without new factors, with them, with new bases, too;",
+        "  of the mean, comm: nothing but communication, wait: for ranks that compute longer.",
+        "MiB: kept beside the model, on the fullest rank; sent by a rank in a mean step",
+    ]
+
+
+def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
+    """The table for one number of ranks."""
+    lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
+    for row in rows:
+        if row["ranks"] == ranks:
+            steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
+            times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
+            sizes = [row["memory"], row["mean"]["sent"]]
+            cells = [f"{time * 1e3:.1f}" for time in times] + list(map(show_plan.mib, sizes))
+            lines.append((row["strategy"], *cells))
+    return [show_plan.number(ranks, "rank"), *table(lines)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

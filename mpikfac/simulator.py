@@ -1,0 +1,282 @@
+"""Plays the steps of a plan on a machine: how long they take, and what of it is communication.
+
+Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few ranks stand for
+all: plans of thousands of ranks take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from mpikfac import costmodel
+from mpikfac.machine import Machine
+from mpikfac.plan import Message, Plan
+
+# The stages of `KFAC.step`, and what comes before it, in order.
+STAGES = (
+    *("forward", "backward", "statistics", "reduce statistics"),
+    *("decompose", "publish bases", "gradients", "reduce gradients"),
+    *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        batch: images per rank.
+        stragglers: standard deviation of the logarithm of a rank's computing time.
+    """
+
+    model: str
+    batch: int
+    factor_every: int = 1
+    basis_every: int = 10
+    stragglers: float = 0.0
+
+
+class Event(NamedTuple):
+    """A part of a step on one rank.
+
+    Attributes:
+        beside: a message that runs beside the computations that follow.
+    """
+
+    stage: str
+    seconds: float
+    message: bool = False
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step.
+
+    Attributes:
+        seconds: all of it.
+        exposed: of these, seconds in which a rank waits for messages and computes nothing.
+        waiting: of these, seconds in which it waits for slower ranks to compute.
+        sent: bytes that a rank sends if collectives are rings.
+        stages: seconds by stage, those that are hidden included.
+    """
+
+    seconds: float
+    exposed: float
+    waiting: float
+    sent: float
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan's steps take on a machine.
+
+    Attributes:
+        mean: over all steps; its `stages` and `sent` too.
+        ordinary: a step without new factors.
+        factors: a step with new factors.
+        refresh: a step with new factors and new bases.
+        memory: bytes of the plan's arenas on the rank that holds most.
+    """
+
+    mean: Step
+    ordinary: Step
+    factors: Step
+    refresh: Step
+    memory: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self)
+
+
+def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
+    """What the steps of `plan` take.
+
+    Raises:
+        ValueError: the machine has no times of the model or of the solver, or the job's numbers
+            are out of bounds.
+    """
+    _check(job)
+    looked_at = representatives(plan)
+    parts = shares(job)
+    kinds = {
+        kind: _step(plan, machine, job, looked_at, *kind)
+        for kind, share in parts.items()
+        if share > 0 or kind != (False, True)  # the others are told of even if there are none
+    }
+    return Prediction(
+        mean=_mean([(step, parts[kind]) for kind, step in kinds.items()]),
+        ordinary=kinds[False, False],
+        factors=kinds[True, False],
+        refresh=kinds[True, True],
+        memory=max(sum(plan.memory(rank).values()) for rank in looked_at),
+    )
+
+
+def cheapest(
+    plans: Mapping[str, Plan], machine: Machine, job: Job, memory: int | None = None
+) -> str:
+    """The name of the plan whose mean step is shortest, of those within `memory` bytes per rank.
+
+    Raises:
+        ValueError: none is within it, or see `simulate`.
+    """
+    found = {name: simulate(plan, machine, job) for name, plan in plans.items()}
+    fitting = [name for name in found if memory is None or found[name].memory <= memory]
+    if not fitting:
+        least = min(prediction.memory for prediction in found.values())
+        raise ValueError(f"memory={memory} bytes are too few for any plan; the least is {least}")
+    return min(fitting, key=lambda name: found[name].mean.seconds)
+
+
+def representatives(plan: Plan) -> list[int]:
+    """Few ranks, among which are those that bound a step, and the last one, which may own nothing.
+
+    The one with the longest decompositions, those with most factors of their own and in their
+    column, and the one that preconditions most.
+    """
+    owners = sorted(set(plan.owners.values())) or [0]
+    squares = {rank: sum(plan.orders[name] ** 2 for name in plan.owned(rank)) for rank in owners}
+    columns: dict[int, int] = {}
+    for rank, square in squares.items():
+        column = plan.position(rank)[1]
+        columns[column] = columns.get(column, 0) + square
+
+    def products(rank: int) -> int:
+        layers = ((plan.orders[f"{n}.A"], plan.orders[f"{n}.G"]) for n in plan.preconditioned(rank))
+        return sum(a * g * (a + g) for a, g in layers)
+
+    return sorted(
+        {
+            max(owners, key=plan.load),
+            max(owners, key=squares.__getitem__),
+            max(owners, key=lambda rank: columns.get(plan.position(rank)[1], 0)),
+            max(owners, key=products),
+            plan.ranks - 1,
+        }
+    )
+
+
+def shares(job: Job) -> dict[tuple[bool, bool], float]:
+    """Which part of all steps is of each kind: with new factors or not, with new bases or not."""
+    factors, bases = 1 / job.factor_every, 1 / job.basis_every
+    both = 1 / math.lcm(job.factor_every, job.basis_every)
+    return {
+        (False, False): 1 - factors - bases + both,
+        (True, False): factors - both,
+        (False, True): bases - both,
+        (True, True): both,
+    }
+
+
+def play(events: Sequence[Event]) -> tuple[float, float]:
+    """Seconds of all events, and of these those in which nothing is computed.
+
+    Messages go one after the other, in the order of the events.
+    """
+    now = line = computed = 0.0  # `line`: when the messages before are through
+    for event in events:
+        if not event.message:
+            now += event.seconds
+            computed += event.seconds
+        else:
+            line = max(now, line) + event.seconds
+            now = now if event.beside else line
+    end = max(now, line)
+    return end, end - computed
+
+
+def sequence(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
+    """Computations and messages in the order of a step; a message of an unknown stage at once."""
+    left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
+    for message in messages:
+        at = STAGES.index(message.stage) if message.stage in STAGES else 0
+        while left and STAGES.index(left[0].stage) < at:
+            yield left.pop(0)
+        yield message
+    yield from left
+
+
+def _step(
+    plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], statistics: bool, refresh: bool
+) -> Step:
+    seen = {rank: plan.messages(rank, statistics, refresh) for rank in ranks}
+    timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
+    messages = max(timed, key=lambda events: sum(event.seconds for event in events))
+    parts = [_computations(plan, rank, machine, job, statistics, refresh) for rank in ranks]
+    slowest = costmodel.expected_slowest(job.stragglers, plan.ranks)
+    compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
+    events = list(sequence(compute, messages))
+    seconds, exposed = play(events)
+    stages: dict[str, float] = {}
+    for event in events:
+        stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
+    return Step(
+        seconds,
+        exposed,
+        waiting=sum(compute.values()) * (1 - 1 / slowest),
+        sent=max(sum(message.wire for message in found) for found in seen.values()),
+        stages=stages,
+    )
+
+
+def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
+    return [
+        Event(
+            message.stage,
+            costmodel.message_seconds(message, plan, rank, machine),
+            message=True,
+            beside=getattr(message, "overlap", False),
+        )
+        for message in messages
+    ]
+
+
+def _computations(
+    plan: Plan, rank: int, machine: Machine, job: Job, statistics: bool, refresh: bool
+) -> dict[str, float]:
+    """Seconds of each stage in which `rank` computes."""
+    network = machine.network(job.model, job.batch)
+    found = {
+        "forward": network.forward,
+        "backward": network.backward,
+        "gradients": network.gradients,
+        "optimizer": network.optimizer * costmodel.stepped_share(plan, rank),
+    }
+    if plan.layers:
+        found["precondition"] = costmodel.precondition_seconds(plan, rank, machine, network)
+        if statistics:
+            found["statistics"] = network.statistics * costmodel.statistics_share(plan, rank)
+        if refresh:
+            found["decompose"] = costmodel.decompose_seconds(plan, rank, machine)
+    return found
+
+
+def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
+    def mean(value: Callable[[Step], float]) -> float:
+        return sum(share * value(step) for step, share in kinds)
+
+    stages: dict[str, float] = {}
+    for step, share in kinds:
+        for name, seconds in step.stages.items():
+            stages[name] = stages.get(name, 0.0) + share * seconds
+    return Step(
+        mean(lambda step: step.seconds),
+        mean(lambda step: step.exposed),
+        mean(lambda step: step.waiting),
+        mean(lambda step: step.sent),
+        stages,
+    )
+
+
+def _check(job: Job) -> None:
+    for name in ("batch", "factor_every", "basis_every"):
+        if getattr(job, name) < 1:
+            raise ValueError(f"{name}={getattr(job, name)} must be a whole number of at least 1")
+    if not 0 <= job.stragglers <= 1:
+        raise ValueError(f"stragglers={job.stragglers} must be between 0 and 1")
