@@ -15,12 +15,11 @@ _EXPORTS = {
     "strategy": ("NAMED", "Named", "Strategy", "divisors", "named"),
     "messages": ("Message",),
     "plan": ("LayerShape", "Plan", "make_plan"),
-    "machine": (
-        *("Level", "Machine", "Network", "Sample", "fitted", "load_machine", "published_machines"),
-    ),
+    "machine": (*("Level", "Machine", "Network", "Sample", "load_machine", "published_machines"),),
+    "costmodel": ("level_of",),
     "simulator": ("Job", "Prediction", "Step", "cheapest", "simulate"),
     "kron": ("unfold_triangle",),
-    "decompose": ("tikhonov_share",),
+    "decompose": ("damped_inverse", "eigenbasis", "tikhonov_share"),
     "trace": ("COMMUNICATION", "Event", "Trace"),
     "comm": (
         *("Grid", "agree", "check_survivable", "clock_offset", "device", "leaving"),

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable
 from statistics import NormalDist
 
-from mpikfac.machine import Machine, Network, Sample, fitted, interpolated
+from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
 from mpikfac.plan import Message, Plan
 
 DRAWS = 512  # points of the quadrature over the slowest rank
@@ -64,7 +64,7 @@ def collective_seconds(
         pieces = math.ceil(size / PIECE)
         piece = _hop_seconds(min(size, PIECE), machine, nodes, sharing)
         return (ranks - 2 + pieces) * piece
-    sample = nearest(machine, primitive, ranks, nodes)
+    sample = nearest(machine, primitive, ranks, nodes, sharing)
     if sample is not None:
         return _scaled(sample, size, ranks, sharing)
     level = machine.between if nodes > 1 and machine.between else machine.inside
@@ -72,14 +72,27 @@ def collective_seconds(
     return steps(primitive, ranks) * level.latency + wire(primitive, ranks) * size / bandwidth
 
 
-def nearest(machine: Machine, primitive: str, ranks: int, nodes: int) -> Sample | None:
+def level_of(sample: Sample) -> Level:
+    """What a measured collective says of the network, for those that were not measured."""
+    line = fitted(sample.points)
+    moved = wire(sample.primitive, sample.ranks) * sample.sharing
+    return Level(line.latency / steps(sample.primitive, sample.ranks), line.bandwidth * moved)
+
+
+def nearest(
+    machine: Machine, primitive: str, ranks: int, nodes: int, sharing: int
+) -> Sample | None:
     """The measurement to start from: on one node or on several, as asked, of the nearest size."""
+
+    def distance(sample: Sample) -> tuple[float, float]:
+        return abs(math.log(sample.ranks / ranks)), abs(math.log(sample.sharing / sharing))
+
     alike = [
         sample
         for sample in machine.samples
         if sample.primitive == primitive and (sample.nodes > 1) == (nodes > 1)
     ]
-    return min(alike, key=lambda s: abs(math.log(s.ranks / ranks)), default=None)
+    return min(alike, key=distance, default=None)
 
 
 def steps(primitive: str, ranks: int) -> int:
@@ -109,7 +122,7 @@ def _scaled(sample: Sample, size: int, ranks: int, sharing: int) -> float:
 
 def _hop_seconds(size: int, machine: Machine, nodes: int, sharing: int) -> float:
     """Seconds of one message from a rank to the next."""
-    sample = nearest(machine, "Send", 2, nodes)
+    sample = nearest(machine, "Send", 2, nodes, sharing)
     if sample is not None:
         return _scaled(sample, size, 2, sharing)
     level = machine.between if nodes > 1 and machine.between else machine.inside
@@ -127,13 +140,12 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
 
     Its share of a measurement of all layers, or product by product.
     """
-    mine = plan.preconditioned(rank)
-    everything = network.precondition.get(plan.solver)
-    if everything is None:
-        return sum(flops / interpolated(machine.products, n) for n, flops in _products(plan, mine))
-    names = [layer.name for layer in plan.layers]
-    total = sum(flops for _, flops in _products(plan, names))
-    return everything * sum(flops for _, flops in _products(plan, mine)) / total if mine else 0.0
+    times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
+    mine = list(_products(plan, plan.preconditioned(rank)))
+    if network.precondition is None:
+        return times * sum(flops / interpolated(machine.products, order) for order, flops in mine)
+    everything = sum(flops for _, flops in _products(plan, (layer.name for layer in plan.layers)))
+    return times * network.precondition * sum(flops for _, flops in mine) / everything
 
 
 def statistics_share(plan: Plan, rank: int) -> float:
@@ -163,8 +175,7 @@ def expected_slowest(spread: float, ranks: int) -> float:
 
 def _products(plan: Plan, names: Iterable[str]) -> Iterable[tuple[float, int]]:
     """Order (of the cube of as many operations) and operations of each product of directions."""
-    times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
     for name in names:
         a, g = plan.orders[f"{name}.A"], plan.orders[f"{name}.G"]
         for operations in (2 * g * g * a, 2 * g * a * a):
-            yield (operations / 2) ** (1 / 3), times * operations
+            yield (operations / 2) ** (1 / 3), operations

@@ -56,7 +56,7 @@ class Network:
         backward: without statistics.
         statistics: what a step with new factors takes in addition.
         gradients: they are read, checked, clipped and written back.
-        precondition: all layers on one rank, by solver; where missing, `Machine.products` says it.
+        precondition: all layers on one rank, with inverses; None: `Machine.products` says it.
     """
 
     model: str
@@ -66,7 +66,7 @@ class Network:
     statistics: float
     gradients: float
     optimizer: float
-    precondition: Mapping[str, float] = field(default_factory=dict)
+    precondition: float | None = None
 
 
 @dataclass(frozen=True)
@@ -216,9 +216,9 @@ def _level(entry: Any, key: str) -> Level:
 
 def _network(entry: Any) -> Network:
     values = _checked(entry, Network, "networks")
-    seconds = {key: value for key, value in values.items() if key not in ("model", "precondition")}
-    for key, value in {**seconds, **values.get("precondition", {})}.items():
-        if not _is_number(value):
+    for key, value in values.items():
+        optional = key == "precondition" and value is None
+        if key != "model" and not optional and not _is_number(value):
             raise ValueError(f"networks.{key}={value!r} must be a finite number of at least 0")
     return Network(**values)
 
