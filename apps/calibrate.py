@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +31,14 @@ LONGEST = 1.0  # seconds after which no larger message or factor is tried
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 15.0  # seconds for the steps of one network
 STAGE = "calibrate"
+
+
+class Strict(Parser):
+    """A parser for one rank of many, which tells the others what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,6 +73,8 @@ def read_options(comm: Any, argv: list[str] | None) -> argparse.Namespace | None
         if comm.rank == 0:
             try:
                 options = parse(argv)
+                if not options.out.parent.is_dir():
+                    raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
             except SystemExit as leave:
                 if leave.code:
                     raise
@@ -75,7 +85,7 @@ def read_options(comm: Any, argv: list[str] | None) -> argparse.Namespace | None
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked one by one."""
-    parser = Parser(prog="mpikfac calibrate", description=__doc__.partition("\n")[0])
+    parser = Strict(prog="mpikfac calibrate", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument(
         "--model", type=names, default=["resnet20"], help="such as resnet20,resnet32"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -84,8 +83,8 @@ def names(text: str) -> list[str]:
 
 
 def near_root(ranks: int) -> int:
-    """The divisor that is nearest to the square root, in proportion."""
-    return min(mpikfac.divisors(ranks), key=lambda count: abs(math.log(count**2 / ranks)))
+    """The divisor whose square is nearest to the number of ranks."""
+    return min(mpikfac.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 
 def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[dict[str, Any]]:

@@ -1,0 +1,92 @@
+"""The simulate program: its table is the library's predictions, its errors one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import mpikfac
+from mpikfac_apps import show_plan, simulate
+
+ASK = ["--model", "resnet50", "--machine", "v100-edr"]
+
+
+def rows_of(text: str) -> dict[str, list[float]]:
+    """The numbers of a table by strategy."""
+    lines = [line.split() for line in text.splitlines()]
+    return {line[0]: [*map(float, line[1:])] for line in lines if line[:1] and line[0] in NAMES}
+
+
+NAMES = set(simulate.STRATEGIES)
+
+
+def test_numbers_are_the_librarys(capsys, tmp_path):
+    """Oracle: `mpikfac.simulate` of a plan that is made here."""
+    file = tmp_path / "found.json"
+    asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor-every", "5", "--basis-every", "20"]
+    assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
+    layers, others = show_plan.shapes_of("resnet50")
+    plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
+    machine = mpikfac.load_machine("v100-edr")
+    job = mpikfac.Job("resnet50", 32, 5, 20, 0.1)
+    found = mpikfac.simulate(plan, machine, job)
+    kinds = found.mean, found.ordinary, found.factors, found.refresh
+    milliseconds = [*(kind.seconds for kind in kinds), found.mean.exposed, found.mean.waiting]
+    mib = [found.memory / 2**20, found.mean.sent / 2**20]
+    expected = [*(1e3 * seconds for seconds in milliseconds), *mib]
+    assert rows_of(capsys.readouterr().out)["mem-opt"] == pytest.approx(expected, abs=0.051)
+    (row,) = json.loads(file.read_text())
+    assert row == json.loads(json.dumps({"strategy": "mem-opt", "ranks": 16, **found.as_dict()}))
+
+
+def test_all_strategies_on_thousands_of_ranks(capsys):
+    """Oracle: every name once per table; K-FAC takes longer than SGD, which sends least memory."""
+    assert simulate.main([*ASK, "--ranks", "6,4096"]) == 0
+    text = capsys.readouterr().out
+    small, large = (rows_of(part) for part in text.split("4096 ranks"))
+    assert set(small) == set(large) == NAMES
+    for rows in (small, large):
+        assert min(rows, key=lambda name: rows[name][0]) == "sgd"
+        assert min(rows, key=lambda name: rows[name][6]) == "sgd"
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (4, 2), (7, 1), (8, 2), (12, 3), (64, 8)])
+def test_hybrids_are_near_the_square_root(ranks, workers):
+    """Oracle: the divisor whose square is nearest, by hand."""
+    assert simulate.near_root(ranks) == workers
+
+
+def test_mpi_is_not_imported():
+    program = (
+        "import sys; from mpikfac.__main__ import main; "
+        f"code = main(['simulate', *{ASK}, '--ranks', '4', '--strategy', 'comm-opt']); "
+        "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--model resnet5 --machine v100-edr --ranks 2", "resnet20"),
+        ("--model resnet20 --machine v100-edr --ranks 2", "only of: resnet50"),
+        ("--model resnet50 --machine nowhere --ranks 2", "a100-hdr, rtx2080ti-ib100, v100-edr"),
+        ("--model resnet50 --machine v100-edr --ranks 2,0", "at least 1"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --strategy best", "mem-opt"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --stragglers 2", "between 0 and 1"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --solver eigen", "only of: inverse"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
+        ("--model resnet50 --ranks 2", "--machine"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, told, capsys):
+    try:
+        code = simulate.main(arguments.split())
+    except SystemExit as ended:
+        code = ended.code
+    output = capsys.readouterr()
+    assert (code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert told in output.err

@@ -1,0 +1,83 @@
+"""Calibration on a few short messages and small factors."""
+
+from __future__ import annotations
+
+import pytest
+
+import mpikfac
+from mpikfac_apps import calibrate
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(calibrate, "SIZES", [1024, 4096, 2**16])
+    monkeypatch.setattr(calibrate, "ORDERS", [4, 8])
+    monkeypatch.setattr(calibrate, "BUDGET", 1e-3)
+    monkeypatch.setattr(calibrate, "STEPS_BUDGET", 0.0)
+
+
+def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
+    """Oracle: divisors of the ranks; all primitives; every time is positive; the file is read."""
+    path = comm.bcast(tmp_path) / "machine.json"
+    asked = ["--out", str(path), "--model", "digits_cnn", "--batch-per-rank", "4"]
+    if comm.size == 1:
+        with pytest.raises(SystemExit) as left:
+            calibrate.main(asked)
+        assert left.value.code == 2 and not path.exists()
+        return
+    assert calibrate.main(asked) == 0
+    comm.Barrier()
+    machine = mpikfac.load_machine(str(path))
+    assert {sample.ranks for sample in machine.samples} == {*mpikfac.divisors(comm.size)[1:]}
+    found = {sample.primitive for sample in machine.samples}
+    collectives = {"Allreduce", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"}
+    assert found - {"Send"} == collectives and ("Send" in found) == (comm.size % 2 == 0)
+    for sample in machine.samples:
+        assert [size for size, _ in sample.points] == [1024, 4096, 2**16]
+        assert (sample.nodes, sample.sharing) == (1, 1)
+    assert machine.ranks_per_node is None and machine.between is None
+    (network,) = machine.networks
+    assert (network.model, network.batch) == ("digits_cnn", 4)
+    assert min(network.forward, network.backward, network.gradients, network.optimizer) > 0
+    assert machine.about["ranks"] == comm.size and machine.about["packages"]
+    layers, others = mpikfac.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
+    plan = mpikfac.make_plan(layers, comm.size, mpikfac.Strategy.comm_opt(comm.size), others)
+    prediction = mpikfac.simulate(plan, machine, mpikfac.Job("digits_cnn", 4))
+    assert prediction.mean.seconds > prediction.mean.exposed > 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "distance", "hosts", "placed"),
+    [
+        (4, 2, 1, "aabb", (1, 1)),
+        (4, 2, 2, "aabb", (2, 2)),  # 0 and 2, 1 and 3: both leave each node
+        (4, 4, 1, "aabb", (2, 1)),
+        (4, 2, 1, "abab", (2, 2)),
+    ],
+)
+def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distance, hosts, placed):
+    """Oracle: by hand, ranks on hosts a and b: nodes of a group, and groups that leave a node."""
+    if comm.size != ranks:
+        assert comm.size < ranks  # nothing to lay out on fewer
+        return
+    monkeypatch.setattr(calibrate, "SIZES", [1024])
+    samples = calibrate.message_samples(comm, list(hosts), size, distance)
+    assert {(sample.nodes, sample.sharing) for sample in samples} == {placed}
+    assert {sample.ranks for sample in samples} == {size}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "resnet20"], "options: the following arguments are required: --out"),
+        (["--out", "/nowhere/m.json"], "options: --out /nowhere/m.json: /nowhere is no directory"),
+        (["--out", "m.json", "--model", "resnet5"], "model='resnet5' is unknown; try one of"),
+    ],
+)
+def test_bad_options_are_one_line_and_no_rank_is_left(comm, arguments, told, capfd):
+    with pytest.raises(SystemExit) as left:
+        calibrate.main(arguments)
+    errors = capfd.readouterr().err
+    assert left.value.code == 2
+    if comm.rank == 0:
+        assert errors.count("\n") == 1 and told in errors

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from mpikfac import LayerShape, Level, Machine, Network, Sample, Strategy, costmodel, make_plan
+
+LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
+# No latency to speak of; a byte takes 1 s inside a node and, for all ranks of a node, 10 s between.
+MACHINE = Machine(
+    name="made up",
+    inside=Level(1e-9, 1.0),
+    between=Level(1e-9, 0.1),
+    ranks_per_node=4,
+    networks=(Network("net", 1, 1.0, 2.0, 0.5, 0.1, 0.2, 24.0),),
+    decompositions={"inverse": ((1.0, 1.0), (10.0, 1000.0)), "eigen": ((1.0, 1.0), (10.0, 1000.0))},
+    products=((1.0, 2.0),),
+)
+LATENT = dataclasses.replace(MACHINE, inside=Level(1.0, math.inf), between=Level(10.0, math.inf))
+
+
+@pytest.mark.parametrize(
+    ("primitive", "share"),
+    [("Allreduce", 1.5), ("Reduce_scatter", 0.75), ("Allgatherv", 0.75), ("Bcast", 1.0)],
+)
+def test_large_messages_are_rings(primitive, share):
+    """Oracle: bytes that each of 4 ranks sends in a ring, per byte of the buffer."""
+    seconds = costmodel.collective_seconds(primitive, 1000, 4, MACHINE)
+    assert seconds == pytest.approx(1000 * share)
+
+
+def test_small_messages_are_trees():
+    """Oracle: depth of a binary tree over 5 ranks; there and back for an Allreduce."""
+    assert costmodel.collective_seconds("Bcast", 1, 5, LATENT) == pytest.approx(3)
+    assert costmodel.collective_seconds("Allreduce", 1, 5, LATENT) == pytest.approx(6)
+    assert costmodel.collective_seconds("Allreduce", 1, 5, LATENT, 2) == pytest.approx(60)
+
+
+def test_one_rank_and_no_bytes_cost_nothing():
+    assert costmodel.collective_seconds("Allreduce", 10, 1, MACHINE) == 0
+    assert costmodel.collective_seconds("Allreduce", 0, 2, MACHINE) == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "workers", "over", "placed"),
+    [
+        (8, 2, "world", (8, 2, 1)),
+        (8, 2, "row", (4, 1, 1)),  # ranks 0 to 3
+        (8, 2, "column", (2, 2, 4)),  # ranks 0 and 4; 1 and 5, 2 and 6, 3 and 7 do the same
+        (8, 4, "row", (2, 1, 1)),  # ranks 0 and 1
+        (8, 4, "column", (4, 2, 2)),  # ranks 0, 2 | 4, 6, and their neighbours
+        (4, 2, "world", (4, 1, 1)),
+    ],
+)
+def test_where_communicators_lie(ranks, workers, over, placed):
+    """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
+    plan = make_plan(LAYERS, ranks, Strategy(workers))
+    assert costmodel.placed(costmodel.members(plan, 0, over), plan, MACHINE) == placed
+
+
+def test_the_slower_level_bounds_a_message_and_links_are_shared():
+    """Oracle: 3/4 of 1000 bytes at 1, and half of them at 0.1 bytes per second for 4 at once."""
+    plan = make_plan(LAYERS, 8, Strategy(2))
+    message = plan.messages(0, True, True)[0]
+    row = dataclasses.replace(message, primitive="Allgatherv", over="row", size=1000)
+    column = dataclasses.replace(row, over="column")
+    assert costmodel.message_seconds(row, plan, 0, MACHINE) == pytest.approx(750)
+    assert costmodel.message_seconds(column, plan, 0, MACHINE) == pytest.approx(500 * 10 * 4)
+
+
+def test_a_chain_passes_pieces_on():
+    """Oracle: 3 pieces over 3 hops leave the first rank at 0, 1, 2 and arrive at the last at 5."""
+    size = 3 * costmodel.PIECE
+    seconds = costmodel.collective_seconds("Send", size, 4, MACHINE)
+    assert seconds == pytest.approx(5 * costmodel.PIECE)
+    plan = make_plan(LAYERS, 4, Strategy(4, parts=4))
+    message = plan.messages(0, False, False)[0]
+    both = costmodel.message_seconds(message, plan, 0, MACHINE)
+    parts = [costmodel.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]
+    assert message.primitive == "Send, Bcast" and both == pytest.approx(sum(parts))
+
+
+MEASURED = tuple((float(size), 0.01 + size * 1e-6) for size in (10**2, 10**4, 10**6))
+
+
+def measured(*samples):
+    return dataclasses.replace(MACHINE, samples=samples)
+
+
+def test_what_was_measured_is_what_is_predicted():
+    """Oracle: the points; past the largest, the line that they lie on."""
+    machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED))
+    for size, seconds in [*MEASURED, (2e6, 2.01)]:
+        found = costmodel.collective_seconds("Allreduce", int(size), 4, machine)
+        assert found == pytest.approx(seconds)
+
+
+def test_a_measurement_is_carried_over_to_other_numbers_of_ranks():
+    """Oracle: twice as deep a tree; ring bytes of 3/2 and 15/8 buffers."""
+    machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED), Sample("Bcast", 16, 1, 1, MEASURED))
+    found = costmodel.collective_seconds("Allreduce", 10**6, 16, machine)
+    assert found == pytest.approx(0.01 * 2 + 1.0 * (15 / 8) / (3 / 2))
+
+
+def test_several_nodes_are_not_predicted_from_one():
+    """Oracle: the level, as if nothing had been measured; and the sharing of a link."""
+    inside = Sample("Allgatherv", 2, 1, 1, MEASURED)
+    machine = measured(inside)
+    plain = costmodel.collective_seconds("Allgatherv", 1000, 2, MACHINE, 2)
+    assert costmodel.collective_seconds("Allgatherv", 1000, 2, machine, 2) == plain
+    machine = measured(inside, Sample("Allgatherv", 2, 2, 2, MEASURED))
+    found = costmodel.collective_seconds("Allgatherv", 10**6, 2, machine, 2, sharing=1)
+    assert found == pytest.approx(0.01 + 0.5)
+
+
+def test_a_level_gives_back_the_measurement_it_is_taken_from():
+    """Oracle: the points, by the formula for what was not measured."""
+    level = costmodel.level_of(Sample("Allgatherv", 8, 2, 4, MEASURED))
+    machine = dataclasses.replace(MACHINE, inside=Level(1.0, 1e99), between=level)
+    for size, seconds in MEASURED:
+        found = costmodel.collective_seconds("Allgatherv", int(size), 8, machine, 2, sharing=4)
+        assert found == pytest.approx(seconds)
+
+
+def test_decompositions_are_those_of_owned_factors():
+    """Oracle: n^3 seconds by hand; rank 0 owns conv, rank 1 the rest (see test_plan)."""
+    plan = make_plan(LAYERS, 2, Strategy())
+    seconds = [costmodel.decompose_seconds(plan, rank, MACHINE) for rank in (0, 1)]
+    assert seconds == pytest.approx([1064, 1248])
+
+
+def test_preconditioning_is_a_share_of_what_was_measured_or_products():
+    """Oracle: a g (a + g) of each layer: 560, 1024 and 96 of 1680; twice that in eigenbases."""
+    plan = make_plan(LAYERS, 2, Strategy())
+    network = MACHINE.networks[0]
+    found = [costmodel.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
+    assert found == pytest.approx([24 * 560 / 1680, 24 * 1120 / 1680])
+    network = dataclasses.replace(network, precondition=None)
+    eigen = make_plan(LAYERS, 2, Strategy(), solver="eigen")
+    assert costmodel.precondition_seconds(plan, 0, MACHINE, network) == pytest.approx(560)
+    assert costmodel.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(1120)
+
+
+def test_shares_of_a_rank():
+    """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16."""
+    alone = make_plan(LAYERS, 2, Strategy(reduction="none", update="owner"))
+    assert costmodel.statistics_share(alone, 0) == pytest.approx(116 / 284)
+    assert costmodel.stepped_share(alone, 0) == pytest.approx(48 / 128)
+    shared = make_plan(LAYERS, 2, Strategy())
+    assert costmodel.statistics_share(shared, 0) == costmodel.stepped_share(shared, 0) == 1
+
+
+def test_the_slowest_of_two():
+    """Oracle: `2 Phi(spread / sqrt(2))`, the expected maximum of two such times in closed form."""
+    exact = 1 + math.erf(0.3 / 2)
+    assert costmodel.expected_slowest(0.3, 2) == pytest.approx(exact, rel=1e-3)
+    assert costmodel.expected_slowest(0.3, 1) == pytest.approx(1, rel=1e-3)
+    assert costmodel.expected_slowest(0.0, 1000) == 1
+
+
+def test_the_slowest_of_many():
+    """Oracle: the mean over seeded draws."""
+    draws = np.random.default_rng(0).standard_normal((2000, 1024))
+    times = np.exp(0.05 * draws - 0.05**2 / 2).max(axis=1)
+    assert costmodel.expected_slowest(0.05, 1024) == pytest.approx(times.mean(), rel=3e-3)

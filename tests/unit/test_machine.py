@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+import mpikfac
+from mpikfac import Level, Machine, Network, Sample
+from mpikfac.machine import fitted, interpolated, machine_from_json
+
+MACHINE = Machine(
+    name="made up",
+    inside=Level(1e-6, 1e9),
+    between=Level(1e-5, 1e8),
+    ranks_per_node=4,
+    networks=(Network("resnet20", 32, 1.0, 2.0, 0.5, 0.1, 0.2, 0.3),),
+    decompositions={"inverse": ((10.0, 1e-3), (100.0, 1e-1)), "eigen": ((10.0, 1e-2),)},
+    products=((64.0, 1e9),),
+    samples=(Sample("Allreduce", 2, 1, 1, ((1e3, 1e-5), (1e6, 1e-3))),),
+    sources={"inside": "nowhere"},
+)
+
+
+def test_json_there_and_back():
+    assert machine_from_json(MACHINE.to_json()) == MACHINE
+
+
+@pytest.mark.parametrize("line", [Level(2e-5, 3e9), Level(1e-3, 1e6)])
+def test_a_fit_finds_the_line_that_points_lie_on(line):
+    """Oracle: latency and bandwidth of the line."""
+    points = [(2.0**k, line.latency + 2.0**k / line.bandwidth) for k in range(4, 28, 3)]
+    found = fitted(points)
+    assert found.latency == pytest.approx(line.latency)
+    assert found.bandwidth == pytest.approx(line.bandwidth)
+
+
+def test_a_fit_of_noise_has_no_negative_terms():
+    """Oracle: a latency below zero would be the best line through the first points."""
+    for points in ([(1e3, 1e-6), (1e4, 1e-4), (1e5, 1e-3)], [(1e3, 2e-3), (1e6, 1e-3)]):
+        found = fitted(points)
+        assert found.latency > 0 and found.bandwidth > 0
+
+
+def test_between_points_a_power_law_is_met_exactly():
+    """Oracle: x^2, straight in logarithms; constant beyond the ends."""
+    points = [(1.0, 1.0), (100.0, 1e4)]
+    assert interpolated(points, 7) == pytest.approx(49)
+    assert [interpolated(points, x) for x in (0.1, 1000)] == pytest.approx([1, 1e4])
+
+
+def test_decompositions_grow_with_the_cube_past_the_largest_order():
+    """Oracle: the points by hand; both kinds of inverse are one computation."""
+    assert MACHINE.decomposition("inverse", 100) == pytest.approx(0.1)
+    assert MACHINE.decomposition("unsplit-inverse", 200) == pytest.approx(0.8)
+    assert MACHINE.decomposition("eigen", 5) == pytest.approx(1e-2)
+
+
+def test_times_of_another_batch_are_in_proportion():
+    """Oracle: what depends on the batch, by hand."""
+    network = MACHINE.network("resnet20", 64)
+    assert (network.forward, network.backward, network.statistics) == (2.0, 4.0, 1.0)
+    assert (network.gradients, network.optimizer, network.precondition) == (0.1, 0.2, 0.3)
+
+
+@pytest.mark.parametrize("name", mpikfac.published_machines())
+def test_published_machines_name_the_source_of_every_number(name):
+    """Oracle: all keys of the file that hold numbers."""
+    machine = mpikfac.load_machine(name)
+    keys = {f"networks.{f.name}" for f in dataclasses.fields(Network)} - {
+        *("networks.model", "networks.batch", "networks.precondition"),
+    }
+    keys |= {f"{level}.{part}" for level in ("inside", "between") for part in Level.__annotations__}
+    keys |= {f"decompositions.{solver}" for solver in machine.decompositions}
+    assert set(machine.sources) == keys | {"products", "ranks_per_node"}
+    assert all(len(source) > 10 for source in machine.sources.values())
+    assert machine.between and all(network.precondition is None for network in machine.networks)
+    assert not machine.samples
+
+
+def changed(**values):
+    return json.dumps(json.loads(MACHINE.to_json()) | values)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "line 1 is no JSON"),
+        ("[]", "the file is [], not an object of keys and values"),
+        (changed(speed=1), "the file has the unknown key 'speed'; known are name, inside"),
+        ('{"name": "a"}', "the file lacks the key 'inside'"),
+        (changed(inside={"latency": 1}), "inside lacks the key 'bandwidth'"),
+        (changed(inside={"latency": 1, "bandwidth": 0}), "inside.bandwidth=0 must be a finite"),
+        (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
+        (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least 1"),
+        (changed(products=[[1]]), "products must be a list of pairs of numbers"),
+        (changed(products=[]), "products must be pairs of positive numbers"),
+        (changed(products=[[2, 1], [1, 1]]), "the first ones ascending"),
+        (changed(decompositions={"eigen": [[1, -1]]}), "decompositions.eigen must be pairs"),
+        (changed(networks=[{"model": "a"}]), "networks lacks the key 'batch'"),
+    ],
+)
+def test_what_is_no_machine_is_refused_with_the_reason(text, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        machine_from_json(text)
+
+
+def test_a_bad_number_of_a_network_is_named():
+    text = MACHINE.to_json().replace('"forward": 1.0', '"forward": NaN')
+    with pytest.raises(ValueError, match=r"networks.forward=nan must be a finite number"):
+        machine_from_json(text)
+
+
+@pytest.mark.parametrize(
+    ("ask", "told"),
+    [
+        (lambda: mpikfac.load_machine("nowhere"), "machine=nowhere is no file that can be read"),
+        (
+            lambda: MACHINE.network("resnet50", 32),
+            "no times of model='resnet50', only of: resnet20",
+        ),
+        (lambda: MACHINE.decomposition("svd", 3), "no times of solver='svd', only of: inverse"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_what_is(ask, told):
+    with pytest.raises(ValueError, match=re.escape(told)):
+        ask()
+
+
+def test_a_file_of_the_user_is_read(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(MACHINE.to_json())
+    assert mpikfac.load_machine(str(path)) == MACHINE
+    path.write_text("x")
+    with pytest.raises(ValueError, match=f"machine={path}: line 1 is no JSON"):
+        mpikfac.load_machine(str(path))

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import (
+    Job,
+    LayerShape,
+    Level,
+    Machine,
+    Network,
+    Strategy,
+    costmodel,
+    make_plan,
+    simulator,
+)
+from mpikfac.simulator import Event, play, shares
+from mpikfac_apps import models
+
+LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
+OTHERS = [("bn", (4,)), ("scale", ())]
+# A factor takes n^3 nanoseconds; a rank computes for 3.1 s, with new factors for 0.5 s more.
+MACHINE = Machine(
+    name="made up",
+    inside=Level(1e-15, 1e9),
+    networks=tuple(Network(m, 32, 1.0, 1.5, 0.5, 0.3, 0.2, 0.1) for m in ("net", "resnet50")),
+    decompositions={
+        "inverse": ((1.0, 1e-9), (1e4, 1e3)),
+        "eigen": ((1.0, 1e-9), (1e4, 1e3)),
+    },
+    products=((1.0, 1e12),),
+)
+JOB = Job("net", 32, factor_every=2, basis_every=4)
+STRATEGIES = [
+    Strategy(12),
+    Strategy(1),
+    Strategy(3),
+    Strategy(4, "owners"),
+    Strategy(1, "owners", "owner"),
+    Strategy(1, "none"),
+]
+
+
+@pytest.fixture(scope="module")
+def resnet50():
+    with torch.device("meta"):
+        return mpikfac.covered_shapes(models.build("resnet50", classes=1000))
+
+
+def compute(seconds):
+    return Event("backward", seconds)
+
+
+def message(seconds, beside=False):
+    return Event("reduce statistics", seconds, message=True, beside=beside)
+
+
+@pytest.mark.parametrize(
+    ("events", "end", "exposed"),
+    [
+        ([compute(3), message(2), compute(1)], 6, 2),
+        ([message(2, beside=True), compute(3)], 3, 0),
+        ([message(5, beside=True), compute(3)], 5, 2),
+        ([message(5, beside=True), compute(3), message(1)], 6, 3),  # they go one after the other
+        ([message(2, beside=True), message(2, beside=True), compute(3)], 4, 1),
+        ([message(1, beside=True), compute(3), message(1), compute(1)], 5, 1),
+        ([], 0, 0),
+    ],
+)
+def test_messages_beside_computations_cost_what_does_not_fit(events, end, exposed):
+    """Oracle: two lines of time by hand."""
+    assert play(events) == (end, exposed)
+
+
+def test_a_step_is_played_in_the_order_of_its_stages():
+    """Oracle: `KFAC.step`; a message of a stage that is not known goes where it stands."""
+    seconds = {"forward": 1.0, "decompose": 2.0, "optimizer": 3.0}
+    messages = [message(1), Event("publish gradients", 1, True), Event("new", 1, True)]
+    order = [event.stage for event in simulator.sequence(seconds, messages)]
+    assert order == [
+        *("forward", "reduce statistics", "decompose", "publish gradients", "new", "optimizer"),
+    ]
+
+
+@pytest.mark.parametrize(("factors", "bases"), [(1, 1), (2, 4), (10, 100), (4, 6), (3, 2)])
+def test_shares_of_kinds_of_steps(factors, bases):
+    """Oracle: steps counted one by one."""
+    steps = [(step % factors == 0, step % bases == 0) for step in range(factors * bases)]
+    found = shares(Job("net", 1, factors, bases))
+    assert found == pytest.approx({kind: steps.count(kind) / len(steps) for kind in found})
+
+
+def test_a_prediction_by_hand():
+    """Oracle: 2 ranks; times of the network, n^3 of fc and out, ring bytes at 1 GB/s.
+
+    Elements, aligned: 224 of statistics, 48 + 64 + 16 + 2 * 16 of gradients, and of inverses
+    112 + 16 of conv and 2 * 64 + 48 + 16 of the others.
+    """
+    plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
+    found = mpikfac.simulate(plan, MACHINE, JOB)
+    statistics, gradients, bases = (size * 1e-9 for size in (4 * 224, 4 * 160, 2 * 320))
+    steps = found.ordinary, found.factors, found.refresh
+    seconds = [3.1 + gradients, 3.6 + gradients + statistics]
+    seconds.append(seconds[1] + bases + 1248e-9)
+    assert [step.seconds for step in steps] == pytest.approx(seconds, rel=1e-12)
+    exposed = [gradients, gradients + statistics, gradients + statistics + bases]
+    assert [step.exposed for step in steps] == pytest.approx(exposed, rel=1e-3)
+    assert [step.sent * 1e-9 for step in steps] == pytest.approx(exposed)
+    for part in ("seconds", "exposed", "sent"):
+        mean = sum(getattr(step, part) * share for step, share in zip(steps, (0.5, 0.25, 0.25)))
+        assert getattr(found.mean, part) == pytest.approx(mean)
+    assert sum(found.mean.stages.values()) == pytest.approx(found.mean.seconds)
+    assert found.memory == max(sum(plan.memory(rank).values()) for rank in (0, 1))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_few_ranks_stand_for_all(strategy, monkeypatch):
+    """Oracle: the same with all ranks looked at."""
+    layers = [LayerShape(f"layer{i}", 3 + 7 * i % 23, 2 + 5 * i % 17) for i in range(9)]
+    plan = make_plan(layers, 12, strategy, OTHERS)
+    found = mpikfac.simulate(plan, MACHINE, JOB)
+    monkeypatch.setattr(simulator, "representatives", lambda plan: list(range(plan.ranks)))
+    everyone = mpikfac.simulate(plan, MACHINE, JOB)
+    assert found.mean.seconds == pytest.approx(everyone.mean.seconds, rel=1e-12)
+    assert found.memory == everyone.memory
+
+
+def test_without_layers_it_is_data_parallelism():
+    """Oracle: the network's times without K-FAC's, and the gradients of 5 elements, aligned."""
+    plan = make_plan([], 2, Strategy(), OTHERS)
+    found = mpikfac.simulate(plan, MACHINE, JOB)
+    assert found.mean.seconds == pytest.approx(3.0 + 4 * 32 * 1e-9, rel=1e-12)
+    assert found.refresh == found.ordinary
+
+
+def test_overlapped_messages_are_hidden():
+    """Oracle: a mark on messages; what is computed afterwards hides them."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Marked(mpikfac.plan.Message):
+        overlap: bool = True
+
+    class Overlapping(type(make_plan(LAYERS, 2, Strategy(2)))):
+        def messages(self, *args):
+            return [Marked(**dataclasses.asdict(m)) for m in super().messages(*args)]
+
+    plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
+    plan = Overlapping(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
+    assert mpikfac.simulate(plan, MACHINE, JOB).mean.exposed == pytest.approx(0, abs=1e-12)
+
+
+def test_stragglers_stretch_what_is_computed():
+    """Oracle: the expected slowest rank's time."""
+    plan = make_plan(LAYERS, 4, Strategy(4), OTHERS)
+    even = mpikfac.simulate(plan, MACHINE, JOB).mean
+    uneven = mpikfac.simulate(plan, MACHINE, dataclasses.replace(JOB, stragglers=0.1)).mean
+    slowest = costmodel.expected_slowest(0.1, 4)
+    assert uneven.seconds == pytest.approx((even.seconds - even.exposed) * slowest + even.exposed)
+    assert uneven.waiting == pytest.approx((even.seconds - even.exposed) * (slowest - 1))
+    assert uneven.exposed == pytest.approx(even.exposed)
+    assert even.waiting == 0
+
+
+def test_the_cheapest_plan_is_the_fastest_that_fits():
+    """Oracle: mean step times and memory of each plan, on a slow network."""
+    machine = dataclasses.replace(MACHINE, inside=Level(1e-9, 1e3))
+    plans = {str(strategy): make_plan(LAYERS, 12, strategy, OTHERS) for strategy in STRATEGIES}
+    found = {name: mpikfac.simulate(plan, machine, JOB) for name, plan in plans.items()}
+    assert len({(p.mean.seconds, p.memory) for p in found.values()}) == len(found)
+    for limit in sorted(prediction.memory for prediction in found.values()):
+        best = mpikfac.cheapest(plans, machine, JOB, memory=limit)
+        fitting = {n: p.mean.seconds for n, p in found.items() if p.memory <= limit}
+        assert best == min(fitting, key=fitting.__getitem__)
+    assert best == mpikfac.cheapest(plans, machine, JOB)
+    with pytest.raises(ValueError, match="memory=1 bytes are too few for any plan; the least is"):
+        mpikfac.cheapest(plans, machine, JOB, memory=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch": 0}, "batch=0 must be a whole number of at least 1"),
+        ({"factor_every": 0}, "factor_every=0 must be a whole number of at least 1"),
+        ({"stragglers": 1.5}, "stragglers=1.5 must be between 0 and 1"),
+        ({"stragglers": math.nan}, "stragglers=nan must be between 0 and 1"),
+        ({"model": "other"}, "has no times of model='other'"),
+    ],
+)
+def test_a_job_that_cannot_be_is_refused(change, told):
+    plan = make_plan(LAYERS, 2, Strategy())
+    with pytest.raises(ValueError, match=re.escape(told)):
+        mpikfac.simulate(plan, MACHINE, dataclasses.replace(JOB, **change))
+
+
+# -- published numbers and orderings, to which nothing was fitted ----------------------------------
+
+MIB = 2**20
+
+
+def sent(plan, *kind):
+    """MiB that a rank sends in one step, by stage."""
+    return {m.stage: round(m.wire / MIB) for m in plan.messages(0, *kind)}
+
+
+def test_bytes_of_resnet50_on_16_ranks(resnet50):
+    """Oracle: SC20's method sends 182 MiB of gradients, 1100 of factors as squares (half of it as
+    triangles), 551 of bases; stepped by owners, 275 of factors and nothing else beside the 182."""
+    layers, others = resnet50
+    plan = make_plan(layers, 16, Strategy.comm_opt(16), others, "eigen")
+    found = sent(plan, True, True)
+    assert found["reduce gradients"] == pytest.approx(182, abs=2)
+    assert 2 * found["reduce statistics"] == pytest.approx(1100, rel=0.01)
+    assert found["publish bases"] == pytest.approx(551, rel=0.01)
+    owners = make_plan(layers, 16, Strategy.mem_opt(reduction="owners", update="owner"), others)
+    found = sent(owners, True, True)
+    assert found.pop("reduce statistics") == pytest.approx(275, rel=0.01)
+    assert sum(found.values()) == pytest.approx(182, abs=2)
+
+
+def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
+    """Oracle: 4.6x for ResNet-50, of which one factor is 21.6 % of all n^3, however many ranks."""
+    layers, others = resnet50
+    seconds = [
+        mpikfac.simulate(
+            make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate=False), others),
+            MACHINE,
+            Job("resnet50", 32),
+        ).refresh.stages["decompose"]
+        for ranks in (1, 16, 512)
+    ]
+    assert [seconds[0] / other for other in seconds[1:]] == pytest.approx([4.63, 4.63], abs=0.02)
+
+
+@pytest.mark.parametrize(("interval", "best"), [(2, "mem"), (5, "mem"), (7, "comm"), (50, "comm")])
+@pytest.mark.parametrize("name", ["rtx2080ti-ib100", "v100-edr"])
+def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, resnet50):
+    """Oracle: communication of COMM-OPT falls below MEM-OPT's past 6 steps: 551 against 91 MiB."""
+    layers, others = resnet50
+    machine = mpikfac.load_machine(name)
+    plans = {"comm": Strategy.comm_opt(16), "mem": Strategy.mem_opt()}
+    exposed = {
+        key: mpikfac.simulate(
+            make_plan(layers, 16, strategy, others),
+            machine,
+            Job("resnet50", 32, basis_every=interval),
+        ).mean.exposed
+        for key, strategy in plans.items()
+    }
+    assert min(exposed, key=exposed.__getitem__) == best
+
+
+def test_times_of_64_gpus_that_nothing_was_fitted_to():
+    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is that of factors."""
+    machine = mpikfac.load_machine("rtx2080ti-ib100")
+    factors = int(586.9 * MIB)
+    fitted = costmodel.collective_seconds("Allreduce", factors, 64, machine, 16)
+    assert fitted == pytest.approx(0.300, rel=0.01)
+    inverses = costmodel.collective_seconds("Allgatherv", factors, 64, machine, 16)
+    assert inverses == pytest.approx(0.146, rel=0.05)
