@@ -181,18 +181,13 @@ def collective(grid: mpikfac.Grid, primitive: str, size: int) -> Callable[[], ob
     """The work of one collective over a buffer of `size` bytes, done as in training."""
     group = grid.world
     flat = torch.zeros(size // 4)
+    if primitive == "Send":
+        return lambda: there_and_back(group, flat.numpy())
     bounds = [len(flat) * rank // group.size for rank in range(group.size + 1)]
-    whole = flat.numpy()
-    result = whole.copy() if group.rank == 0 else None
-    works: dict[str, Callable[[], object]] = {
-        "Allreduce": lambda: grid.sum_everywhere(flat, STAGE),
-        "Reduce_scatter": lambda: grid.sum_to_owners(flat, bounds, STAGE),
-        "Allgatherv": lambda: grid.gather(flat, bounds, "world", STAGE),
-        "Reduce": lambda: group.Reduce(whole, result, root=0),
-        "Bcast": lambda: group.Bcast(whole, root=0),
-        "Send": lambda: there_and_back(group, whole),
-    }
-    return works[primitive]
+    in_parts = primitive in ("Reduce_scatter", "Allgatherv")
+    spans = tuple(zip(bounds, bounds[1:])) if in_parts else ((0, len(flat)),)
+    message = mpikfac.Message(STAGE, primitive, "world", spans, 0, size, size, size)
+    return lambda: grid.exchange([message], flat)
 
 
 def there_and_back(pair: Any, buffer: Any) -> None:

@@ -10,25 +10,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac import Strategy
 from mpikfac_apps import models, show_plan
 from mpikfac_apps.command import Parser, show, table
 
-# Ways to distribute K-FAC, for so many ranks; "sgd" is plain data parallelism.
-STRATEGIES: dict[str, Callable[[int], Strategy]] = {
-    "sgd": lambda ranks: Strategy.mem_opt(),
-    "comm-opt": lambda ranks: Strategy.comm_opt(ranks),
-    "mem-opt": lambda ranks: Strategy.mem_opt(),
-    "hybrid-opt": lambda ranks: Strategy.hybrid(ranks, workers=near_root(ranks)),
-    "comm-opt-owners": lambda ranks: Strategy.comm_opt(ranks, reduction="owners"),
-    "owner-steps": lambda ranks: Strategy.mem_opt(reduction="owners", update="owner"),
-    "dp-kfac": lambda ranks: Strategy.mem_opt(reduction="none"),
-}
+SOLVERS = ("inverse", "eigen", "unsplit-inverse")
+STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,8 +46,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", required=True, help=", ".join(models.MODELS))
     add("--classes", type=show_plan.count, help="10, or 1000 for ImageNet's networks")
     add("--ranks", type=counts, required=True, help="such as 16,64,256")
-    add("--strategy", type=names, default=list(STRATEGIES), help=f"all, or {','.join(STRATEGIES)}")
-    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"), default="inverse")
+    add("--strategy", type=names, default=STRATEGIES, help=f"all, or {','.join(STRATEGIES)}")
+    add("--solver", choices=(*SOLVERS, "own"), default="inverse", help="own: each strategy's")
     add("--batch-per-rank", type=show_plan.count, default=32, help="images")
     add("--factor-every", type=show_plan.count, default=1, help="steps")
     add("--basis-every", type=show_plan.count, default=10, help="steps")
@@ -73,7 +63,7 @@ def counts(text: str) -> list[int]:
 
 def names(text: str) -> list[str]:
     """Names of strategies, separated by commas; "all" for all."""
-    chosen = list(STRATEGIES) if text == "all" else text.split(",")
+    chosen = STRATEGIES if text == "all" else text.split(",")
     for name in chosen:
         if name not in STRATEGIES:
             raise argparse.ArgumentTypeError(
@@ -108,17 +98,27 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
     for ranks in options.ranks:
         for name in options.strategy:
             layers, others = first_order if name == "sgd" else covered
-            strategy = STRATEGIES[name](ranks)
-            plan = mpikfac.make_plan(layers, ranks, strategy, others, options.solver)
+            strategy, solver = strategy_of(name, ranks, options.solver)
+            plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
             found = mpikfac.simulate(plan, machine, job)
             rows.append({"strategy": name, "ranks": ranks, **found.as_dict()})
     return rows
 
 
+def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
+    """The strategy of that name, and the solver, which may be its own."""
+    if name == "sgd":
+        return mpikfac.Strategy.mem_opt(), SOLVERS[0]
+    workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
+    strategy, settings = mpikfac.named(name, ranks, **workers)
+    return strategy, settings.get("solver", "inverse") if solver == "own" else solver
+
+
 def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
     """What is predicted, in words."""
     return [
-        f"{options.model}, {options.batch_per_rank} images per rank, {options.solver} solver, "
+        f"{options.model}, {options.batch_per_rank} images per rank, "
+        f"solver {options.solver}, "
         f"factors every {options.factor_every} steps, bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: the mean; without new factors, with them, with new bases, too;",

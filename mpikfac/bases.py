@@ -63,7 +63,7 @@ class Bases:
     ) -> None:
         """Starts to decompose the factors of this rank: triangles, by name; all or a `share`."""
         self.share = share
-        names = [n for n in self._factors if share in (None, self.plan.shares_of[_layer(n)])]
+        names = [name for name in self._factors if self.plan.in_share(name, share)]
         if self.delay == 0 or not self.ready:
             self._due = step
             blocks = self._blocks(names, factors, step, damping)

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from statistics import NormalDist
 
 from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
-from mpikfac.plan import Message, Plan
+from mpikfac.messages import Message
+from mpikfac.plan import Plan
 
 DRAWS = 512  # points of the quadrature over the slowest rank
 PIECE = 2**24  # bytes that `comm.Grid.sum_in_order` passes on at once
@@ -129,9 +130,10 @@ def _hop_seconds(size: int, machine: Machine, nodes: int, sharing: int) -> float
     return level.latency + size / min(machine.inside.bandwidth, level.bandwidth / sharing)
 
 
-def decompose_seconds(plan: Plan, rank: int, machine: Machine) -> float:
-    """Seconds of the decompositions of a refresh on `rank`."""
-    orders = (plan.orders[name] for name in plan.owned(rank))
+def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
+    """Seconds of the decompositions of a refresh on `rank`, of all layers or of a share."""
+    factors = (name for name in plan.decomposed(rank) if plan.in_share(name, share))
+    orders = (plan.orders[name] for name in factors)
     return sum(machine.decomposition(plan.solver, order) for order in orders)
 
 

@@ -131,6 +131,10 @@ class Plan:
         stagger = self.strategy.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
+    def in_share(self, factor: str, share: int | None) -> bool:
+        """Whether a factor is decomposed with that share of the layers; all are with None."""
+        return share is None or self.shares_of[_parent(factor)] == share
+
     @property
     def late(self) -> bool:
         """Whether ranks average their own factors over time before they are averaged over ranks."""
@@ -346,9 +350,7 @@ class Plan:
         fused = self._fused()
 
         def kind(factor: str) -> Hashable:
-            layer = _parent(factor)
-            left_out = share is not None and self.shares_of[layer] != share
-            return None if left_out else fused[layer]
+            return fused[_parent(factor)] if self.in_share(factor, share) else None
 
         return kind
 

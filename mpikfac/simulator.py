@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from mpikfac import costmodel
 from mpikfac.machine import Machine
-from mpikfac.plan import Message, Plan
+from mpikfac.messages import Message
+from mpikfac.plan import Plan
 
 # The stages of `KFAC.step`, and what comes before it, in order.
 STAGES = (
@@ -21,6 +22,9 @@ STAGES = (
     *("decompose", "publish bases", "gradients", "reduce gradients"),
     *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
 )
+
+
+BACKWARD = ("backward", "statistics")
 
 
 @dataclass(frozen=True)
@@ -43,13 +47,14 @@ class Event(NamedTuple):
     """A part of a step on one rank.
 
     Attributes:
-        beside: a message that runs beside the computations that follow.
+        kind: "compute"; "message", which computes nothing; "urgent" or "beside", a message that is
+            sent beside the computations that follow, urgent ones first; "wait", for urgent ones,
+            or "wait for all" of them.
     """
 
     stage: str
     seconds: float
-    message: bool = False
-    beside: bool = False
+    kind: Literal["compute", "message", "urgent", "beside", "wait", "wait for all"] = "compute"
 
 
 @dataclass(frozen=True)
@@ -103,11 +108,14 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """
     _check(job)
     looked_at = representatives(plan)
-    parts = shares(job)
+    stagger = plan.strategy.stagger
+    if job.basis_every % stagger:
+        raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
+    parts = shares(job, stagger)
     kinds = {
-        kind: _step(plan, machine, job, looked_at, *kind)
-        for kind, share in parts.items()
-        if share > 0 or kind != (False, True)  # the others are told of even if there are none
+        kind: _of_shares(plan, machine, job, looked_at, kind)
+        for kind, part in parts.items()
+        if part > 0 or kind != (False, True)  # the others are told of even if there are none
     }
     return Prediction(
         mean=_mean([(step, parts[kind]) for kind, step in kinds.items()]),
@@ -162,10 +170,11 @@ def representatives(plan: Plan) -> list[int]:
     )
 
 
-def shares(job: Job) -> dict[tuple[bool, bool], float]:
+def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
     """Which part of all steps is of each kind: with new factors or not, with new bases or not."""
-    factors, bases = 1 / job.factor_every, 1 / job.basis_every
-    both = 1 / math.lcm(job.factor_every, job.basis_every)
+    between = job.basis_every // stagger
+    factors, bases = 1 / job.factor_every, 1 / between
+    both = 1 / math.lcm(job.factor_every, between)
     return {
         (False, False): 1 - factors - bases + both,
         (True, False): factors - both,
@@ -174,45 +183,98 @@ def shares(job: Job) -> dict[tuple[bool, bool], float]:
     }
 
 
-def play(events: Sequence[Event]) -> tuple[float, float]:
+def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
     """Seconds of all events, and of these those in which nothing is computed.
 
-    Messages go one after the other, in the order of the events.
+    Messages go one after the other. Those beside computations may go on for `slack` seconds after
+    the last event, which are the next step's.
     """
-    now = line = computed = 0.0  # `line`: when the messages before are through
+    now = computed = 0.0
+    urgent = line = 0.0  # when urgent messages are through, and when all are
     for event in events:
-        if not event.message:
+        if event.kind == "compute":
             now += event.seconds
             computed += event.seconds
+        elif event.kind == "wait":
+            now = max(now, urgent)
+        elif event.kind == "wait for all":
+            now = max(now, line)
         else:
             line = max(now, line) + event.seconds
-            now = now if event.beside else line
-    end = max(now, line)
+            if event.kind != "beside":
+                urgent = max(now, urgent) + event.seconds
+            if event.kind == "message":
+                now = urgent
+    end = max(now, urgent, line - slack)
     return end, end - computed
 
 
-def sequence(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
-    """Computations and messages in the order of a step; a message of an unknown stage at once."""
+def sequence(
+    compute: Mapping[str, float], messages: Sequence[Event], overlap: bool = False
+) -> list[Event]:
+    """Computations and messages in the order of a step; a message of an unknown stage at once.
+
+    With `overlap` the backward pass comes in slices, after each of which some messages are ready,
+    those of the last layers first.
+    """
+    found: list[Event] = []
+    sent = [message for message in messages if message.kind in ("urgent", "beside")]
+    if overlap and sent:
+        found.append(Event("forward", compute.get("forward", 0.0)))
+        found += _backward(compute, sent)
+        compute = {s: t for s, t in compute.items() if s not in (*BACKWARD, "forward")}
+        messages = [message for message in messages if message not in sent]
     left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
     for message in messages:
         at = STAGES.index(message.stage) if message.stage in STAGES else 0
         while left and STAGES.index(left[0].stage) < at:
-            yield left.pop(0)
-        yield message
-    yield from left
+            found.append(left.pop(0))
+        found.append(message)
+    return found + left
+
+
+def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
+    """The backward pass in as many slices as a stage has messages, and the messages."""
+    stages = {message.stage for message in messages}
+    queues = [[m for m in reversed(messages) if m.stage == stage] for stage in sorted(stages)]
+    slices = max(map(len, queues))
+    for index in range(slices):
+        for stage in BACKWARD:
+            yield Event(stage, compute.get(stage, 0.0) / slices)
+        yield from (queue[index] for queue in queues if index < len(queue))
+
+
+def _of_shares(
+    plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
+) -> Step:
+    """The mean of the steps that refresh each share of the layers."""
+    turns = plan.shares[1:] if kind[1] else []
+    steps = [_step(plan, machine, job, ranks, kind, share) for share in turns or plan.shares[:1]]
+    return _mean([(step, 1 / len(steps)) for step in steps])
 
 
 def _step(
-    plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], statistics: bool, refresh: bool
+    plan: Plan,
+    machine: Machine,
+    job: Job,
+    ranks: Sequence[int],
+    kind: tuple[bool, bool],
+    share: int | None,
 ) -> Step:
-    seen = {rank: plan.messages(rank, statistics, refresh) for rank in ranks}
+    statistics, refresh = kind
+    seen = {rank: plan.messages(rank, *kind, True, share) for rank in ranks}
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
-    parts = [_computations(plan, rank, machine, job, statistics, refresh) for rank in ranks]
+    parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
     slowest = costmodel.expected_slowest(job.stragglers, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
-    events = list(sequence(compute, messages))
-    seconds, exposed = play(events)
+    overlap = plan.strategy.overlap
+    if overlap:
+        messages.append(Event("reduce gradients", 0.0, "wait"))
+        if statistics and refresh:
+            messages.insert(0, Event("decompose", 0.0, "wait for all"))
+    events = sequence(compute, messages, overlap)
+    seconds, exposed = play(events, compute["forward"] if overlap and not refresh else 0.0)
     stages: dict[str, float] = {}
     for event in events:
         stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
@@ -226,19 +288,27 @@ def _step(
 
 
 def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
+    kinds: dict[str, Any] = {}
+    if plan.strategy.overlap:
+        kinds = {"reduce gradients": "urgent"}
+        kinds |= {} if plan.late else {"reduce statistics": "beside"}
     return [
         Event(
             message.stage,
             costmodel.message_seconds(message, plan, rank, machine),
-            message=True,
-            beside=getattr(message, "overlap", False),
+            kinds.get(message.stage, "message"),
         )
         for message in messages
     ]
 
 
 def _computations(
-    plan: Plan, rank: int, machine: Machine, job: Job, statistics: bool, refresh: bool
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    job: Job,
+    kind: tuple[bool, bool],
+    share: int | None,
 ) -> dict[str, float]:
     """Seconds of each stage in which `rank` computes."""
     network = machine.network(job.model, job.batch)
@@ -250,10 +320,11 @@ def _computations(
     }
     if plan.layers:
         found["precondition"] = costmodel.precondition_seconds(plan, rank, machine, network)
+        statistics, refresh = kind
         if statistics:
             found["statistics"] = network.statistics * costmodel.statistics_share(plan, rank)
         if refresh:
-            found["decompose"] = costmodel.decompose_seconds(plan, rank, machine)
+            found["decompose"] = costmodel.decompose_seconds(plan, rank, machine, share)
     return found
 
 

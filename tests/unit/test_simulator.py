@@ -57,7 +57,15 @@ def compute(seconds):
 
 
 def message(seconds, beside=False):
-    return Event("reduce statistics", seconds, message=True, beside=beside)
+    return Event("reduce statistics", seconds, "beside" if beside else "message")
+
+
+def urgent(seconds):
+    return Event("reduce gradients", seconds, "urgent")
+
+
+WAIT = Event("reduce gradients", 0, "wait")
+WAIT_FOR_ALL = Event("decompose", 0, "wait for all")
 
 
 @pytest.mark.parametrize(
@@ -70,6 +78,9 @@ def message(seconds, beside=False):
         ([message(2, beside=True), message(2, beside=True), compute(3)], 4, 1),
         ([message(1, beside=True), compute(3), message(1), compute(1)], 5, 1),
         ([], 0, 0),
+        ([message(4, beside=True), urgent(2), compute(1), WAIT, compute(3)], 6, 2),
+        ([message(4, beside=True), urgent(2), compute(1), WAIT_FOR_ALL, compute(3)], 9, 5),
+        ([compute(1), urgent(2), compute(4), WAIT, compute(1)], 6, 0),
     ],
 )
 def test_messages_beside_computations_cost_what_does_not_fit(events, end, exposed):
@@ -80,7 +91,7 @@ def test_messages_beside_computations_cost_what_does_not_fit(events, end, expose
 def test_a_step_is_played_in_the_order_of_its_stages():
     """Oracle: `KFAC.step`; a message of a stage that is not known goes where it stands."""
     seconds = {"forward": 1.0, "decompose": 2.0, "optimizer": 3.0}
-    messages = [message(1), Event("publish gradients", 1, True), Event("new", 1, True)]
+    messages = [message(1), *(Event(stage, 1, "message") for stage in ("publish gradients", "new"))]
     order = [event.stage for event in simulator.sequence(seconds, messages)]
     assert order == [
         *("forward", "reduce statistics", "decompose", "publish gradients", "new", "optimizer"),
@@ -138,20 +149,49 @@ def test_without_layers_it_is_data_parallelism():
     assert found.refresh == found.ordinary
 
 
+def test_what_the_next_step_may_wait_for_is_hidden_in_it():
+    """Oracle: by hand: three of four seconds of a message fit into the next step's two."""
+    events = [compute(1), message(4, beside=True)]
+    assert play(events) == (5, 4)
+    assert play(events, slack=3) == (2, 1)
+
+
+def test_an_overlapped_backward_pass_sends_the_last_layers_first():
+    """Oracle: by hand: two slices, gradients and factors of the last layer after the first."""
+    sums = [Event("reduce gradients", n, "urgent") for n in (1, 2)]
+    sums += [Event("reduce statistics", n, "beside") for n in (3, 4)]
+    seconds = {"forward": 1.0, "backward": 2.0, "statistics": 4.0, "optimizer": 1.0}
+    found = simulator.sequence(seconds, [*sums, WAIT], overlap=True)
+    slices = [("backward", 1.0), ("statistics", 2.0)]
+    order = [("forward", 1.0), *slices, ("reduce gradients", 2), ("reduce statistics", 4)]
+    order += [*slices, ("reduce gradients", 1), ("reduce statistics", 3)]
+    order += [("reduce gradients", 0), ("optimizer", 1.0)]
+    assert [(event.stage, event.seconds) for event in found] == order
+
+
 def test_overlapped_messages_are_hidden():
-    """Oracle: a mark on messages; what is computed afterwards hides them."""
+    """Oracle: the same plan without; messages take no time beside what is computed."""
+    alike = Strategy(2, fusion=1), Strategy(2, fusion=1, overlap=True)
+    plain, beside = (
+        mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB) for strategy in alike
+    )
+    assert beside.factors.exposed < 0.5 * plain.factors.exposed
+    assert beside.factors.seconds < plain.factors.seconds
+    assert beside.mean.sent == plain.mean.sent
 
-    @dataclasses.dataclass(frozen=True)
-    class Marked(mpikfac.plan.Message):
-        overlap: bool = True
 
-    class Overlapping(type(make_plan(LAYERS, 2, Strategy(2)))):
-        def messages(self, *args):
-            return [Marked(**dataclasses.asdict(m)) for m in super().messages(*args)]
-
-    plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
-    plan = Overlapping(**{f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)})
-    assert mpikfac.simulate(plan, MACHINE, JOB).mean.exposed == pytest.approx(0, abs=1e-12)
+def test_a_staggered_refresh_is_spread():
+    """Oracle: n^3 by hand: conv and then fc | out, instead of conv | fc and out at once."""
+    job = dataclasses.replace(JOB, basis_every=8)
+    once, spread = (
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=n), OTHERS), MACHINE, job)
+        for n in (1, 2)
+    )
+    work = [found.mean.stages["decompose"] for found in (once, spread)]
+    assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
+    assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
+    with pytest.raises(ValueError, match="basis_every=4 must be a multiple of stagger=3"):
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=3)), MACHINE, JOB)
 
 
 def test_stragglers_stretch_what_is_computed():
