@@ -21,8 +21,18 @@ from typing import Any, Literal
 
 import jsonargparse
 import yaml
+from torch import nn
 
-from mpikfac import Strategy, named, schedule
+from mpikfac import (
+    Job,
+    Strategy,
+    choose,
+    covered_shapes,
+    load_machine,
+    named,
+    schedule,
+    tuned,
+)
 from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import DataOptions, KfacOptions, Options
 
@@ -94,10 +104,38 @@ def strategy(
                 raise ValueError(
                     f"{key}={getattr(options, key)} needs strategy=hybrid, not {options.strategy}"
                 )
+    if options.strategy == "auto":
+        if options.machine is None or choices:
+            raise ValueError(
+                f"strategy=auto needs machine, and none of its own choices; machine is "
+                f"{options.machine}, choices are {', '.join(choices) or 'none'}"
+            )
+        choices["workers"] = ranks  # until the model is known: see `for_machine`
+        return Strategy(**choices), {}
     chosen, settings = named(options.strategy, ranks, **choices)
     if options.solver is not None:
         settings["solver"] = options.solver
     return chosen, settings
+
+
+def for_machine(
+    options: Options, model: nn.Module, ranks: int, strategy: Strategy, solver: str
+) -> tuple[str, Strategy]:
+    """The strategy as the machine would have it, and its name.
+
+    Raises:
+        ValueError: the file is no machine, or the machine was not measured with this network.
+    """
+    if options.kfac.machine is None:
+        return options.kfac.strategy, strategy
+    machine = load_machine(options.kfac.machine)
+    every = options.kfac.factor_every, options.kfac.basis_every
+    job = Job(options.model, (options.batch or ranks) // ranks, *every)
+    layers, others = covered_shapes(model, options.kfac.skip)
+    if options.kfac.strategy == "auto":
+        return choose(layers, others, ranks, machine, job, solver)
+    chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
+    return options.kfac.strategy, chosen
 
 
 def _workers(options: KfacOptions, ranks: int) -> int:

@@ -37,8 +37,11 @@ class KfacOptions:
     """K-FAC; used with optimizer=kfac.
 
     Args:
-        strategy: how it is distributed: one of those that `mpikfac strategies` lists. The choices
-            from here to delay change it; null leaves them as the strategy has them.
+        strategy: how it is distributed: one of those that `mpikfac strategies` lists, or auto for
+            the one that takes the least time by the model. The choices from here to delay change
+            it; null leaves them as the strategy has them.
+        machine: what the model and the messages of overlapping strategies go by: a file of
+            `mpikfac calibrate`.
         workers: hybrid: ranks that precondition a layer; must divide the number of ranks.
         fraction: hybrid: the same as a fraction of the ranks.
         reduction: factors are averaged on every rank, on their owners, or not at all (none:
@@ -69,6 +72,7 @@ class KfacOptions:
     """
 
     strategy: str = "comm-opt"
+    machine: str | None = None
     workers: int | None = bounded(None, ">= 1")
     fraction: float | None = bounded(None, "> 0", "<= 1")
     reduction: Literal["everyone", "owners", "none"] | None = None

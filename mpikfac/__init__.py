@@ -18,6 +18,7 @@ _EXPORTS = {
     "machine": (*("Level", "Machine", "Network", "Sample", "load_machine", "published_machines"),),
     "costmodel": ("level_of",),
     "simulator": ("Job", "Prediction", "Step", "cheapest", "simulate"),
+    "tuning": ("choose", "tuned"),
     "kron": ("unfold_triangle",),
     "decompose": ("damped_inverse", "eigenbasis", "tikhonov_share"),
     "trace": ("COMMUNICATION", "Event", "Trace"),

@@ -7,6 +7,7 @@ from importlib import import_module, metadata
 
 PROGRAMS = {
     "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
+    "strategies": ("mpikfac_apps.strategies", "list the ways to distribute K-FAC by name"),
     "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
     "calibrate": ("mpikfac_apps.calibrate", "measure a machine (start it under mpirun or srun)"),
     "simulate": (
@@ -37,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Returns the help text, one line per program."""
-    lines = [f"  {name:<10}{what}" for name, (_, what) in PROGRAMS.items()]
+    lines = [f"  {name:<12}{what}" for name, (_, what) in PROGRAMS.items()]
     return "\n".join(
         ["usage: mpikfac PROGRAM [options]   (mpikfac PROGRAM --help lists them)", "", *lines]
     )

@@ -31,6 +31,18 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
     )
 
 
+def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
+    """Seconds of a sum of next to nothing over the world."""
+    ranks, nodes, sharing = placed(members(plan, rank, "world"), plan, machine)
+    return collective_seconds("Allreduce", 1, ranks, machine, nodes, sharing)
+
+
+def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
+    """Seconds to send `size` bytes of a basis to the workers of a layer."""
+    ranks, nodes, sharing = placed(members(plan, 0, "column"), plan, machine)
+    return collective_seconds("Bcast", size, ranks, machine, nodes, sharing)
+
+
 def members(plan: Plan, rank: int, over: str) -> range:
     """Ranks of the communicator that `rank` takes part in."""
     row, column = plan.position(rank)

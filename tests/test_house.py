@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "schedule": set(),
     "machine": {"numpy"},
     "costmodel": {"messages", "machine", "plan"},
+    "tuning": {"costmodel", "layout", "machine", "plan", "simulator", "strategy"},
     "simulator": {"messages", "costmodel", "machine", "plan"},
     "moments": {"torch", "kron"},
     "convolution": {"torch", "kron", "moments"},

@@ -1,0 +1,168 @@
+"""Step times of all strategies on this network, beside what the model predicts for them.
+
+    bash jobs/emulated_cluster.sh up 4 --rate 1gbit
+    bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 1gbit.json \
+        --model resnet20,resnet32
+    bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
+        --model resnet20 --data DIRECTORY --json cluster.json
+
+A round is a refresh interval of each strategy in turn; a strategy's step is the mean over an
+interval, the median over rounds. Communication is what passes in its stages on the rank that comes
+last to each; that of K-FAC is what a strategy has more of than plain SGD in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac_apps import batches, data, models, show_plan, simulate
+from mpikfac_apps.command import table
+
+Step = Callable[[], None]
+BASIS_EVERY = 10
+
+
+def main() -> None:
+    """Prints the table and writes the figures.
+
+    Collective over: world.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="resnet20")
+    parser.add_argument("--data", required=True, help="unpacked CIFAR-10")
+    parser.add_argument("--machine", required=True, help="a file of mpikfac calibrate")
+    parser.add_argument("--batch", type=int, default=32, help="images per rank")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--strategies", nargs="*", default=simulate.STRATEGIES)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    comm = mpikfac.world()
+    images = Images(comm, options)
+    made = {name: make(comm, name, options, images) for name in options.strategies}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
+    for _ in range(options.rounds):
+        for name, (trainer, step, _) in made.items():
+            found[name].append(interval(comm, trainer, step))
+    rows = [row(name, found, made[name][2]) for name in made]
+    if comm.rank == 0:
+        report(options, comm.size, rows)
+
+
+class Images:
+    """This rank's shards of CIFAR-10, one after the other."""
+
+    def __init__(self, comm: Any, options: argparse.Namespace) -> None:
+        found = data.load("cifar10", options.data, 4096)
+        device = torch.device("cpu")
+        self.normalise = batches.Normalise(found.train_images, device)
+        self.images, self.labels = found.train_images, found.train_labels
+        self.rank, self.ranks, self.batch, self.step = comm.rank, comm.size, options.batch, 0
+
+    def next(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next shard."""
+        start = (self.step * self.ranks + self.rank) * self.batch % len(self.images)
+        self.step += 1
+        some = slice(start, start + self.batch)
+        return self.normalise(self.images[some]), self.labels[some]
+
+
+def make(
+    comm: Any, name: str, options: argparse.Namespace, images: Images
+) -> tuple[Any, Step, mpikfac.Prediction]:
+    """A trainer of that strategy after its first step, a step of it, and what is predicted of it.
+
+    Collective over: world.
+    """
+    torch.manual_seed(0)
+    model = models.build(options.model, 10).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
+    machine = mpikfac.load_machine(options.machine)
+    job = mpikfac.Job(options.model, options.batch, 1, BASIS_EVERY)
+    trainer: Any
+    if name == "sgd":
+        trainer = mpikfac.DataParallel(model, optimizer, comm)
+    else:
+        strategy, solver = simulate.strategy_of(name, comm.size, "inverse")
+        layers, others = show_plan.shapes_of(options.model)
+        if strategy.stagger > 1:  # a whole number of steps between turns
+            strategy = mpikfac.NAMED[name].make(comm.size, stagger=5)
+        strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, solver)
+        trainer = mpikfac.KFAC(
+            model, optimizer, comm, strategy, damping=0.03, basis_every=BASIS_EVERY, solver=solver
+        )
+
+    def step() -> None:
+        x, y = images.next()
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        trainer.step()
+
+    for _ in range(BASIS_EVERY):
+        step()
+    return trainer, step, mpikfac.simulate(trainer.plan, machine, job)
+
+
+def interval(comm: Any, trainer: Any, step: Step) -> tuple[float, float]:
+    """Seconds per step, and of these in communication, over a refresh interval.
+
+    Collective over: world.
+    """
+    seconds, talking = [], []
+    for _ in range(BASIS_EVERY):
+        trainer.trace.clear()
+        comm.Barrier()
+        start = time.perf_counter()
+        step()
+        comm.Barrier()
+        seconds.append(time.perf_counter() - start)
+        mine = {stage: trainer.trace.seconds[stage] for stage in mpikfac.COMMUNICATION}
+        everyone = comm.allgather(mine)
+        talking.append(sum(min(found[stage] for found in everyone) for stage in mine))
+    return sum(seconds) / BASIS_EVERY, sum(talking) / BASIS_EVERY
+
+
+def row(
+    name: str, found: dict[str, list[tuple[float, float]]], predicted: mpikfac.Prediction
+) -> dict[str, Any]:
+    """What was found of a strategy, beside what was predicted."""
+    own, sgd = found[name], found.get("sgd", found[name])
+    return {
+        "strategy": name,
+        "step": median(seconds for seconds, _ in own),
+        "communication": median(talking for _, talking in own),
+        "of K-FAC": median(a - b for (_, a), (_, b) in zip(own, sgd)),
+        "predicted": predicted.mean.seconds,
+        "predicted communication": predicted.mean.exposed,
+        "sent": predicted.mean.sent,
+    }
+
+
+def report(options: argparse.Namespace, ranks: int, rows: list[dict[str, Any]]) -> None:
+    """Prints the table, fastest first, and writes the file."""
+    rows = sorted(rows, key=lambda row: row["step"])
+    head = ("strategy", "step ms", "predicted", "off by", "comm. ms", "of K-FAC", "sent MB")
+    lines = [head]
+    for row in rows:
+        off = row["predicted"] / row["step"] - 1
+        times = [row["step"], row["predicted"], row["communication"], row["of K-FAC"]]
+        step, predicted, talking, kfac = (f"{1e3 * seconds:.0f}" for seconds in times)
+        sent = f"{row['sent'] / 1e6:.2f}"
+        lines.append((row["strategy"], step, predicted, f"{off:+.0%}", talking, kfac, sent))
+    print(f"{options.model}, {ranks} ranks, {options.batch} images each, {options.machine}")
+    print("\n".join(table(lines)), flush=True)
+    if options.json:
+        options.json.write_text(json.dumps({"model": options.model, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Which messages are merged, what is decomposed everywhere, and which strategy is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mpikfac
+from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan, tuning
+
+LAYERS = [LayerShape(f"layer{n}", 64 * 2**n, 32 * 2**n) for n in range(4)]
+MACHINE = Machine(
+    name="made up",
+    inside=Level(1e-3, 1e7),
+    networks=(Network("net", 32, 1.0, 1.5, 0.5, 0.3, 0.2, 0.1),),
+    decompositions={"inverse": ((1.0, 1e-9), (1e4, 1e3))},  # n^3 nanoseconds
+    products=((1.0, 1e12),),
+)
+JOB = Job("net", 32, factor_every=1, basis_every=10)
+
+
+def end(groups, seconds, ready, latency):
+    """When all messages are through, if layers are sent in these groups."""
+    line, first = 0.0, len(seconds)
+    for count in reversed(groups):
+        first -= count
+        length = sum(seconds[first : first + count]) - (count - 1) * latency
+        line = max(line, ready[first]) + length
+    return line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ready", "groups"),
+    [
+        ([2, 2, 2], [30, 20, 10], (1, 1, 1)),  # the line is free whenever a layer is ready
+        ([9, 9, 30], [12, 11, 10], (3,)),  # the others are there within the latency of 1.5
+        ([9, 9, 30], [20, 15, 10], (2, 1)),  # both are there while the last one is sent
+        ([9], [10], (1,)),
+    ],
+)
+def test_merging_by_hand(seconds, ready, groups):
+    """Oracle: the rule by hand, with a latency of 1.5."""
+    assert tuning.merged(seconds, ready, 1.5) == groups
+
+
+@given(
+    st.lists(st.tuples(st.floats(1.1, 9.0), st.floats(0.1, 9.0)), min_size=1, max_size=7),
+    st.floats(0.0, 1.0),
+)
+def test_merging_is_never_worse_than_one_message_per_layer_or_for_all(layers, latency):
+    """Oracle: the end of all messages, played; a layer's own time is at least the latency.
+
+    The rule is greedy: it may lose up to a latency to the best of all ways.
+    """
+    seconds = [own for own, _ in layers]
+    gaps = [gap for _, gap in layers]
+    ready = list(itertools.accumulate(reversed(gaps)))[::-1]
+    found = tuning.merged(seconds, ready, latency)
+    assert sum(found) == len(layers)
+    for other in ((1,) * len(layers), (len(layers),)):
+        assert (
+            end(found, seconds, ready, latency)
+            <= end(other, seconds, ready, latency) + latency + 1e-9
+        )
+
+
+def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
+    """Oracle: n^3 ns against 1 ms (2 steps) and 4 n^2 bytes at 10 MB/s, by hand: 4e-7 n^2 + 2e-3.
+
+    n^3 ns is more from n = 404 on: of the orders 32 to 512, from 512 on.
+    """
+    strategy = Strategy(4, replicate_below=1)
+    assert tuning.replicated_below(strategy, LAYERS, 4, MACHINE, "inverse") == 512
+    slow = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
+    assert tuning.replicated_below(strategy, LAYERS, 4, slow, "inverse") == 513
+    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
+    assert found == dataclasses.replace(strategy, replicate_below=512)
+
+
+def test_overlapped_messages_are_merged_for_the_machine():
+    """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
+    strategy = Strategy(4, overlap=True, fusion=1)
+    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
+    assert sum(found.fusion) == len(LAYERS)
+    hopeless = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
+    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").fusion == (4,)
+    assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, "inverse") == Strategy(4)
+
+
+def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
+    """Oracle: predictions of all that train as one process does."""
+    name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, "inverse")
+    found = mpikfac.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
+    for other in ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late"):
+        plan = make_plan(LAYERS, 4, mpikfac.NAMED[other].make(4), ())
+        assert found <= mpikfac.simulate(plan, MACHINE, JOB).mean.seconds
+    assert mpikfac.NAMED[name].same
