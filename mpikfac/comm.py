@@ -1,8 +1,10 @@
 """Everything that communicates: start-up checks, the grid of ranks, collectives on arenas.
 
 The only importer of mpi4py. Device buffers go to MPI directly when it is CUDA-aware, otherwise
-through pinned host memory. Only blocking collectives are used: Open MPI crashes in non-blocking
-reductions of device buffers, and makes no progress on non-blocking ones of host buffers.
+through pinned host memory. The training calls blocking collectives only: Open MPI makes no progress
+on others unless it is called. The thread that sends beside it does that, sleeping in between: it
+would poll a core that belongs to the computation. Its buffers are the host's, as Open MPI crashes
+in non-blocking reductions of device buffers.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from torch import Tensor
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.layout import Layout
 from mpikfac.messages import Message
-from mpikfac.outbox import Outbox
+from mpikfac.outbox import PAUSE, Outbox
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
@@ -315,6 +316,7 @@ class Grid:
         Raises:
             ValueError: MPI does not allow it.
         """
+        _check(flat)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         if self._outbox is None:
@@ -338,7 +340,7 @@ class Grid:
         mine = bytearray(self._numbered)
         for number in numbers:
             mine[number] = 1
-        self._quiet.Allreduce(MPI.IN_PLACE, mine, op=MPI.BAND)
+        _sleep_until(self._quiet.Iallreduce(MPI.IN_PLACE, mine, op=MPI.BAND))
         return [number for number, everywhere in enumerate(mine) if everywhere]
 
     def _small_pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
@@ -357,10 +359,18 @@ class Grid:
     def _send_piece(self, message: Message, piece: Tensor, ready: torch.cuda.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        with torch.cuda.stream(self._side), self._buffer(piece, message.stage, "beside") as buffer:
-            small = replace(message, spans=((0, len(piece)),))
-            with self.trace.stage(message.stage, message.over, piece.nbytes):
-                PRIMITIVES[message.primitive](self, self._quiet, buffer, small)
+        root, quiet = message.root, self._quiet
+        with (
+            torch.cuda.stream(self._side),
+            self._on_host(piece, message.stage, "beside") as buffer,
+            self.trace.stage(message.stage, message.over, piece.nbytes),
+        ):
+            if message.primitive == "Allreduce":
+                _sleep_until(quiet.Iallreduce(MPI.IN_PLACE, buffer))
+            elif quiet.rank == root:
+                _sleep_until(quiet.Ireduce(MPI.IN_PLACE, buffer, root=root))
+            else:
+                _sleep_until(quiet.Ireduce(buffer, None, root=root))
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
         """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
@@ -420,16 +430,22 @@ class Grid:
             _broadcast_from(message.root, comm, buffer, span)
 
     @contextmanager
-    def _buffer(self, flat: Tensor, stage: str, use: str = "host") -> Iterator[Any]:
+    def _buffer(self, flat: Tensor, stage: str) -> Iterator[Any]:
         """What MPI may read and write in place of `flat`; copies are part of the stage."""
         _check(flat)
-        if flat.device.type == "cpu":
-            yield flat.numpy()
-            return
-        # DLPack hands over the pointer alone: what fills the buffer must be done before MPI reads.
-        torch.cuda.current_stream(flat.device).synchronize()
-        if self._direct:
+        if flat.is_cuda and self._direct:
+            # DLPack hands over the pointer alone: what fills it must be done before MPI reads.
+            torch.cuda.current_stream(flat.device).synchronize()
             yield flat
+            return
+        with self._on_host(flat, stage, "host") as buffer:
+            yield buffer
+
+    @contextmanager
+    def _on_host(self, flat: Tensor, stage: str, use: str) -> Iterator[Any]:
+        """The same in the host's memory; `use` keeps buffers of threads apart."""
+        if not flat.is_cuda:
+            yield flat.numpy()
             return
         host = self._like(torch.empty(0, dtype=flat.dtype), use, flat.numel(), pinned=True)
         with self.trace.stage(stage):
@@ -506,6 +522,12 @@ PRIMITIVES = {
     "Bcast": Grid._bcast,
 }
 """What carries out a message, by the name that plans give it."""
+
+
+def _sleep_until(done: MPI.Request) -> None:
+    """Returns when it is, calling MPI now and then."""
+    while not done.Test():
+        time.sleep(PAUSE)
 
 
 def _reduce_to(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-PAUSE = 1e-4  # seconds until ranks ask again that had nothing in common
+PAUSE = 1e-4  # seconds between two looks at what others do
 
 Piece = Callable[[], None]
 
