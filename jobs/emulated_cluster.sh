@@ -1,0 +1,212 @@
+#!/usr/bin/env bash
+# Emulated hosts on this machine, joined by links of a chosen rate: what a program does on a slow
+# network can be measured without one. docs/emulated_cluster.md tells what is emulated and how.
+#
+# The hosts live in namespaces (processes, mounts, network) of one process, the holder, and each job
+# in a namespace of processes inside. The kernel ends all that is in them, links included, when the
+# holder or the job's launcher ends, however that happens.
+set -euo pipefail
+# shellcheck source=jobs/common.sh
+. "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
+usage() {
+    cat >&2 <<'END'
+usage: bash jobs/emulated_cluster.sh up HOSTS --rate RATE       up 4 --rate 1gbit
+       bash jobs/emulated_cluster.sh rate RATE                  from now on; running jobs, too
+       bash jobs/emulated_cluster.sh run [-n RANKS] COMMAND...  by default one rank per host
+       bash jobs/emulated_cluster.sh status                     exit code 1 if none is up
+       bash jobs/emulated_cluster.sh down                       ends running jobs, too
+END
+    exit 2
+}
+
+# Outside it holds the number of the holder and a lock; inside, unseen from outside, are
+#   net/node1 ...  the hosts' network namespaces     hosts  their names
+#   ssh            what starts a command on a host
+DIR=/run/mpikfac-${MPIKFAC_CLUSTER:=cluster}
+NETWORK=10.77.0 # inside only: no address of this machine can be in its way
+holder=
+TOOLS=(ip tc unshare nsenter setpriv setsid flock pgrep)
+
+main() {
+    check_machine
+    case "${1-}/$#" in
+        up/4) [ "$3" = --rate ] || usage; up "$2" "$4" ;;
+        rate/2) check_rate "$2"; find_cluster; shape "$2" ;;
+        run/*) run "${@:2}" ;;
+        status/1) status ;;
+        down/1) down ;;
+        *) usage ;;
+    esac
+}
+
+check_machine() {
+    local tool
+    [[ $MPIKFAC_CLUSTER =~ ^[a-z0-9_-]{1,30}$ ]] ||
+        die "MPIKFAC_CLUSTER=$MPIKFAC_CLUSTER must be a name of at most 30 of a-z, 0-9, _ and -"
+    [ "$(id -u)" = 0 ] || die "an emulated cluster takes root's rights; this is user $(id -un)"
+    for tool in "${TOOLS[@]}"; do
+        type -P "$tool" >/dev/null ||
+            die "$tool is not installed; Debian has it in iproute2, util-linux or procps"
+    done
+}
+
+# tc's other units are traps: its "mbps" are megabytes per second.
+check_rate() {
+    [[ $1 =~ ^([1-9][0-9]{0,3}[km]|[1-9][0-9]?g)bit$ ]] ||
+        die "RATE=$1 must be bits per second from 1kbit to 99gbit, such as 100mbit"
+}
+
+up() {
+    local hosts=$1 rate=$2 said=
+    [[ $hosts =~ ^([1-9]|[1-5][0-9]|6[0-4])$ ]] || die "HOSTS=$hosts must be a number from 1 to 64"
+    check_rate "$rate"
+    lock
+    trap end EXIT
+    # The holder reads a line before it stays: if this script dies first, it reads the end and ends.
+    # It is a bash because that collects orphans. unshare, its parent, keeps the lock (9).
+    coproc HOLDER {
+        exec setsid unshare --pid --fork --kill-child --mount-proc --propagation slave --net \
+            bash -c 'exec 9<&-; echo ready; read -r && until false; do sleep 1d; done' 2>&1
+    }
+    read -r said <&"${HOLDER[0]}" || true
+    [ "$said" = ready ] || die "no namespaces can be made here: $said"
+    holder=$(pgrep --parent "$HOLDER_PID")
+    trap 'end; die "the cluster could not be built; see above"' EXIT
+    build "$hosts"
+    shape "$rate"
+    echo "$holder" >"$DIR/holder"
+    echo >&"${HOLDER[1]}"
+    trap - EXIT
+    status
+}
+
+lock() {
+    mkdir -p "$DIR"
+    exec 9<"$DIR"
+    # Two of a name if `down` removes the directory in between: hence the second look.
+    { flock --timeout 1 9 && [ "$DIR" -ef /dev/fd/9 ]; } ||
+        die "a cluster is already up (or coming, or going); another name is MPIKFAC_CLUSTER=NAME"
+    rm -f "$DIR/holder" # of one that was killed
+}
+
+build() {
+    local k
+    inside mount -t tmpfs tmpfs "$DIR"
+    inside mkdir "$DIR/net"
+    inside ln -s "$ROOT/jobs/emulated_host.sh" "$DIR/ssh"
+    echo "127.0.0.1 localhost" | inside tee "$DIR/hosts" >/dev/null
+    inside mount --bind "$DIR/hosts" /etc/hosts
+    inside ip link add bridge type bridge
+    inside ip link set bridge up
+    for k in $(seq "$1"); do add_host "node$k" "$NETWORK.$k"; done
+}
+
+# add_host HOST ADDRESS: a host with a link "eth0"; its end at the bridge has the host's name.
+add_host() {
+    echo "$2 $1" | inside tee -a "$DIR/hosts" >/dev/null
+    inside touch "$DIR/net/$1"
+    inside unshare --net="$DIR/net/$1" true
+    inside ip link add "$1" type veth peer name eth0 netns "$DIR/net/$1"
+    inside ip link set "$1" master bridge up
+    at "$1" ip link set lo up
+    at "$1" ip link set eth0 up
+    at "$1" ip address add "$2/24" dev eth0
+}
+
+# shape RATE: all links, each way. What passes at once is a millisecond's worth: with less, 1 Gbit/s
+# is not reached; with more, a short message would cost nothing on a slow link.
+shape() {
+    local host link
+    for host in $(hosts); do
+        for link in "inside tc qdisc replace dev $host" "at $host tc qdisc replace dev eth0"; do
+            $link root tbf rate "$1" burst "$(burst "$1")" latency 50ms
+        done
+    done
+}
+
+# burst RATE: bytes per millisecond, but no less than two packets have.
+burst() {
+    local bits=${1/kbit/}
+    bits=${bits/mbit/000}
+    bits=${bits/gbit/000000}
+    echo $((bits > 32000 ? bits / 8 : 4000))
+}
+
+# A cluster is up while the process that waits for its holder has the lock.
+is_up() {
+    [ -e "$DIR/holder" ] && ! flock --shared --nonblock "$DIR" true && holder=$(<"$DIR/holder")
+}
+
+find_cluster() {
+    is_up || die "no cluster is up; begin with: bash jobs/emulated_cluster.sh up HOSTS --rate RATE"
+}
+
+inside() { nsenter --target="$holder" --mount --net --pid "$@"; }
+at() { inside nsenter --net="$DIR/net/$1" "${@:2}"; }
+hosts() { inside ls -v "$DIR/net"; }
+
+status() {
+    is_up || { echo "no cluster is up"; return 1; }
+    local rate
+    rate=$(inside tc qdisc show dev node1 | grep -o 'rate [^ ]*')
+    echo "up: hosts node1 to node$(hosts | wc -l), $rate each way"
+}
+
+run() {
+    local ranks names
+    find_cluster
+    names=$(hosts)
+    ranks=$(wc -w <<<"$names")
+    if [ "${1-}" = -n ]; then
+        [ $# -gt 2 ] || usage
+        ranks=$2
+        shift 2
+        [[ $ranks =~ ^[1-9][0-9]{0,3}$ ]] || die "RANKS=$ranks must be a number from 1 to 9999"
+    fi
+    [ $# -gt 0 ] || usage
+    find_open_mpi >&2
+    # shellcheck disable=SC2054  # Open MPI's lists have commas
+    local options=(
+        --prtemca plm ssh --prtemca plm_ssh_agent "$DIR/ssh" --prtemca prte_if_include eth0
+        # Its directories are named by process number, and those are the same in every job.
+        --prtemca prte_tmpdir_base /dev/shm
+        --host "${names//$'\n'/,}" --map-by node:OVERSUBSCRIBE --bind-to none
+        --mca pml ob1 --mca btl self,sm,tcp --mca btl_tcp_if_include eth0 --mca osc ^ucx
+        # It believes a host list's count of slots, and waiting ranks would not yield their core.
+        --mca mpi_yield_when_idle 1
+    )
+    # When this process ends, the next is killed (setpriv), and then the job's own namespace.
+    exec nsenter --target="$holder" --mount --net --pid --wdns="$PWD" setpriv --pdeathsig KILL \
+        unshare --pid --fork --kill-child --mount-proc \
+        "$DIR/ssh" node1 "$(printf '%q ' "$MPIRUN" "${options[@]}" -n "$ranks" "$@")" </dev/null
+}
+
+# Open MPI 5: MPIRUN, or else that of .venv, to whose programs PATH then leads first.
+find_open_mpi() {
+    if [ -n "${MPIRUN:-}" ]; then
+        use_site_mpi
+    else
+        make_venv
+        install mpi
+        MPIRUN=$VENV/bin/mpirun PATH=$VENV/bin:$PATH
+        use_mpirun
+    fi
+    [[ $("$MPIRUN" --version 2>&1) = *"(Open MPI) 5"* ]] ||
+        die "MPIRUN=$MPIRUN is not Open MPI 5, which alone can be told how to reach emulated hosts"
+}
+
+down() {
+    [ -d "$DIR" ] || return 0
+    is_up || true
+    end
+}
+
+# The lock comes back when all that was in the holder's namespaces has ended.
+end() {
+    exec 9<&-
+    [ -z "$holder" ] || kill -KILL "$holder" 2>/dev/null || true
+    flock --timeout 10 "$DIR" rm -rf "$DIR" || die "the cluster's processes do not end; try again"
+}
+
+main "$@"

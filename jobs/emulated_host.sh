@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# emulated_host.sh [OPTION...] HOST COMMAND...: what ssh is to real hosts. The command gets a name,
+# shared memory and a network of the host's own, or MPI would see one node.
+set -euo pipefail
+while [[ $1 = -* ]]; do shift; done
+# shellcheck disable=SC2016  # the inner shell expands
+exec nsenter --net="$(dirname "$0")/net/$1" unshare --uts --mount --ipc bash -euc '
+    echo "$0" >/proc/sys/kernel/hostname
+    mount -t tmpfs tmpfs /dev/shm
+    exec bash -c "$1"' "$1" "${*:2}"
