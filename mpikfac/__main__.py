@@ -15,6 +15,7 @@ PROGRAMS = {
         "step times of strategies on a machine, without MPI",
     ),
     "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
+    "study": ("mpikfac_apps.study", "run a matrix of runs and write a report in HTML"),
     "inspect": ("mpikfac_apps.inspect_checkpoint", "what a checkpoint holds, and its spectra"),
     "export": ("mpikfac_apps.export", "weights and factors of a checkpoint as plain files"),
 }

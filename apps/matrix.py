@@ -1,0 +1,315 @@
+"""A study as a value: the runs that a file asks for, each with all of its options checked.
+
+Every combination of the values in `matrix` is a cell: one run of the training program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mpikfac_apps import config
+from mpikfac_apps.options import Options
+
+KEYS = (
+    *("name", "base", "options", "matrix", "strategies"),
+    *("machine", "launcher", "target"),
+)
+LAUNCHERS = ("mpirun", "slurm")
+OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives each run
+STOPPED = 75  # exit code of a run that was asked to stop before its end
+
+NAMED: dict[str, dict[str, Any]] = {
+    "sgd": {"optimizer": "sgd"},
+    "kfac-opt": {
+        **{"kfac.placement": "comm_opt", "kfac.colocate": False, "kfac.solver": "eigen"},
+    },
+    "kfac-lw": {"kfac.placement": "mem_opt", "kfac.solver": "eigen"},
+    "comm-opt": {"kfac.placement": "comm_opt"},
+    "mem-opt": {"kfac.placement": "mem_opt"},
+    "hybrid": {"kfac.placement": "hybrid", "kfac.fraction": 0.5},
+    "owner-stepped": {
+        **{"kfac.placement": "mem_opt", "kfac.reduction": "owners", "kfac.update": "owner"},
+    },
+    "dp-kfac": {"kfac.placement": "mem_opt", "kfac.reduction": "none"},
+    "delayed": {"kfac.placement": "comm_opt", "kfac.delay": 1},
+}
+"""Options of the strategies that a study may name without saying what they are."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study.
+
+    Attributes:
+        axes: values of the matrix beside strategy and ranks, by option.
+        variant: strategy and those axes in which the study's cells differ, but for the seed.
+        label: the cell's name in tables: variant, ranks and, if there are several, the seed.
+        arguments: the command line of its options, but for the study's own.
+        options: the same, checked.
+    """
+
+    strategy: str
+    ranks: int
+    axes: Mapping[str, Any]
+    variant: str
+    label: str
+    arguments: tuple[str, ...]
+    options: Options
+
+    @property
+    def directory(self) -> str:
+        """A name that changes with any option: whatever is there belongs to this cell.
+
+        Cells of SGD that differ in settings of K-FAC are one run.
+        """
+        given, usual = (flattened(dataclasses.asdict(o)) for o in (self.options, Options()))
+        unused = ("run_dir", "kfac.") if self.options.optimizer == "sgd" else ("run_dir",)
+        chosen = {
+            key: value
+            for key, value in given.items()
+            if value != usual[key] and not key.startswith(unused)
+        }
+        digest = hashlib.sha256(json.dumps([self.ranks, chosen], sort_keys=True).encode())
+        return f"{slug(self.strategy)}-{self.ranks}-{digest.hexdigest()[:8]}"
+
+
+@dataclass(frozen=True)
+class Study:
+    """What a file asks for.
+
+    Attributes:
+        machine: the file of a machine for predictions, if there is one.
+        target: test accuracy (0 to 1) whose time is reported; None: what every cell reached.
+        left_out: labels of combinations that cannot run on their number of ranks, and why.
+        text: the file.
+    """
+
+    name: str
+    launcher: str
+    machine: Path | None
+    target: float | None
+    cells: tuple[Cell, ...]
+    left_out: tuple[tuple[str, str], ...]
+    text: str
+
+
+def read(path: Path) -> Study:
+    """The study of a file.
+
+    Raises:
+        ValueError: something is wrong; one line that says what and where.
+    """
+    try:
+        text = path.read_text()
+        asked = _checked(_loaded(text))
+        cells, left_out = _expanded(asked)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
+    return Study(
+        name=str(asked["name"] or path.stem),
+        launcher=asked["launcher"] or LAUNCHERS[0],
+        machine=Path(asked["machine"]) if asked["machine"] else None,
+        target=asked["target"],
+        cells=tuple(cells),
+        left_out=tuple(left_out),
+        text=text,
+    )
+
+
+def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Options with dotted keys, from mappings within mappings."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def slug(name: str) -> str:
+    """A name as a part of a path."""
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "study"
+
+
+# -- the file ------------------------------------------------------------------------------------
+
+
+def _loaded(text: str) -> Any:
+    try:
+        _check_twice(yaml.compose(text, Loader=yaml.SafeLoader))
+        return yaml.safe_load(text)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"line {line} is no YAML: {error.problem}") from error
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"is no YAML: {error.reason}") from error
+
+
+def _check_twice(node: yaml.Node | None) -> None:
+    """Refuses keys that are given twice, of which YAML would drop one."""
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _check_twice(item)
+    if isinstance(node, yaml.MappingNode):
+        seen = set()
+        for name, value in node.value:
+            if name.value in seen:
+                line = name.start_mark.line + 1
+                raise ValueError(f"line {line}: {name.value} is given twice; give it once")
+            seen.add(name.value)
+            _check_twice(value)
+
+
+def _checked(asked: Any) -> dict[str, Any]:
+    """What the file says, all keys there and of the right kind."""
+    if not isinstance(asked, dict):
+        raise ValueError("the file must hold lines of the form `key: value`")
+    for key in asked:
+        if key not in KEYS:
+            raise ValueError(f"unknown key {key}{_hint(str(key), KEYS)}")
+    for key in ("options", "matrix", "strategies"):
+        if not isinstance(asked.setdefault(key, {}), dict):
+            raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
+    for key in ("name", "base", "machine", "launcher", "target"):
+        asked.setdefault(key, None)
+    if asked["launcher"] not in (None, *LAUNCHERS):
+        raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
+    target = asked["target"]
+    if target is not None and not (isinstance(target, int | float) and 0 < target <= 1):
+        raise ValueError(f"target={target} must be a fraction above 0 and at most 1")
+    for key in ("base", "machine"):
+        if asked[key] is not None and not Path(str(asked[key])).is_file():
+            raise ValueError(f"{key}={asked[key]} is no file")
+    asked["options"] = _options("options", asked["options"])
+    asked["strategies"] = {
+        name: _options(f"strategies.{name}", options or {})
+        for name, options in asked["strategies"].items()
+    }
+    asked["matrix"] = _axes(asked["matrix"], {**NAMED, **asked["strategies"]})
+    return asked
+
+
+def _options(where: str, given: Any) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ValueError(f"{where}={given} must hold lines of the form `key: value`")
+    flat = flattened(given)
+    for key in flat:
+        _check_option(f"{where}: ", key)
+    return flat
+
+
+def _check_option(where: str, key: str) -> None:
+    if key in OWN:
+        raise ValueError(f"{where}{key} is given by the study itself; leave it out")
+    if key not in config.OPTIONS:
+        raise ValueError(f"{where}unknown key {key}{_hint(key, config.OPTIONS)}")
+
+
+def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The matrix with strategy and ranks first, every value checked that can be by itself."""
+    axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise ValueError(f"matrix.{key}={values} must be a list of at least one value")
+        if any(values.count(value) > 1 for value in values):
+            raise ValueError(f"matrix.{key}={values} must not name a value twice")
+        if key not in ("strategy", "ranks"):
+            _check_option("matrix: ", key)
+    for name in axes["strategy"]:
+        if name not in strategies:
+            raise ValueError(f"matrix.strategy: unknown strategy {name}{_hint(name, strategies)}")
+    for ranks in axes["ranks"]:
+        if type(ranks) is not int or ranks < 1:
+            raise ValueError(f"matrix.ranks: {ranks} must be a whole number, at least 1")
+    return axes
+
+
+def _hint(name: object, known: Mapping[str, Any] | Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+# -- the cells -----------------------------------------------------------------------------------
+
+
+def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str]]]:
+    """The cells, and what was left out.
+
+    Raises:
+        ValueError: options that no number of ranks of the study can use.
+    """
+    cells: list[Cell] = []
+    left_out: list[tuple[str, str]] = []
+    for strategy, axes in _combinations(asked["matrix"]):
+        usable, refused = [], []
+        for ranks in asked["matrix"]["ranks"]:
+            variant, label = _labels(asked["matrix"], strategy, ranks, axes)
+            try:
+                arguments, options = _run_of(asked, strategy, ranks, axes)
+            except ValueError as error:
+                refused.append((label, str(error)))
+                continue
+            usable.append(Cell(strategy, ranks, axes, variant, label, arguments, options))
+        if not usable:
+            label, why = refused[-1]
+            raise ValueError(f"{label}: {why}")
+        cells += usable
+        left_out += refused
+    return cells, left_out
+
+
+def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each strategy with each combination of the axes beside the ranks."""
+    others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
+    for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
+        yield strategy, dict(zip(others, values))
+
+
+def _run_of(
+    asked: Mapping[str, Any], strategy: str, ranks: int, axes: Mapping[str, Any]
+) -> tuple[tuple[str, ...], Options]:
+    """Arguments and options of a run; its metrics and its trace are over whole refresh intervals.
+
+    Raises:
+        ValueError: the training program would refuse them.
+    """
+    chosen = {**NAMED, **asked["strategies"]}[strategy]
+    given = asked["options"] | chosen | axes
+    arguments = [f"--config={asked['base']}"] if asked["base"] else []
+    arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
+    interval = config.parse(arguments, ranks).kfac.basis_every
+    usual = {"log_every": interval, "trace_steps": interval}
+    more = [f"--{key}={value}" for key, value in usual.items() if key in config.OPTIONS]
+    arguments = [*more, *arguments]
+    return tuple(arguments), config.parse(arguments, ranks)
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _labels(
+    matrix: Mapping[str, list[Any]], strategy: str, ranks: int, axes: Mapping[str, Any]
+) -> tuple[str, str]:
+    several = {key: value for key, value in axes.items() if len(matrix[key]) > 1}
+    seed = several.pop("seed", None)
+    variant = ", ".join([strategy, *(f"{short(key)} {value}" for key, value in several.items())])
+    label = f"{variant} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    return variant, label if seed is None else f"{label}, seed {seed}"
+
+
+def short(key: str) -> str:
+    """An option's name without its group."""
+    return key.rpartition(".")[2]

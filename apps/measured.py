@@ -1,0 +1,286 @@
+"""What the cells of a study have measured, as far as there are files of it, and what was planned.
+
+A run directory may be missing, or hold a run that was cut off: then so much is missing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+import mpikfac
+from mpikfac_apps import cells, config, models, show_plan
+from mpikfac_apps.matrix import Cell, Study, flattened
+
+GROUPS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "statistics": ("statistics",),
+    "factor messages": ("reduce statistics",),
+    "decomposition": ("decompose",),
+    "basis messages": ("publish bases",),
+    "preconditioning": ("precondition",),
+    "gradient messages": ("reduce gradients", "publish gradients", "publish weights", "clip"),
+    "optimizer": ("optimizer",),
+}
+"""Stages of a step by the name under which a report shows them; all else is "other"."""
+WAITING, OTHER = "waiting", "other"
+# Options that say where things are computed and how they travel, or what is written about it:
+# they change no number but by rounding. An option that is not named here does.
+TRANSPORT = {
+    *("kfac.placement", "kfac.workers", "kfac.fraction", "kfac.reduction", "kfac.update"),
+    *("kfac.balance", "kfac.colocate", "run_dir", "resume", "checkpoint_minutes"),
+    *("checkpoint_every", "max_time", "stop_code", "hang_after", "shrink", "log_every"),
+    *("threads", "tensorboard", "trace_steps"),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Test accuracy (0 to 1) of a run after each epoch, and when that was."""
+
+    steps: list[int] = field(default_factory=list)
+    epochs: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+
+    def reached(self, target: float) -> float | None:
+        """Seconds of training until the first evaluation at or above `target`."""
+        pairs = zip(self.seconds, self.accuracy)
+        return next((seconds for seconds, accuracy in pairs if accuracy >= target), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell and what is known of it.
+
+    Attributes:
+        run: its run directory.
+        result: how it ended; None if it has not.
+        environment: host, versions and command, as the run noted them; empty if it did not.
+        curve: empty before the first epoch has ended.
+        train_loss: mean over the first epoch, None before it has ended.
+        step_seconds: mean of each interval between two lines of metrics.
+        communication: share of the time in collectives, waiting included; None if not measured.
+        stages: means over the traced steps, by rank and stage; empty without a trace.
+        traced: how many steps those are.
+        traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
+        interval: steps after which the kinds of steps repeat.
+        wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
+            over ranks and over an interval between two decompositions.
+        handed: bytes that a rank hands to MPI per step, from the plan, likewise.
+        memory: bytes of arenas on the rank that holds most, from the plan.
+    """
+
+    cell: Cell
+    run: Path
+    result: cells.Result | None
+    environment: Mapping[str, Any]
+    curve: Curve
+    train_loss: float | None
+    step_seconds: Sequence[float]
+    communication: float | None
+    stages: Sequence[Mapping[str, Mapping[str, float]]]
+    traced: int
+    traced_seconds: float | None
+    interval: int
+    wire: float
+    handed: float
+    memory: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.result is not None and self.result.code == 0
+
+    @property
+    def state(self) -> str:
+        """How far it got, in a word or two."""
+        if self.result is None:
+            return "interrupted" if self.curve.steps else "not run"
+        return "complete" if self.complete else "failed"
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step: the median over intervals."""
+        return median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Of all ranks, at that pace."""
+        batch = self.cell.options.batch
+        return batch / self.step if batch and self.step else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy (0 to 1) at the end."""
+        return self.curve.accuracy[-1] if self.curve.accuracy else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks shared cores on the machine that the study was run on."""
+        hosts = self.environment.get("ranks_per_host", {})
+        return len(hosts) == 1 and self.result is not None and self.cell.ranks > self.result.cores
+
+    @property
+    def counted(self) -> float | None:
+        """Bytes that a rank handed to MPI in a traced step, the mean.
+
+        None without a trace of whole intervals.
+        """
+        if not self.stages or self.traced % self.interval:
+            return None
+        return fmean(sum(stage["bytes"] for stage in rank.values()) for rank in self.stages)
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a traced step by group, the mean over ranks; empty without a trace."""
+        if not self.stages or self.traced_seconds is None:
+            return {}
+        parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)
+        group_of = {stage: group for group, stages in GROUPS.items() for stage in stages}
+        for rank in self.stages:
+            for stage, means in rank.items():
+                waited = means["waiting"]
+                parts[WAITING] += waited / len(self.stages)
+                busy = (means["seconds"] - waited) / len(self.stages)
+                parts[group_of.get(stage, OTHER)] += busy
+        known = sum(seconds for group, seconds in parts.items() if group != OTHER)
+        parts[OTHER] = max(0.0, self.traced_seconds - known)
+        return parts
+
+
+def read(study: Study, directory: Path) -> list[Measured]:
+    """What there is of each cell of a study in its directory."""
+    return [_measured(cell, directory / "cells" / cell.directory) for cell in study.cells]
+
+
+def _measured(cell: Cell, directory: Path) -> Measured:
+    run = directory / "run"
+    rows = _rows(run / "metrics.jsonl")
+    plan = plan_of(cell)
+    means = _json(run / "stages.json")
+    return Measured(
+        cell=cell,
+        run=run,
+        result=cells.result(directory),
+        environment=_json(run / "environment.json"),
+        curve=_curve(rows),
+        train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
+        step_seconds=_step_seconds(cell, rows),
+        communication=_mean([row["communication"] for row in rows if "communication" in row]),
+        stages=[rank["stages"] for rank in means.get("ranks", ())],
+        traced=len(means.get("steps", ())),
+        traced_seconds=means.get("seconds"),
+        **_planned(cell, plan),
+    )
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """Lines of metrics; the last one of a run that was cut off may be half a line."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(errors="replace").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a file holds; empty if there is none, or half of one."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
+    ends = [row for row in rows if "test_accuracy" in row]
+    columns = ("step", "epoch", "seconds", "test_accuracy")
+    return Curve(*([row[column] for row in ends] for column in columns))
+
+
+def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    batch = cell.options.batch or 0
+    speeds = [row["images_per_second"] for row in rows if "images_per_second" in row]
+    if not speeds and rows:  # the run was shorter than an interval
+        return [rows[-1]["seconds"] / rows[-1]["step"]]
+    return [batch / speed for speed in speeds]
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+# -- what was planned ----------------------------------------------------------------------------
+
+
+def plan_of(cell: Cell) -> mpikfac.Plan:
+    """The plan by which the run communicates."""
+    options = cell.options
+    channels = 1 if options.data.name == "digits" else 3
+    with torch.device("meta"):  # shapes without numbers
+        model = models.build(options.model, options.data.classes or 10, channels)
+    if options.optimizer == "sgd":
+        every = [name for name, module in model.named_modules() if not any(module.children())]
+        layers, others = mpikfac.covered_shapes(model, every)
+        strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
+        return mpikfac.make_plan(layers, cell.ranks, strategy, others)
+    layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
+    strategy = config.strategy(options.kfac, cell.ranks, options.parts)
+    return mpikfac.make_plan(layers, cell.ranks, strategy, others, options.kfac.solver)
+
+
+def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
+    """Bytes per step and in memory; of a large job from some of its ranks."""
+    kfac = cell.options.kfac
+    period = math.lcm(kfac.factor_every, kfac.basis_every)
+    kinds = Counter((i % kfac.factor_every == 0, i % kfac.basis_every == 0) for i in range(period))
+    ranks = show_plan.looked_at(plan)
+    wire = handed = 0.0
+    for rank in ranks:
+        for (statistics, refresh), count in kinds.items():
+            messages = plan.messages(rank, statistics, refresh, kfac.kl_clip is not None)
+            share = count / period / len(ranks)
+            wire += share * sum(message.wire for message in messages)
+            handed += share * sum(message.bytes for message in messages)
+    memory = max(sum(plan.memory(rank).values()) for rank in ranks)
+    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
+
+
+def estimators(cells: Sequence[Cell]) -> dict[str, str]:
+    """A letter for each variant: those that compute the same numbers share one.
+
+    Letters are for any one number of ranks, as what BatchNorm sees depends on it.
+    """
+    letters: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    for cell in cells:
+        options = dataclasses.asdict(cell.options)
+        if options["optimizer"] == "sgd":
+            del options["kfac"]
+        numbers = {k: v for k, v in flattened(options).items() if k not in TRANSPORT | {"seed"}}
+        own_batch = options["optimizer"] == "kfac" and options["kfac"]["reduction"] == "none"
+        numbers["own batch"] = own_batch
+        if numbers["batch_per_rank"]:
+            del numbers["batch"]
+        kind = json.dumps(numbers, sort_keys=True)
+        letters[cell.variant] = kinds.setdefault(kind, _letter(len(kinds)))
+    return letters
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number) if number < 26 else f"z{number - 25}"

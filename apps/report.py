@@ -1,0 +1,352 @@
+"""The report of a study: one HTML file with its pictures inside, readable without a server."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from mpikfac_apps import measured, pictures
+from mpikfac_apps.matrix import Study, flattened
+from mpikfac_apps.measured import WAITING, Measured
+from mpikfac_apps.options import Options
+
+MIB = 2**20
+NONE = "\N{EN DASH}"
+MESSAGES = ("factor messages", "basis messages", "gradient messages")
+COLUMNS = (
+    *("cell", "numbers", "ms per step", "range", "images/s", "against SGD", "in collectives"),
+    *("of it waiting", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
+)
+
+
+def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
+    """Writes `report.html` from what the cells in a study's directory hold; its path."""
+    cells = sorted(measured.read(study, directory), key=lambda cell: cell.cell.ranks)
+    target = study.target or _common_accuracy(cells)
+    letters = measured.estimators(study.cells)
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(Path(__file__).with_name("report.html").read_text())
+    text = template.render(
+        study=study,
+        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        command=shlex.join(command),
+        facts=list(_facts(cells)),
+        findings=list(findings(cells, target, letters)),
+        target=percent(target),
+        columns=[*COLUMNS],
+        groups=_table(cells, target, letters),
+        failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed"],
+        unfinished=[c.cell.label for c in cells if c.state in ("not run", "interrupted")],
+        variants=_variants(cells, letters),
+        pictures=list(_pictures(cells, target)),
+        shared=_shared(cells),
+    )
+    path = directory / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+# -- numbers as text -----------------------------------------------------------------------------
+
+
+def percent(share: float | None, digits: int = 1) -> str:
+    """A share of 1 as percent."""
+    return NONE if share is None else f"{100 * share:.{digits}f} %"
+
+
+def ms(seconds: float | None) -> str:
+    """Seconds as milliseconds, to three digits at least."""
+    if seconds is None:
+        return NONE
+    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def mib(size: float) -> str:
+    """Bytes in MiB."""
+    return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """ "a, b and c"."""
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+# -- tables --------------------------------------------------------------------------------------
+
+
+def _table(
+    cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
+) -> list[tuple[str, list[list[str]]]]:
+    """Rows of all cells, under the number of ranks that they ran on."""
+    groups: dict[int, list[list[str]]] = {}
+    for cell in cells:
+        base = _baseline(cells, cell)
+        ratio = cell.step / base.step if base and base.step and cell.step else None
+        share, waiting = _collectives(cell)
+        reached = cell.curve.reached(target) if target else None
+        row = [
+            _name(cell),
+            letters[cell.cell.variant],
+            ms(cell.step),
+            NONE.join(ms(f(cell.step_seconds)) for f in (min, max)) if cell.step else NONE,
+            f"{cell.images_per_second:,.0f}" if cell.images_per_second else NONE,
+            f"{ratio:.2f} x" if ratio else NONE,
+            percent(share, 0),
+            percent(waiting, 0),
+            mib(cell.wire),
+            mib(cell.memory),
+            percent(cell.accuracy),
+            f"{reached:.1f}" if reached is not None else "never" if cell.complete else NONE,
+        ]
+        groups.setdefault(cell.cell.ranks, []).append(row)
+    return [(_of_ranks(ranks), rows) for ranks, rows in groups.items()]
+
+
+def _name(cell: Measured) -> str:
+    """A cell's name under the number of its ranks, and its state if it is not complete."""
+    name = cell.cell.label.replace(f" on {_of_ranks(cell.cell.ranks)}", "")
+    return name if cell.complete else f"{name} ({cell.state})"
+
+
+def _baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
+    """First-order training that is like `cell` otherwise."""
+    for other in cells:
+        alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
+        if alike and other.cell.options.optimizer == "sgd":
+            return other
+    return None
+
+
+def _collectives(cell: Measured) -> tuple[float | None, float | None]:
+    """Shares of a step in collectives and, of a step, waiting in them for other ranks."""
+    parts = cell.breakdown
+    if not parts or not cell.traced_seconds:
+        return cell.communication, None
+    busy = sum(parts[group] for group in MESSAGES)
+    return (busy + parts[WAITING]) / cell.traced_seconds, parts[WAITING] / cell.traced_seconds
+
+
+def _variants(
+    cells: Sequence[Measured], letters: Mapping[str, str]
+) -> list[tuple[str, str, list[str]]]:
+    """Each variant, the letter of its numbers, and the options in which the cells differ."""
+    options = {cell.cell.label: _given(cell) for cell in cells}
+    keys = [key for key in next(iter(options.values())) if key not in ("seed", "batch")]
+    several = [key for key in keys if len({str(given[key]) for given in options.values()}) > 1]
+    rows = {}
+    for cell in cells:
+        given = options[cell.cell.label]
+        sgd = cell.cell.options.optimizer == "sgd"
+        shown = [key for key in several if not (sgd and key.startswith("kfac."))]
+        words = [f"{key}={given[key]}" for key in shown]
+        rows[cell.cell.variant] = (cell.cell.variant, letters[cell.cell.variant], words)
+    return list(rows.values())
+
+
+def _shared(cells: Sequence[Measured]) -> list[str]:
+    """Options that all cells have in common, where they are not the program's own."""
+    usual = flattened(dataclasses.asdict(Options()))
+    options = [_given(cell) for cell in cells]
+    return [
+        f"{key}={value}"
+        for key, value in options[0].items()
+        if value != usual[key] and all(given[key] == value for given in options)
+    ]
+
+
+def _given(cell: Measured) -> dict[str, Any]:
+    given = flattened(dataclasses.asdict(cell.cell.options))
+    del given["run_dir"]
+    return given
+
+
+# -- text ----------------------------------------------------------------------------------------
+
+
+def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
+    """What was run, where and with what, as names and values."""
+    known = [cell.environment for cell in cells if cell.environment]
+    states = [cell.state for cell in cells]
+    yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
+    jobs = [cell.result.seconds for cell in cells if cell.result]
+    yield "time of all jobs", f"{sum(jobs) / 60:.1f} min"
+    if known:
+        begun = sorted(about["started"] for about in known)
+        yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
+    for key, name in (("ranks_per_host", "hosts"), ("device", "device"), ("commit", "commit")):
+        if values := _distinct(about.get(key) for about in known):
+            yield name, values
+    cores = {str(cell.result.cores) for cell in cells if cell.result}
+    if cores:
+        yield "cores where it was started", ", ".join(sorted(cores))
+    if threads := _distinct(about.get("threads_per_rank") for about in known):
+        yield "threads per rank", threads
+    versions = [{"python": a.get("python"), **a.get("packages", {})} for a in known]
+    if versions:
+        yield "versions", ", ".join(f"{k} {v}" for k, v in versions[-1].items())
+        if any(version != versions[-1] for version in versions):
+            yield "beware", "not all cells were run with the same versions"
+
+
+def _distinct(values: Iterable[Any]) -> str:
+    flat: dict[str, None] = {}
+    for value in values:
+        for word in value if isinstance(value, dict) else [value]:
+            flat |= {str(word): None} if word is not None else {}
+    return ", ".join(flat)
+
+
+def findings(
+    cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
+) -> Iterator[str]:
+    """What the numbers say, in sentences; fewer where there are fewer numbers."""
+    done = [cell for cell in cells if cell.complete and cell.step]
+    if not done:
+        yield "No cell is complete yet."
+        return
+    most = max(cell.cell.ranks for cell in done)
+    kfac = [c for c in done if c.cell.options.optimizer == "kfac" and c.cell.ranks == most]
+    if len(kfac) > 1:
+        yield from _about_pace(done, kfac)
+        yield from _about_size(kfac)
+    if target:
+        yield from _about_learning(done, target)
+    yield from _about_numbers(done, letters)
+    yield from _about_bytes(done)
+    crowded = sorted({cell.cell.ranks for cell in done if cell.crowded})
+    if crowded:
+        cores = done[-1].result.cores if done[-1].result else 0
+        yield (
+            f"Runs on {listed(map(str, crowded))} ranks shared {cores} cores. There, what grows "
+            "with the ranks is the wait for a core more than any message: compare strategies at "
+            "one number of ranks, and take scaling from a machine with a core for each."
+        )
+    if all(cell.cell.axes.get("seed") is None for cell in cells):
+        yield "Each cell was run once: read differences within the ranges of the table as noise."
+
+
+def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
+    quick, slow = (f(kfac, key=lambda cell: cell.step) for f in (min, max))
+    base = _baseline(done, quick)
+    ratio = f", {quick.step / base.step:.2f} times SGD's" if base else ""
+    yield (
+        f"On {_of_ranks(quick.cell.ranks)}, {quick.cell.variant} has the quickest K-FAC step "
+        f"({ms(quick.step)} ms{ratio}) and {slow.cell.variant} the slowest ({ms(slow.step)} ms)."
+    )
+
+
+def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
+    if kfac[0].cell.ranks > 1:
+        least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
+        yield (
+            f"There, {least.cell.variant} sends least ({mib(least.wire)} MiB per rank and step) "
+            f"and {most.cell.variant} most ({mib(most.wire)} MiB)."
+        )
+        least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
+        yield (
+            f"{least.cell.variant} holds least ({mib(least.memory)} MiB on the fullest rank), "
+            f"{most.cell.variant} most ({mib(most.memory)} MiB)."
+        )
+
+
+def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
+    reached = [(cell.curve.reached(target), cell) for cell in done]
+    times = sorted(((s, c) for s, c in reached if s is not None), key=lambda pair: pair[0])
+    if not times:
+        yield f"No cell reached a test accuracy of {percent(target)}."
+        return
+    seconds, first = times[0]
+    text = f"{first.cell.label} was first at {percent(target)}, after {seconds:.1f} s of training"
+    sgd = [(s, c) for s, c in times if c.cell.options.optimizer == "sgd"]
+    if sgd and sgd[0][1] is not first:
+        text += f"; of SGD, {sgd[0][1].cell.label} after {sgd[0][0]:.1f} s"
+    missing = len(done) - len(times)
+    yield f"{text}. {missing} of {len(done)} cells did not get there." if missing else f"{text}."
+
+
+def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
+    """How far cells that are to compute the same are apart."""
+    alike: dict[Any, list[float]] = {}
+    for cell in done:
+        if cell.train_loss is not None:
+            place = (letters[cell.cell.variant], cell.cell.ranks, cell.cell.options.seed)
+            alike.setdefault(place, []).append(cell.train_loss)
+    spreads = [max(v) / min(v) - 1 for v in alike.values() if len(v) > 1 and min(v) > 0]
+    if spreads:
+        yield (
+            "Variants of one letter compute the same numbers on one number of ranks, but for "
+            "rounding: their mean training losses of the first epoch differ by at most "
+            f"{max(spreads):.1e} of their value. Between letters, accuracy differs by design."
+        )
+
+
+def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
+    pairs = [(cell.counted, cell.handed) for cell in done if cell.counted is not None]
+    if pairs:
+        equal = sum(abs(found - planned) <= 1e-6 * planned for found, planned in pairs)
+        yield (
+            f"The bytes counted in traced steps are those of the plan in {equal} of {len(pairs)} "
+            "traced cells."
+        )
+
+
+def _common_accuracy(cells: Sequence[Measured]) -> float | None:
+    """What all complete cells reached, rounded down to a tenth of a percent."""
+    best = [max(cell.curve.accuracy) for cell in cells if cell.complete and cell.curve.accuracy]
+    return int(min(best) * 1000) / 1000 if best else None
+
+
+def _of_ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+# -- pictures ------------------------------------------------------------------------------------
+
+
+def _pictures(cells: Sequence[Measured], target: float | None) -> Iterator[dict[str, str]]:
+    """Title, caption and data of each picture; why there is none where there is none."""
+    batch = {cell.cell.options.batch for cell in cells}
+    kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
+    traced = "no cell holds a trace (`stages.json`, written with `trace_steps`)"
+    for title, picture, caption, missing in (
+        (
+            "Where a step's time goes",
+            pictures.breakdown(cells),
+            "Means over ranks and over traced steps, which are whole intervals between two "
+            "decompositions. Waiting is the time in a collective before the last rank has come to "
+            "it, and is taken out of the messages.",
+            traced,
+        ),
+        (
+            "One step, rank by rank",
+            pictures.timeline(cells),
+            "Left a step that only uses curvature (or takes statistics), right one that refreshes "
+            "it, on one scale. A stage inside another is drawn over it.",
+            "no cell holds a trace (`trace.json`, written with `trace_steps`)",
+        ),
+        (
+            "What is learnt, and for what",
+            pictures.curves(cells, target),
+            "Test accuracy after each epoch. Seconds are those of training steps. Bytes are those "
+            "that a rank sends if collectives are rings. The dotted line is the target of the "
+            "table. Curves of one letter coincide by epochs and differ by seconds and bytes only.",
+            "no cell has completed an epoch",
+        ),
+        (
+            "More ranks",
+            pictures.scaling(cells),
+            f"Images per second of all ranks together ({kind}), and what is left of a rank's pace "
+            "on the fewest ranks.",
+            "no variant was measured on two numbers of ranks",
+        ),
+    ):
+        data = base64.b64encode(picture).decode() if picture else ""
+        yield {"title": title, "caption": caption, "missing": missing, "data": data}

@@ -1,0 +1,84 @@
+"""Runs a study, every combination of some options of the training program, and reports on it.
+
+    mpikfac study jobs/studies/digits.yaml
+
+The cells are run one after the other. A study that was interrupted goes on where it was; complete
+cells are not run again, and a cell whose options have changed is another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpikfac_apps import cells, report
+from mpikfac_apps.command import Parser
+from mpikfac_apps.lock import Lock
+from mpikfac_apps.matrix import Study, read, slug
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is to be run and writes the report; 2 if the study is wrong, 1 if a cell failed."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = parse(arguments)
+    try:
+        study = read(options.study)
+        directory = options.run_dir or Path("runs") / slug(study.name)
+        failed = 0 if options.report_only else run(study, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = report.write(study, directory, ["mpikfac", "study", *arguments])
+    except (OSError, ValueError) as error:
+        print(f"mpikfac study: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mpikfac study: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"report: {path}")
+    return 1 if failed else 0
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line."""
+    parser = Parser(prog="mpikfac study", description=__doc__.partition("\n")[0])
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="see docs/study.md")
+    parser.add_argument("--run-dir", type=Path, help="where it all goes (runs/NAME)")
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    return parser.parse_args(argv)
+
+
+def run(study: Study, directory: Path) -> int:
+    """Runs the cells that are not complete; how many failed.
+
+    Raises:
+        ValueError: there is no launcher, or another study is using the directory.
+        KeyboardInterrupt: it was interrupted; no job is left.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    failed = 0
+    with contextlib.closing(Held(directory)):
+        for label, why in study.left_out:
+            print(f"left out: {label}: {why}")
+        for number, cell in enumerate(study.cells, start=1):
+            place = directory / "cells" / cell.directory
+            before = cells.result(place)
+            done = before is not None and before.code == 0
+            ended = before if done else cells.run(cell, place, study.launcher)
+            failed += ended.code != 0
+            how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
+            again = ", was complete" if done else ""
+            print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
+    return failed
+
+
+class Held(Lock):
+    """A directory that no other study uses until `close`."""
+
+    close = Lock.release
+
+
+if __name__ == "__main__":
+    sys.exit(main())

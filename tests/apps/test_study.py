@@ -1,0 +1,250 @@
+"""A study from its file to its cells, and those through a launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mpikfac_apps import cells, matrix, study
+
+STUDY = {
+    "name": "a study",
+    "options": {"batch": 120, "epochs": 1, "data": {"train_images": 240}, "threads": 1},
+    "matrix": {"strategy": ["sgd", "mine"], "ranks": [1, 2]},
+    "strategies": {"mine": {"kfac.placement": "mem_opt", "kfac": {"basis_every": 2}}},
+}
+# A launcher that runs the program on one rank, in this process's own MPI.
+ALONE = "#!/bin/sh\nwhile [ $1 != -n ]; do shift; done; shift 2; exec "
+
+
+def written(path, **changes):
+    file = path / "study.yaml"
+    file.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return file
+
+
+def labels(path):
+    return [cell.label for cell in matrix.read(path).cells]
+
+
+def launcher(tmp_path, monkeypatch, script):
+    """Makes `script` what starts the cells."""
+    path = tmp_path / "mpirun"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setenv("MPIRUN", str(path))
+    monkeypatch.setenv("MPIRUN_FLAGS", "")
+
+
+def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
+    """Oracle: the product, written out."""
+    axes = {"strategy": ["sgd", "mine"], "ranks": [2], "kfac.damping": [0.1, 0.2], "seed": [7, 8]}
+    found = matrix.read(written(tmp_path, matrix=axes)).cells
+    assert [cell.label for cell in found] == [
+        f"{strategy}, damping {damping} on 2 ranks, seed {seed}"
+        for strategy in ("sgd", "mine")
+        for damping in (0.1, 0.2)
+        for seed in (7, 8)
+    ]
+    last = found[-1].options
+    assert (last.optimizer, last.kfac.placement, last.kfac.damping) == ("kfac", "mem_opt", 0.2)
+    assert (last.seed, last.batch, last.data.train_images) == (8, 120, 240)
+    runs = [len({cell.directory for cell in half}) for half in (found[:4], found[4:])]
+    assert runs == [2, 4]  # damping is none of SGD's
+
+
+def test_what_comes_later_goes_before_what_comes_first(tmp_path):
+    """Oracle: base, options, strategy, matrix, in this order."""
+    base = tmp_path / "base.yaml"
+    base.write_text("batch: 60\nlr: 0.1\nmomentum: 0.1\nweight_decay: 0.1\nrun_dir: elsewhere\n")
+    options = {"lr": 0.2, "momentum": 0.2, "weight_decay": 0.2}
+    mine = {"mine": {"momentum": 0.3, "weight_decay": 0.3}}
+    axes = {"strategy": ["mine"], "ranks": [1], "weight_decay": [0.4]}
+    file = written(tmp_path, base=str(base), options=options, strategies=mine, matrix=axes)
+    (cell,) = matrix.read(file).cells
+    chosen = cell.options
+    assert (chosen.batch, chosen.lr, chosen.momentum, chosen.weight_decay) == (60, 0.2, 0.3, 0.4)
+
+
+def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
+    before = matrix.read(written(tmp_path)).cells
+    same = matrix.read(written(tmp_path, name="another name")).cells
+    changed = matrix.read(written(tmp_path, options=STUDY["options"] | {"lr": 0.3})).cells
+    names = [[cell.directory for cell in found] for found in (before, same, changed)]
+    assert names[0] == names[1]
+    assert not set(names[0]) & set(names[2])
+
+
+def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
+    """Oracle: the training program's own words."""
+    axes = {"strategy": ["sgd", "hybrid"], "ranks": [1, 2]}
+    found = matrix.read(written(tmp_path, matrix=axes))
+    assert [c.label for c in found.cells] == [
+        "sgd on 1 rank",
+        "sgd on 2 ranks",
+        "hybrid on 2 ranks",
+    ]
+    ((label, why),) = found.left_out
+    assert label == "hybrid on 1 rank"
+    assert "fraction=0.5 of 1 ranks is no whole number of workers" in why
+
+
+@pytest.mark.parametrize("name", sorted(matrix.NAMED))
+def test_every_named_strategy_can_be_used(tmp_path, name):
+    """Oracle: the training program's parser."""
+    file = written(tmp_path, strategies={}, matrix={"strategy": [name], "ranks": [4]})
+    assert labels(file) == [f"{name} on 4 ranks"]
+
+
+def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    found = matrix.read(root / "jobs" / "studies" / "digits.yaml")
+    assert len({cell.strategy for cell in found.cells}) >= 8
+    assert {cell.ranks for cell in found.cells} == {1, 2, 4}
+    assert all(label == "hybrid on 1 rank" for label, _ in found.left_out)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matrx": {}}, "unknown key matrx; did you mean matrix?"),
+        ({"matrix": {"ranks": [1]}}, "matrix.strategy=None must be a list of at least one value"),
+        ({"matrix": {"strategy": "sgd", "ranks": [1]}}, "matrix.strategy=sgd must be a list"),
+        ({"matrix": {"strategy": ["sgd"], "ranks": [0]}}, "matrix.ranks: 0 must be a whole number"),
+        ({"matrix": {"strategy": ["sgd"], "ranks": [2, 2]}}, "must not name a value twice"),
+        (
+            {"matrix": {"strategy": ["sdg"], "ranks": [1]}},
+            "unknown strategy sdg; did you mean sgd",
+        ),
+        ({"options": {"lrr": 1}}, "options: unknown key lrr; did you mean lr?"),
+        (
+            {"strategies": {"mine": {"kfac.solvr": 1}}},
+            "strategies.mine: unknown key kfac.solvr",
+        ),
+        ({"strategies": {"mine": ["lr"]}}, "strategies.mine=['lr'] must hold lines of the form"),
+        ({"options": {"run_dir": "x"}}, "options: run_dir is given by the study itself; leave it"),
+        ({"options": [1]}, "options=[1] must hold lines of the form `key: value`"),
+        ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
+        ({"target": 97}, "target=97 must be a fraction above 0 and at most 1"),
+        ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
+        ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
+        (
+            {"matrix": {"strategy": ["hybrid"], "ranks": [1]}},
+            "hybrid on 1 rank: kfac: fraction",
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_nothing_is_run(tmp_path, capsys, changes, message):
+    place = tmp_path / "place"
+    assert study.main([str(written(tmp_path, **changes)), f"--run-dir={place}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"mpikfac study: {tmp_path / 'study.yaml'}: ")
+    assert message in line
+    assert not place.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "the file must hold lines of the form `key: value`"),
+        ("name: [", "line 1 is no YAML"),
+        ("name: a\nname: b\n", "line 2: name is given twice; give it once"),
+        ("matrix:\n  ranks: [1]\n  ranks: [2]\n", "line 3: ranks is given twice"),
+    ],
+)
+def test_a_file_that_is_no_study_is_refused_with_its_line(tmp_path, text, message):
+    path = tmp_path / "study.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        matrix.read(path)
+    with pytest.raises(ValueError, match="No such file"):
+        matrix.read(tmp_path / "missing.yaml")
+
+
+def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeypatch, capsys):
+    """Oracle: the cells' files, and the words of the second start."""
+    file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
+    place = tmp_path / "place"
+    launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
+    assert study.main([str(file), f"--run-dir={place}"]) == 0
+    first = capsys.readouterr().out
+    assert "[1/2] sgd on 1 rank: " in first
+    assert "complete" not in first
+    for cell in matrix.read(file).cells:
+        found = place / "cells" / cell.directory
+        assert cells.result(found).code == 0
+        assert json.loads((found / "run" / "environment.json").read_text())["ranks"] == 1
+    assert "mine" in (place / "report.html").read_text()
+    launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 9\n")
+    assert study.main([str(file), f"--run-dir={place}"]) == 0
+    assert capsys.readouterr().out.count("was complete") == 2
+
+
+def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkeypatch, capsys):
+    """Oracle: the program's line among those of a launcher."""
+    file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
+    place = tmp_path / "place"
+    words = 'echo "mpikfac: reading data: the disk is gone" >&2; echo "prterun noise" >&2; exit 2'
+    fails = f'#!/bin/sh\ncase "$*" in *mem_opt*) {words};; esac\n'
+    launcher(tmp_path, monkeypatch, f'{fails}{ALONE.partition(chr(10))[2]}"$@"\n')
+    assert study.main([str(file), f"--run-dir={place}"]) == 1
+    out = capsys.readouterr().out
+    assert "[2/2] mine on 1 rank: failed: reading data: the disk is gone" in out
+    assert "reading data: the disk is gone" in (place / "report.html").read_text()
+    launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
+    assert study.main([str(file), f"--run-dir={place}"]) == 0
+
+
+def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
+    """Oracle: the launcher's process is gone, its cell has no result."""
+    file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    mpirun.chmod(0o755)
+    environment = os.environ | {"MPIRUN": str(mpirun), "MPIRUN_FLAGS": ""}
+    words = [sys.executable, "-m", "mpikfac", "study", str(file), f"--run-dir={tmp_path / 'place'}"]
+    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            assert job.poll() is None
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=60)
+    assert job.returncode == 130
+    assert errors == "mpikfac study: interrupted; the same command goes on\n"
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    (cell,) = matrix.read(file).cells
+    assert cells.result(tmp_path / "place" / "cells" / cell.directory) is None
+
+
+def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, monkeypatch):
+    """Oracle: the words that a stand-in for sbatch is given."""
+    file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
+    (tmp_path / "bin").mkdir()
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.write_text(f'#!/bin/sh\necho 17\nprintf "%s\\n" "$@" > {tmp_path}/words\nexit 3\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("MPIRUN_FLAGS", raising=False)
+    (cell,) = matrix.read(file).cells
+    place = tmp_path / "place"
+    assert cells.run(cell, place, "slurm").code == 3
+    words = (tmp_path / "words").read_text().splitlines()
+    assert {"--wait", "--parsable", "--ntasks=2", f"--output={place}/output.txt"} <= set(words)
+    assert words[-1].startswith("srun --mpi=pmix ")
+    assert words[-1].endswith(f"--run_dir={place}/run --resume=auto --stop_code=75")
+
+
+def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch, capsys):
+    file = written(tmp_path, launcher="slurm")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 2
+    assert "launcher=slurm needs sbatch on PATH" in capsys.readouterr().err
