@@ -55,7 +55,8 @@ class Cell:
         axes: values of the matrix beside strategy and ranks, by option.
         variant: strategy and those axes in which the study's cells differ, but for the seed.
         label: the cell's name in tables: variant, ranks and, if there are several, the seed.
-        arguments: the command line of its options, but for the study's own.
+        chosen: options that its strategy and its axes set.
+        arguments: the command line of all its options, but for the study's own.
         options: the same, checked.
     """
 
@@ -64,6 +65,7 @@ class Cell:
     axes: Mapping[str, Any]
     variant: str
     label: str
+    chosen: Mapping[str, Any]
     arguments: tuple[str, ...]
     options: Options
 
@@ -256,12 +258,13 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
         usable, refused = [], []
         for ranks in asked["matrix"]["ranks"]:
             variant, label = _labels(asked["matrix"], strategy, ranks, axes)
+            chosen = {**NAMED, **asked["strategies"]}[strategy] | axes
             try:
-                arguments, options = _run_of(asked, strategy, ranks, axes)
+                arguments, options = _run_of(asked, chosen, ranks)
             except ValueError as error:
                 refused.append((label, str(error)))
                 continue
-            usable.append(Cell(strategy, ranks, axes, variant, label, arguments, options))
+            usable.append(Cell(strategy, ranks, axes, variant, label, chosen, arguments, options))
         if not usable:
             label, why = refused[-1]
             raise ValueError(f"{label}: {why}")
@@ -278,15 +281,14 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
 
 
 def _run_of(
-    asked: Mapping[str, Any], strategy: str, ranks: int, axes: Mapping[str, Any]
+    asked: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
 ) -> tuple[tuple[str, ...], Options]:
     """Arguments and options of a run; its metrics and its trace are over whole refresh intervals.
 
     Raises:
         ValueError: the training program would refuse them.
     """
-    chosen = {**NAMED, **asked["strategies"]}[strategy]
-    given = asked["options"] | chosen | axes
+    given = asked["options"] | chosen
     arguments = [f"--config={asked['base']}"] if asked["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
     interval = config.parse(arguments, ranks).kfac.basis_every

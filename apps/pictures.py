@@ -18,7 +18,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from mpikfac_apps.measured import GROUPS, OTHER, WAITING, Measured
 
@@ -151,21 +151,29 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The events of each step on all ranks; a step begins where its first rank begins it."""
-    begun: dict[str, float] = {}
-    ended: dict[str, float] = {}
+    """The events of each step on all ranks, from the moment on at which the first begins it."""
+    spans: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
-        if (name := event["name"]).startswith("step "):
-            end = event["ts"] + event["dur"]
-            begun[name] = min(begun.get(name, event["ts"]), event["ts"])
-            ended[name] = max(ended.get(name, end), end)
-    within = [event for event in events if not event["name"].startswith("step ")]
+        if event["name"].startswith("step "):
+            spans.setdefault(event["name"], []).append(event)
     steps = []
-    for name, begin in begun.items():
-        # By its middle: a rank may be ahead of another by less than half of what it does.
-        inside = [e for e in within if begin <= e["ts"] + e["dur"] / 2 < ended[name]]
-        steps.append([{**e, "ts": e["ts"] - begin} for e in inside])
+    for of_ranks in spans.values():
+        begin = min(span["ts"] for span in of_ranks)
+        ends = {span["pid"]: (span["ts"], span["ts"] + span["dur"]) for span in of_ranks}
+        steps.append(
+            [
+                {**event, "ts": event["ts"] - begin}
+                for event in events
+                if not event["name"].startswith("step ") and _within(event, ends)
+            ]
+        )
     return steps
+
+
+def _within(event: Mapping[str, Any], spans: Mapping[int, tuple[float, float]]) -> bool:
+    """Whether an event lies in its rank's own step, judged by its middle as times are rounded."""
+    start, end = spans.get(event["pid"], (0.0, 0.0))
+    return start <= event["ts"] + event["dur"] / 2 < end
 
 
 def _curvature(step: Sequence[Mapping[str, Any]]) -> bool:
@@ -211,6 +219,10 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> bytes | None:
                     panel.axhline(100 * target, color="#666", linewidth=0.8, linestyle=":")
                 panel.set_xlim(left=0)
                 panel.set_ylim(100 * low - 3, 100.5)
+            if count == 1:
+                middle = {"ha": "center", "transform": row[2].transAxes}
+                row[2].text(0.5, 0.5, "one rank sends nothing", **middle)
+                row[2].set(xlim=(0, 1), xticks=[])
         for panel, what in zip(grid[-1], ("epochs", "seconds of training", "MiB sent per rank")):
             panel.set_xlabel(what)
         _legend(figure, all_cells)
@@ -221,10 +233,9 @@ def _three_curves(row: Sequence[Axes], cell: Measured, style: Mapping[str, Any])
     curve = cell.curve
     sent = [step * cell.wire / MIB for step in curve.steps]
     percent = [100 * accuracy for accuracy in curve.accuracy]
-    for panel, along in zip(row, (curve.epochs, curve.seconds, sent)):
-        panel.plot(along, percent, markersize=3, linewidth=1.1, **style)
-    if not cell.wire:
-        row[2].text(0.5, 0.5, "one rank sends nothing", ha="center", transform=row[2].transAxes)
+    for panel, along in zip(row, (curve.epochs, curve.seconds, sent if cell.wire else ())):
+        if along:
+            panel.plot(along, percent, markersize=3, linewidth=1.1, **style)
 
 
 def scaling(all_cells: Sequence[Measured]) -> bytes | None:
@@ -257,9 +268,9 @@ def scaling(all_cells: Sequence[Measured]) -> bytes | None:
             panel.set_xlabel("ranks")
             panel.set_xticks(counts, map(str, counts))
             panel.xaxis.set_minor_locator(NullLocator())
-        plain = FuncFormatter(lambda value, _: f"{value:,.0f}")
-        left.yaxis.set_major_formatter(plain)
-        left.yaxis.set_minor_formatter(plain)
+        left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        left.yaxis.set_minor_locator(NullLocator())
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         _legend(figure, all_cells)
         return _svg(figure)
 

@@ -22,7 +22,7 @@ NONE = "\N{EN DASH}"
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 COLUMNS = (
     *("cell", "numbers", "ms per step", "range", "images/s", "against SGD", "in collectives"),
-    *("of it waiting", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
+    *("waiting in them", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
 )
 
 
@@ -137,16 +137,11 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def _variants(
     cells: Sequence[Measured], letters: Mapping[str, str]
 ) -> list[tuple[str, str, list[str]]]:
-    """Each variant, the letter of its numbers, and the options in which the cells differ."""
-    options = {cell.cell.label: _given(cell) for cell in cells}
-    keys = [key for key in next(iter(options.values())) if key not in ("seed", "batch")]
-    several = [key for key in keys if len({str(given[key]) for given in options.values()}) > 1]
+    """Each variant, the letter of its numbers, and the options that make it."""
     rows = {}
     for cell in cells:
-        given = options[cell.cell.label]
-        sgd = cell.cell.options.optimizer == "sgd"
-        shown = [key for key in several if not (sgd and key.startswith("kfac."))]
-        words = [f"{key}={given[key]}" for key in shown]
+        chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
+        words = [f"{key}={value}" for key, value in chosen.items()]
         rows[cell.cell.variant] = (cell.cell.variant, letters[cell.cell.variant], words)
     return list(rows.values())
 
@@ -225,9 +220,10 @@ def findings(
     if crowded:
         cores = done[-1].result.cores if done[-1].result else 0
         yield (
-            f"Runs on {listed(map(str, crowded))} ranks shared {cores} cores. There, what grows "
-            "with the ranks is the wait for a core more than any message: compare strategies at "
-            "one number of ranks, and take scaling from a machine with a core for each."
+            f"Runs on {listed(map(str, crowded))} ranks had fewer cores than ranks ({cores}). "
+            "There, what grows with the ranks is the wait for a core more than any message: compare "
+            "strategies at one number of ranks, and take scaling from a machine with a core for "
+            "each."
         )
     if all(cell.cell.axes.get("seed") is None for cell in cells):
         yield "Each cell was run once: read differences within the ranges of the table as noise."

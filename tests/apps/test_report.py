@@ -1,0 +1,200 @@
+"""The report of a study from files that say what its cells measured, all of them or few."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import yaml
+
+import mpikfac
+from mpikfac_apps import matrix, measured, models, report, study
+
+STUDY = {
+    "name": "a <study>",
+    "options": {"batch": 120, "epochs": 3, "kfac.basis_every": 2},
+    "target": 0.9,
+    "matrix": {"strategy": ["sgd", "comm-opt", "mem-opt", "dp-kfac"], "ranks": [1, 2]},
+}
+ACCURACY = (0.5, 0.9, 0.95)
+SPEEDS = (1000.0, 1200.0, 4000.0)  # images per second of three intervals
+ENVIRONMENT = {
+    "started": "2026-01-01T00:00:00+00:00",
+    "ranks_per_host": {"node7": 2},
+    "device": "cpu",
+    "threads_per_rank": 1,
+    "python": "3.11.7",
+    "packages": {"torch": "2.13.0"},
+}
+STAGE = {"calls": 1.0, "bytes": 0.0, "waiting": 0.0}
+
+
+def stages(handed):
+    """Two ranks: 10 ms forward; 4 ms in a collective, of which the first waits 3; 6 ms unknown."""
+    ranks = []
+    for waiting in (0.003, 0.0):
+        reduce = {**STAGE, "seconds": 0.004, "waiting": waiting, "bytes": handed}
+        named = {"forward": {**STAGE, "seconds": 0.010}, "reduce statistics": reduce}
+        ranks.append({"seconds": 0.020, "stages": named | {"new": {**STAGE, "seconds": 0.006}}})
+    return {"steps": [2, 3], "seconds": 0.020, "ranks": ranks}
+
+
+def trace():
+    """Two steps of two ranks, of which the second starts later; the second step has a refresh."""
+    events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}]
+    for step, work in enumerate(("forward", "decompose")):
+        for rank in (0, 1):
+            start = {"ph": "X", "pid": rank, "ts": 100.0 * step + 10 * rank}
+            events.append({**start, "name": f"step {step}", "tid": 0, "dur": 95.0})
+            events.append({**start, "name": work, "tid": 1, "dur": 50.0, "args": {}})
+    return {"traceEvents": events}
+
+
+def fill(place, cell, loss=1.0, handed=0.0, code=0):
+    """What a run of the cell leaves behind."""
+    directory = place / "cells" / cell.directory
+    run = directory / "run"
+    run.mkdir(parents=True)
+    ended = {"code": code, "why": "no more disk" if code else "", "seconds": 9.0, "cores": 1}
+    (directory / "result.json").write_text(json.dumps(ended))
+    (run / "environment.json").write_text(json.dumps(ENVIRONMENT))
+    (run / "stages.json").write_text(json.dumps(stages(handed)))
+    (run / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace()).encode()))
+    rows = []
+    for epoch, (accuracy, speed) in enumerate(zip(ACCURACY, SPEEDS), start=1):
+        row = {"step": 10 * epoch, "epoch": float(epoch), "seconds": 2.0 * epoch}
+        rows.append({**row, "images_per_second": speed, "communication": 0.25})
+        rows.append({**row, "train_loss": loss / epoch, "test_accuracy": accuracy})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """The study of the file, and a directory for its cells."""
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(STUDY, sort_keys=False))
+    return matrix.read(path), tmp_path
+
+
+def the(found, label):
+    (cell,) = (cell for cell in found if cell.cell.label == label)
+    return cell
+
+
+def pictures_of(page):
+    """The pictures in a page, each as the texts in it."""
+    data = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    return [ElementTree.fromstring(base64.b64decode(picture)) for picture in data]
+
+
+def row_of(page, name, count):
+    """The cells of a row of the main table, under a number of ranks."""
+    (part,) = re.findall(rf">{count}</th></tr>(.*?)</tbody>", page, re.DOTALL)
+    (row,) = re.findall(rf"<tr><td>({re.escape(name)}</td>.*?)</tr>", part)
+    return re.sub(r"</?td>", "|", row).rstrip("|").split("||")
+
+
+def test_the_report_holds_every_cell_and_its_pictures_and_needs_nothing_else(asked):
+    """Oracle: the numbers of the files, worked out by hand; an XML parser."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        fill(place, cell)
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    name, letter, step, between, images, ratio, talking, waiting, *_, accuracy, reached = row_of(
+        page, "comm-opt", "2 ranks"
+    )
+    assert (name, letter, step, between) == ("comm-opt", "b", "100", "30\N{EN DASH}120")
+    assert (images, ratio, accuracy, reached) == ("1,200", "1.00 x", "95.0 %", "4.0")
+    assert (talking, waiting) == ("20 %", "8 %")  # 4 ms and, on average, 1.5 ms of 20
+    assert len(pictures_of(page)) == 4
+    assert "a &lt;study&gt;" in page
+    assert not re.search(r"https?://|<script|<link", page)
+
+
+def test_time_by_group_leaves_waiting_out_and_adds_up_to_the_step(asked):
+    """Oracle: worked out by hand."""
+    wanted, place = asked
+    cell = wanted.cells[-1]
+    fill(place, cell)
+    parts = the(measured.read(wanted, place), cell.label).breakdown
+    known = {"forward": 0.010, "factor messages": 0.0025, "waiting": 0.0015, "other": 0.006}
+    assert {k: v for k, v in parts.items() if v} == pytest.approx(known)
+    assert sum(parts.values()) == pytest.approx(0.020)
+
+
+def test_bytes_are_those_of_the_plan(asked):
+    """Oracle: the messages of an interval of two steps; all gradients of SGD in one Allreduce."""
+    wanted, place = asked
+    found = measured.read(wanted, place)
+    comm_opt = the(found, "comm-opt on 2 ranks")
+    layers, others = mpikfac.covered_shapes(models.build("digits_cnn", 10, 1))
+    plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy.comm_opt(2), others)
+    sums = [
+        sum(message.bytes for message in plan.messages(rank, True, refresh))
+        for rank in (0, 1)
+        for refresh in (True, False)
+    ]
+    assert comm_opt.handed == sum(sums) / 4
+    assert comm_opt.memory == max(sum(plan.memory(rank).values()) for rank in (0, 1))
+    sgd = the(found, "sgd on 2 ranks")
+    ((message,),) = [measured.plan_of(sgd.cell).messages(0, True, True)]
+    assert sgd.handed == sgd.wire == message.bytes
+    assert the(found, "sgd on 1 rank").wire == 0
+
+
+def test_letters_tell_estimators_apart_not_placements(asked):
+    wanted, _ = asked
+    assert measured.estimators(wanted.cells) == {
+        **{"sgd": "a", "comm-opt": "b", "mem-opt": "b", "dp-kfac": "c"}
+    }
+
+
+def test_sentences_say_what_the_numbers_say(asked):
+    """Oracle: losses and counts that are planted."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        planned = the(measured.read(wanted, place), cell.label).handed
+        wrong = cell.strategy == "mem-opt"
+        fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
+    found = measured.read(wanted, place)
+    text = " ".join(report.findings(found, 0.9, measured.estimators(wanted.cells)))
+    assert "differ by at most 1.0e-03 of their value" in text
+    assert "those of the plan in 6 of 8 traced cells" in text
+    assert "was first at 90.0 %, after 4.0 s of training" in text
+    assert "Runs on 2 ranks had fewer cores than ranks (1)" in text
+    assert "dp-kfac sends least" in text
+
+
+def test_a_report_can_be_made_at_any_time(asked):
+    """Oracle: the states of the cells, and a page that is whole."""
+    wanted, place = asked
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    assert "No cell is complete yet." in page
+    assert page.count("No picture: ") == 4
+    assert page.rstrip().endswith("</html>")
+    failed, cut = (
+        the(measured.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
+    )
+    fill(place, failed, code=2)
+    run = fill(place, cut)
+    (run.parent / "result.json").unlink()
+    (run / "stages.json").write_text('{"steps": [')
+    (run / "trace.json.gz").write_bytes((run / "trace.json.gz").read_bytes()[:40])
+    with open(run / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4')
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    assert "<code>no more disk</code>" in page
+    assert row_of(page, f"{cut.strategy} (interrupted)", "1 rank")[2] == "100"
+    assert len(pictures_of(page)) == 3  # no timeline
+
+
+def test_report_only_runs_nothing(asked, monkeypatch, capsys):
+    _, place = asked
+    monkeypatch.setenv("MPIRUN", "false")
+    assert study.main([str(place / "study.yaml"), f"--run-dir={place}", "--report-only"]) == 0
+    assert capsys.readouterr().out == f"report: {place / 'report.html'}\n"
