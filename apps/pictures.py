@@ -102,8 +102,10 @@ def timeline(all_cells: Sequence[Measured]) -> bytes | None:
         grid = figure.subplots(len(shown), 2, sharex="row", squeeze=False)
         for row, (cell, *steps) in zip(grid, shown):
             for panel, step, kind in zip(row, steps, ("ordinary step", "step with a refresh")):
-                _lanes(panel, step, cell.cell.ranks)
-                panel.set_title(f"{cell.cell.label}: {kind}" if step else "")
+                _lanes(panel, step or (), cell.cell.ranks)
+                panel.set(title=f"{cell.cell.label}: {kind}", visible=bool(step))
+            ends = (event["ts"] + event["dur"] for step in steps for event in step or ())
+            row[0].set_xlim(0, max(ends) / 1e3)
         for panel in grid[-1]:
             panel.set_xlabel("ms since the first rank began the step")
         used = {name: c for name, c in COLOURS.items() if name != OTHER}
@@ -180,11 +182,8 @@ def _curvature(step: Sequence[Mapping[str, Any]]) -> bool:
     return any(event["name"] == "statistics" for event in step)
 
 
-def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]] | None, ranks: int) -> None:
-    """One line per rank; what lies inside another stage is drawn over it, later and thinner."""
-    if step is None:
-        panel.set_visible(False)
-        return
+def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]], ranks: int) -> None:
+    """One line per rank; what lies inside another stage is drawn over it, threads beside below."""
     for event in sorted(step, key=lambda event: -event["dur"]):
         beside = event.get("tid", 1) > 1
         colour = COLOURS.get(event["name"]) or STAGE_COLOURS.get(event["name"], COLOURS[OTHER])
@@ -195,7 +194,6 @@ def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]] | None, ranks: int) ->
     panel.set_ylim(ranks - 0.4, -0.6)
     panel.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     panel.set(ylabel="rank")
-    panel.set_xlim(left=0)
     panel.grid(visible=False, axis="y")
 
 
@@ -262,7 +260,7 @@ def scaling(all_cells: Sequence[Measured]) -> bytes | None:
         left.plot(counts, ideal, color="#999", linestyle="--", linewidth=0.8, label="ideal")
         left.set(xscale="log", yscale="log", ylabel="images per second")
         right.axhline(100, color="#999", linestyle="--", linewidth=0.8)
-        right.set(xscale="log", ylabel=f"efficiency against {_of_ranks(counts[0])} (%)")
+        right.set(xscale="log", ylabel="efficiency against fewest ranks (%)")
         right.set_ylim(bottom=0)
         for panel in (left, right):
             panel.set_xlabel("ranks")

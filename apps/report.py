@@ -28,7 +28,7 @@ COLUMNS = (
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     """Writes `report.html` from what the cells in a study's directory hold; its path."""
-    cells = sorted(measured.read(study, directory), key=lambda cell: cell.cell.ranks)
+    cells = measured.read(study, directory)
     target = study.target or _common_accuracy(cells)
     letters = measured.estimators(study.cells)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -65,7 +65,7 @@ def ms(seconds: float | None) -> str:
     """Seconds as milliseconds, to three digits at least."""
     if seconds is None:
         return NONE
-    return f"{1e3 * seconds:,.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
 
 
 def mib(size: float) -> str:
@@ -87,7 +87,7 @@ def _table(
 ) -> list[tuple[str, list[list[str]]]]:
     """Rows of all cells, under the number of ranks that they ran on."""
     groups: dict[int, list[list[str]]] = {}
-    for cell in cells:
+    for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = _baseline(cells, cell)
         ratio = cell.step / base.step if base and base.step and cell.step else None
         share, waiting = _collectives(cell)
@@ -220,10 +220,9 @@ def findings(
     if crowded:
         cores = done[-1].result.cores if done[-1].result else 0
         yield (
-            f"Runs on {listed(map(str, crowded))} ranks had fewer cores than ranks ({cores}). "
-            "There, what grows with the ranks is the wait for a core more than any message: compare "
-            "strategies at one number of ranks, and take scaling from a machine with a core for "
-            "each."
+            f"On {listed(map(str, crowded))} ranks there were fewer cores than ranks ({cores}): "
+            "what grows with the ranks is the wait for a core more than any message. Compare "
+            "strategies at one number of ranks; scaling takes a core for each rank."
         )
     if all(cell.cell.axes.get("seed") is None for cell in cells):
         yield "Each cell was run once: read differences within the ranges of the table as noise."
@@ -277,11 +276,27 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
             alike.setdefault(place, []).append(cell.train_loss)
     spreads = [max(v) / min(v) - 1 for v in alike.values() if len(v) > 1 and min(v) > 0]
     if spreads:
+        apart = f"differ by at most {max(spreads):.0e} of their value"
         yield (
-            "Variants of one letter compute the same numbers on one number of ranks, but for "
-            "rounding: their mean training losses of the first epoch differ by at most "
-            f"{max(spreads):.1e} of their value. Between letters, accuracy differs by design."
+            f"The same numbers, but for rounding, are those of {_alike(letters)}. Their mean "
+            "training losses of the first epoch "
+            f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
+            "Between these groups, accuracy differs by design."
         )
+    local = {c.cell.variant: None for c in done if c.cell.options.kfac.reduction == "none"}
+    if local:
+        yield (
+            f"With {listed(local)}, the owner of a layer makes its factors from its own share of "
+            "the batch: another estimator, which sends less for factors that are noisier."
+        )
+
+
+def _alike(letters: Mapping[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for variant, letter in letters.items():
+        groups.setdefault(letter, []).append(variant)
+    several = {letter: names for letter, names in groups.items() if len(names) > 1}
+    return "; of ".join(f"{listed(names)} ({letter})" for letter, names in several.items())
 
 
 def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def test_the_report_holds_every_cell_and_its_pictures_and_needs_nothing_else(ask
     name, letter, step, between, images, ratio, talking, waiting, *_, accuracy, reached = row_of(
         page, "comm-opt", "2 ranks"
     )
-    assert (name, letter, step, between) == ("comm-opt", "b", "100", "30\N{EN DASH}120")
+    assert (name, letter, step, between) == ("comm-opt", "b", "100", "30.0\N{EN DASH}120")
     assert (images, ratio, accuracy, reached) == ("1,200", "1.00 x", "95.0 %", "4.0")
     assert (talking, waiting) == ("20 %", "8 %")  # 4 ms and, on average, 1.5 ms of 20
     assert len(pictures_of(page)) == 4
@@ -163,11 +163,13 @@ def test_sentences_say_what_the_numbers_say(asked):
         fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
     found = measured.read(wanted, place)
     text = " ".join(report.findings(found, 0.9, measured.estimators(wanted.cells)))
-    assert "differ by at most 1.0e-03 of their value" in text
+    assert "those of comm-opt and mem-opt (b). Their mean" in text
+    assert "losses of the first epoch differ by at most 1e-03 of their value" in text
     assert "those of the plan in 6 of 8 traced cells" in text
     assert "was first at 90.0 %, after 4.0 s of training" in text
-    assert "Runs on 2 ranks had fewer cores than ranks (1)" in text
+    assert "On 2 ranks there were fewer cores than ranks (1)" in text
     assert "dp-kfac sends least" in text
+    assert "With dp-kfac, the owner of a layer makes its factors from its own share" in text
 
 
 def test_a_report_can_be_made_at_any_time(asked):
