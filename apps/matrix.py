@@ -18,6 +18,7 @@ from typing import Any
 
 import yaml
 
+import mpikfac
 from mpikfac_apps import config
 from mpikfac_apps.options import Options
 
@@ -31,18 +32,8 @@ STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
-    "kfac-opt": {
-        **{"kfac.placement": "comm_opt", "kfac.colocate": False, "kfac.solver": "eigen"},
-    },
-    "kfac-lw": {"kfac.placement": "mem_opt", "kfac.solver": "eigen"},
-    "comm-opt": {"kfac.placement": "comm_opt"},
-    "mem-opt": {"kfac.placement": "mem_opt"},
-    "hybrid": {"kfac.placement": "hybrid", "kfac.fraction": 0.5},
-    "owner-stepped": {
-        **{"kfac.placement": "mem_opt", "kfac.reduction": "owners", "kfac.update": "owner"},
-    },
-    "dp-kfac": {"kfac.placement": "mem_opt", "kfac.reduction": "none"},
-    "delayed": {"kfac.placement": "comm_opt", "kfac.delay": 1},
+    **{name: {"kfac.strategy": name} for name in mpikfac.NAMED},
+    "hybrid": {"kfac.strategy": "hybrid", "kfac.fraction": 0.5},
 }
 """Options of the strategies that a study may name without saying what they are."""
 

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -38,10 +38,10 @@ WAITING, OTHER = "waiting", "other"
 # Options that say where things are computed and how they travel, or what is written about it:
 # they change no number but by rounding. An option that is not named here does.
 TRANSPORT = {
-    *("kfac.placement", "kfac.workers", "kfac.fraction", "kfac.reduction", "kfac.update"),
-    *("kfac.balance", "kfac.colocate", "run_dir", "resume", "checkpoint_minutes"),
-    *("checkpoint_every", "max_time", "stop_code", "hang_after", "shrink", "log_every"),
-    *("threads", "tensorboard", "trace_steps"),
+    *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
+    *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "tensorboard"),
+    *(f"kfac.{key}" for key in ("strategy", "workers", "fraction", "fusion", *config.CHOICES)),
+    "kfac.solver",  # the strategy may have chosen another one
 }
 
 
@@ -76,6 +76,7 @@ class Measured:
         traced: how many steps those are.
         traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
         interval: steps after which the kinds of steps repeat.
+        own_batch: whether factors are made of their owner's share of the batch only.
         wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
             over ranks and over an interval between two decompositions.
         handed: bytes that a rank hands to MPI per step, from the plan, likewise.
@@ -94,6 +95,7 @@ class Measured:
     traced: int
     traced_seconds: float | None
     interval: int
+    own_batch: bool
     wire: float
     handed: float
     memory: int
@@ -168,7 +170,6 @@ def read(study: Study, directory: Path) -> list[Measured]:
 def _measured(cell: Cell, directory: Path) -> Measured:
     run = directory / "run"
     rows = _rows(run / "metrics.jsonl")
-    plan = plan_of(cell)
     means = _json(run / "stages.json")
     return Measured(
         cell=cell,
@@ -182,7 +183,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         stages=[rank["stages"] for rank in means.get("ranks", ())],
         traced=len(means.get("steps", ())),
         traced_seconds=means.get("seconds"),
-        **_planned(cell, plan),
+        **_planned(cell, plan_of(cell)),
     )
 
 
@@ -240,25 +241,40 @@ def plan_of(cell: Cell) -> mpikfac.Plan:
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
         return mpikfac.make_plan(layers, cell.ranks, strategy, others)
     layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
-    strategy = config.strategy(options.kfac, cell.ranks, options.parts)
-    return mpikfac.make_plan(layers, cell.ranks, strategy, others, options.kfac.solver)
+    strategy, settings = config.strategy(options.kfac, cell.ranks, options.parts)
+    solver = settings.get("solver", "inverse")
+    return mpikfac.make_plan(layers, cell.ranks, strategy, others, solver)
 
 
 def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
     """Bytes per step and in memory; of a large job from some of its ranks."""
     kfac = cell.options.kfac
-    period = math.lcm(kfac.factor_every, kfac.basis_every)
-    kinds = Counter((i % kfac.factor_every == 0, i % kfac.basis_every == 0) for i in range(period))
-    ranks = show_plan.looked_at(plan)
+    kinds = Counter(_kinds(plan, kfac.factor_every, kfac.basis_every))
+    period, ranks = kinds.total(), show_plan.looked_at(plan)
     wire = handed = 0.0
     for rank in ranks:
-        for (statistics, refresh), count in kinds.items():
-            messages = plan.messages(rank, statistics, refresh, kfac.kl_clip is not None)
-            share = count / period / len(ranks)
-            wire += share * sum(message.wire for message in messages)
-            handed += share * sum(message.bytes for message in messages)
+        for (statistics, refresh, share), count in kinds.items():
+            clip = kfac.kl_clip is not None
+            messages = plan.messages(rank, statistics, refresh, clip, share)
+            weight = count / period / len(ranks)
+            wire += weight * sum(message.wire for message in messages)
+            handed += weight * sum(message.bytes for message in messages)
+    own_batch = bool(plan.layers) and plan.strategy.reduction == "none" and plan.ranks > 1
     memory = max(sum(plan.memory(rank).values()) for rank in ranks)
-    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
+    bytes_of = {"wire": wire, "handed": handed, "memory": memory}
+    return {"interval": period, "own_batch": own_batch, **bytes_of}
+
+
+def _kinds(
+    plan: mpikfac.Plan, factor_every: int, basis_every: int
+) -> Iterator[tuple[bool, bool, int | None]]:
+    """Of each step of an interval: whether it makes factors, decomposes them, and which share."""
+    stagger = plan.strategy.stagger
+    turn = basis_every // stagger
+    for step in range(math.lcm(factor_every, basis_every)):
+        refresh = step % turn == 0
+        share = step // turn % stagger if refresh and stagger > 1 else None
+        yield step % factor_every == 0, refresh, share
 
 
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
@@ -269,17 +285,24 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
     for cell in cells:
-        options = dataclasses.asdict(cell.options)
-        if options["optimizer"] == "sgd":
-            del options["kfac"]
-        numbers = {k: v for k, v in flattened(options).items() if k not in TRANSPORT | {"seed"}}
-        own_batch = options["optimizer"] == "kfac" and options["kfac"]["reduction"] == "none"
-        numbers["own batch"] = own_batch
-        if numbers["batch_per_rank"]:
-            del numbers["batch"]
-        kind = json.dumps(numbers, sort_keys=True)
-        letters[cell.variant] = kinds.setdefault(kind, _letter(len(kinds)))
+        kind = json.dumps(_numbers(cell), sort_keys=True)
+        letters.setdefault(cell.variant, kinds.setdefault(kind, _letter(len(kinds))))
     return letters
+
+
+def _numbers(cell: Cell) -> dict[str, Any]:
+    """All that the numbers of a run depend on, beside the seed and the number of ranks."""
+    given = flattened(dataclasses.asdict(cell.options))
+    numbers = {key: value for key, value in given.items() if key not in TRANSPORT}
+    if numbers["batch_per_rank"]:
+        del numbers["batch"]
+    if cell.options.optimizer == "sgd":
+        return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
+    strategy, settings = config.strategy(cell.options.kfac, cell.ranks, cell.options.parts)
+    own_batch = strategy.reduction == "none"
+    return {"solver": "inverse", **settings, **numbers} | {
+        **{"own batch": own_batch, "delay": strategy.delay, "stagger": strategy.stagger}
+    }
 
 
 def _letter(number: int) -> str:

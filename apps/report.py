@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+import mpikfac
 from mpikfac_apps import measured, pictures
 from mpikfac_apps.matrix import Study, flattened
 from mpikfac_apps.measured import WAITING, Measured
@@ -136,13 +137,18 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 
 def _variants(
     cells: Sequence[Measured], letters: Mapping[str, str]
-) -> list[tuple[str, str, list[str]]]:
-    """Each variant, the letter of its numbers, and the options that make it."""
+) -> list[tuple[str, str, str, list[str]]]:
+    """Each variant: the letter of its numbers, what it is, and the options that make it."""
     rows = {}
     for cell in cells:
+        options, variant = cell.cell.options, cell.cell.variant
+        what = "Gradients are averaged, and SGD steps: no K-FAC"
+        if options.optimizer == "kfac":
+            named = mpikfac.NAMED[options.kfac.strategy]
+            what = f"{named.what} [{named.source}]"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
-        rows[cell.cell.variant] = (cell.cell.variant, letters[cell.cell.variant], words)
+        rows[variant] = (variant, letters[variant], what, words)
     return list(rows.values())
 
 
@@ -283,7 +289,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
             f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
             "Between these groups, accuracy differs by design."
         )
-    local = {c.cell.variant: None for c in done if c.cell.options.kfac.reduction == "none"}
+    local = {cell.cell.variant: None for cell in done if cell.own_batch}
     if local:
         yield (
             f"With {listed(local)}, the owner of a layer makes its factors from its own share of "

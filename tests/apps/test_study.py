@@ -19,7 +19,7 @@ STUDY = {
     "name": "a study",
     "options": {"batch": 120, "epochs": 1, "data": {"train_images": 240}, "threads": 1},
     "matrix": {"strategy": ["sgd", "mine"], "ranks": [1, 2]},
-    "strategies": {"mine": {"kfac.placement": "mem_opt", "kfac": {"basis_every": 2}}},
+    "strategies": {"mine": {"kfac.strategy": "mem-opt", "kfac": {"basis_every": 2}}},
 }
 # A launcher that runs the program on one rank, in this process's own MPI.
 ALONE = "#!/bin/sh\nwhile [ $1 != -n ]; do shift; done; shift 2; exec "
@@ -55,7 +55,7 @@ def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
         for seed in (7, 8)
     ]
     last = found[-1].options
-    assert (last.optimizer, last.kfac.placement, last.kfac.damping) == ("kfac", "mem_opt", 0.2)
+    assert (last.optimizer, last.kfac.strategy, last.kfac.damping) == ("kfac", "mem-opt", 0.2)
     assert (last.seed, last.batch, last.data.train_images) == (8, 120, 240)
     runs = [len({cell.directory for cell in half}) for half in (found[:4], found[4:])]
     assert runs == [2, 4]  # damping is none of SGD's
@@ -194,7 +194,7 @@ def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkey
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     words = 'echo "mpikfac: reading data: the disk is gone" >&2; echo "prterun noise" >&2; exit 2'
-    fails = f'#!/bin/sh\ncase "$*" in *mem_opt*) {words};; esac\n'
+    fails = f'#!/bin/sh\ncase "$*" in *mem-opt*) {words};; esac\n'
     launcher(tmp_path, monkeypatch, f'{fails}{ALONE.partition(chr(10))[2]}"$@"\n')
     assert study.main([str(file), f"--run-dir={place}"]) == 1
     out = capsys.readouterr().out
