@@ -22,10 +22,7 @@ import mpikfac
 from mpikfac_apps import config
 from mpikfac_apps.options import Options
 
-KEYS = (
-    *("name", "base", "options", "matrix", "strategies"),
-    *("machine", "launcher", "target"),
-)
+KEYS = ("name", "base", "options", "matrix", "strategies", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives each run
 STOPPED = 75  # exit code of a run that was asked to stop before its end
@@ -82,7 +79,6 @@ class Study:
     """What a file asks for.
 
     Attributes:
-        machine: the file of a machine for predictions, if there is one.
         target: test accuracy (0 to 1) whose time is reported; None: what every cell reached.
         left_out: labels of combinations that cannot run on their number of ranks, and why.
         text: the file.
@@ -90,7 +86,6 @@ class Study:
 
     name: str
     launcher: str
-    machine: Path | None
     target: float | None
     cells: tuple[Cell, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -112,7 +107,6 @@ def read(path: Path) -> Study:
     return Study(
         name=str(asked["name"] or path.stem),
         launcher=asked["launcher"] or LAUNCHERS[0],
-        machine=Path(asked["machine"]) if asked["machine"] else None,
         target=asked["target"],
         cells=tuple(cells),
         left_out=tuple(left_out),
@@ -175,16 +169,15 @@ def _checked(asked: Any) -> dict[str, Any]:
     for key in ("options", "matrix", "strategies"):
         if not isinstance(asked.setdefault(key, {}), dict):
             raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
-    for key in ("name", "base", "machine", "launcher", "target"):
+    for key in ("name", "base", "launcher", "target"):
         asked.setdefault(key, None)
     if asked["launcher"] not in (None, *LAUNCHERS):
         raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
     target = asked["target"]
     if target is not None and not (isinstance(target, int | float) and 0 < target <= 1):
         raise ValueError(f"target={target} must be a fraction above 0 and at most 1")
-    for key in ("base", "machine"):
-        if asked[key] is not None and not Path(str(asked[key])).is_file():
-            raise ValueError(f"{key}={asked[key]} is no file")
+    if asked["base"] is not None and not Path(str(asked["base"])).is_file():
+        raise ValueError(f"base={asked['base']} is no file")
     asked["options"] = _options("options", asked["options"])
     asked["strategies"] = {
         name: _options(f"strategies.{name}", options or {})

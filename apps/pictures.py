@@ -238,63 +238,47 @@ def _three_curves(row: Sequence[Axes], cell: Measured, style: Mapping[str, Any])
 
 def scaling(all_cells: Sequence[Measured]) -> bytes | None:
     """Images per second by the number of ranks, and what of a rank's pace on fewest is left."""
-    paces: dict[str, dict[int, float]] = {}
-    for cell in all_cells:
-        if cell.images_per_second:
-            paces.setdefault(cell.cell.variant, {})[cell.cell.ranks] = cell.images_per_second
-    paces = {variant: pace for variant, pace in paces.items() if len(pace) > 1}
+    paces = _paces(all_cells)
     if not paces:
         return None
+    counts = sorted({ranks for pace in paces.values() for ranks in pace})
+    best = max(pace.get(counts[0], 0.0) for pace in paces.values())
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
         left, right = figure.subplots(1, 2)
         for variant, pace in paces.items():
-            ranks = sorted(pace)
-            style = _style(variant, all_cells)
+            ranks, style = sorted(pace), _style(variant, all_cells)
             left.plot(ranks, [pace[r] for r in ranks], linewidth=1.1, **style)
-            unit = pace[ranks[0]] / ranks[0]
-            right.plot(ranks, [100 * pace[r] / r / unit for r in ranks], linewidth=1.1, **style)
-        counts = sorted({r for pace in paces.values() for r in pace})
-        best = max(pace.get(counts[0], 0.0) for pace in paces.values())
-        ideal = [best * r / counts[0] for r in counts]
-        left.plot(counts, ideal, color="#999", linestyle="--", linewidth=0.8, label="ideal")
-        left.set(xscale="log", yscale="log", ylabel="images per second")
-        right.axhline(100, color="#999", linestyle="--", linewidth=0.8)
-        right.set(xscale="log", ylabel="efficiency against fewest ranks (%)")
-        right.set_ylim(bottom=0)
+            alone = pace[ranks[0]] / ranks[0]
+            right.plot(ranks, [100 * pace[r] / r / alone for r in ranks], linewidth=1.1, **style)
+        ideal = {"color": "#999", "linestyle": "--", "linewidth": 0.8, "label": "ideal"}
+        left.plot(counts, [best * r / counts[0] for r in counts], **ideal)
+        right.plot(counts, [100] * len(counts), **ideal)
+        left.set(yscale="log", ylabel="images per second")
+        left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        left.yaxis.set_minor_locator(NullLocator())
+        right.set(ylabel="efficiency against fewest ranks (%)", ylim=(0, None))
         for panel in (left, right):
-            panel.set_xlabel("ranks")
+            panel.set(xscale="log", xlabel="ranks")
             panel.set_xticks(counts, map(str, counts))
             panel.xaxis.set_minor_locator(NullLocator())
-        left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        left.yaxis.set_minor_locator(NullLocator())
-        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         _legend(figure, all_cells)
         return _svg(figure)
 
 
-def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> bytes | None:
-    """Measured against predicted seconds of a step; predictions by the cells' labels."""
-    pairs = [
-        (cell, predictions[cell.cell.label], cell.step)
-        for cell in cells
-        if cell.step and cell.cell.label in predictions
-    ]
-    if not pairs:
-        return None
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
-        panel = figure.subplots()
-        for cell, expected, found in pairs:
-            style = _style(cell.cell.variant, cells) | {"linestyle": ""}
-            panel.plot(1e3 * expected, 1e3 * found, markersize=5, **style)
-            at = (1e3 * expected, 1e3 * found)
-            panel.annotate(f" {cell.cell.ranks}", at, fontsize=7, color="#666")
-        ends = [1e3 * f(x for _, *xs in pairs for x in xs) for f in (min, max)]
-        panel.plot(ends, ends, color="#999", linewidth=0.8)
-        panel.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
-        _legend(figure, cells)
-        return _svg(figure)
+def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
+    """Images per second by ranks, the mean over seeds, of variants on several numbers of ranks."""
+    found: dict[str, dict[int, list[float]]] = {}
+    for cell in cells:
+        if cell.images_per_second:
+            by_ranks = found.setdefault(cell.cell.variant, {})
+            by_ranks.setdefault(cell.cell.ranks, []).append(cell.images_per_second)
+    return {
+        variant: {ranks: fmean(paces) for ranks, paces in by_ranks.items()}
+        for variant, by_ranks in found.items()
+        if len(by_ranks) > 1
+    }
 
 
 # -- what pictures share -------------------------------------------------------------------------

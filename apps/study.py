@@ -9,7 +9,6 @@ cells are not run again, and a cell whose options have changed is another one.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -58,26 +57,26 @@ def run(study: Study, directory: Path) -> int:
         KeyboardInterrupt: it was interrupted; no job is left.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    lock = Lock(directory)
+    try:
+        return _run(study, directory)
+    finally:
+        lock.release()
+
+
+def _run(study: Study, directory: Path) -> int:
+    for label, why in study.left_out:
+        print(f"left out: {label}: {why}")
     failed = 0
-    with contextlib.closing(Held(directory)):
-        for label, why in study.left_out:
-            print(f"left out: {label}: {why}")
-        for number, cell in enumerate(study.cells, start=1):
-            place = directory / "cells" / cell.directory
-            before = cells.result(place)
-            done = before is not None and before.code == 0
-            ended = before if done else cells.run(cell, place, study.launcher)
-            failed += ended.code != 0
-            how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
-            again = ", was complete" if done else ""
-            print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
+    for number, cell in enumerate(study.cells, start=1):
+        place = directory / "cells" / cell.directory
+        ended, again = cells.result(place), ", was complete"
+        if ended is None or ended.code:
+            ended, again = cells.run(cell, place, study.launcher), ""
+        failed += ended.code != 0
+        how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
+        print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
     return failed
-
-
-class Held(Lock):
-    """A directory that no other study uses until `close`."""
-
-    close = Lock.release
 
 
 if __name__ == "__main__":
