@@ -22,7 +22,7 @@ import mpikfac
 from mpikfac_apps import config
 from mpikfac_apps.options import Options
 
-KEYS = ("name", "base", "options", "matrix", "strategies", "launcher", "target")
+KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives each run
 STOPPED = 75  # exit code of a run that was asked to stop before its end
@@ -79,6 +79,7 @@ class Study:
     """What a file asks for.
 
     Attributes:
+        machine: to predict step times for; None for no predictions.
         target: test accuracy (0 to 1) whose time is reported; None: what every cell reached.
         left_out: labels of combinations that cannot run on their number of ranks, and why.
         text: the file.
@@ -86,6 +87,7 @@ class Study:
 
     name: str
     launcher: str
+    machine: mpikfac.Machine | None
     target: float | None
     cells: tuple[Cell, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -101,12 +103,14 @@ def read(path: Path) -> Study:
     try:
         text = path.read_text()
         asked = _checked(_loaded(text))
+        machine = mpikfac.load_machine(str(asked["machine"])) if asked["machine"] else None
         cells, left_out = _expanded(asked)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return Study(
         name=str(asked["name"] or path.stem),
         launcher=asked["launcher"] or LAUNCHERS[0],
+        machine=machine,
         target=asked["target"],
         cells=tuple(cells),
         left_out=tuple(left_out),
@@ -169,7 +173,7 @@ def _checked(asked: Any) -> dict[str, Any]:
     for key in ("options", "matrix", "strategies"):
         if not isinstance(asked.setdefault(key, {}), dict):
             raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
-    for key in ("name", "base", "launcher", "target"):
+    for key in ("name", "base", "machine", "launcher", "target"):
         asked.setdefault(key, None)
     if asked["launcher"] not in (None, *LAUNCHERS):
         raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
@@ -276,9 +280,7 @@ def _run_of(
     arguments = [f"--config={asked['base']}"] if asked["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
     interval = config.parse(arguments, ranks).kfac.basis_every
-    usual = {"log_every": interval, "trace_steps": interval}
-    more = [f"--{key}={value}" for key, value in usual.items() if key in config.OPTIONS]
-    arguments = [*more, *arguments]
+    arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     return tuple(arguments), config.parse(arguments, ranks)
 
 

@@ -73,9 +73,10 @@ class Measured:
         step_seconds: mean of each interval between two lines of metrics.
         communication: share of the time in collectives, waiting included; None if not measured.
         stages: means over the traced steps, by rank and stage; empty without a trace.
-        traced: how many steps those are.
         traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
-        interval: steps after which the kinds of steps repeat.
+        counted: bytes that a rank handed to MPI in such a step, the mean; None without a trace of
+            whole intervals.
+        interval: steps after which what is sent repeats.
         own_batch: whether factors are made of their owner's share of the batch only.
         wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
             over ranks and over an interval between two decompositions.
@@ -92,8 +93,8 @@ class Measured:
     step_seconds: Sequence[float]
     communication: float | None
     stages: Sequence[Mapping[str, Mapping[str, float]]]
-    traced: int
     traced_seconds: float | None
+    counted: float | None
     interval: int
     own_batch: bool
     wire: float
@@ -134,16 +135,6 @@ class Measured:
         hosts = self.environment.get("ranks_per_host", {})
         return len(hosts) == 1 and self.result is not None and self.cell.ranks > self.result.cores
 
-    @property
-    def counted(self) -> float | None:
-        """Bytes that a rank handed to MPI in a traced step, the mean.
-
-        None without a trace of whole intervals.
-        """
-        if not self.stages or self.traced % self.interval:
-            return None
-        return fmean(sum(stage["bytes"] for stage in rank.values()) for rank in self.stages)
-
     @cached_property
     def breakdown(self) -> dict[str, float]:
         """Seconds of a traced step by group, the mean over ranks; empty without a trace."""
@@ -171,6 +162,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     run = directory / "run"
     rows = _rows(run / "metrics.jsonl")
     means = _json(run / "stages.json")
+    planned = _planned(cell, plan_of(cell))
     return Measured(
         cell=cell,
         run=run,
@@ -181,9 +173,9 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         step_seconds=_step_seconds(cell, rows),
         communication=_mean([row["communication"] for row in rows if "communication" in row]),
         stages=[rank["stages"] for rank in means.get("ranks", ())],
-        traced=len(means.get("steps", ())),
         traced_seconds=means.get("seconds"),
-        **_planned(cell, plan_of(cell)),
+        counted=_counted(means, planned["interval"]),
+        **planned,
     )
 
 
@@ -220,6 +212,14 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
     if not speeds and rows:  # the run was shorter than an interval
         return [rows[-1]["seconds"] / rows[-1]["step"]]
     return [batch / speed for speed in speeds]
+
+
+def _counted(means: Mapping[str, Any], interval: int) -> float | None:
+    """Bytes per step of traced steps, those of threads beside the training included."""
+    if not means or len(means["steps"]) % interval:
+        return None
+    stages = [[rank["stages"], *rank["beside"].values()] for rank in means["ranks"]]
+    return fmean(sum(s["bytes"] for t in threads for s in t.values()) for threads in stages)
 
 
 def _mean(numbers: Sequence[float]) -> float | None:

@@ -281,6 +281,30 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
     }
 
 
+def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> bytes | None:
+    """Measured against predicted seconds of a step; predictions by the cells' labels."""
+    pairs = [
+        (cell, predictions[cell.cell.label], cell.step)
+        for cell in cells
+        if cell.step and cell.cell.label in predictions
+    ]
+    if not pairs:
+        return None
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
+        panel = figure.subplots()
+        for cell, expected, found in pairs:
+            style = _style(cell.cell.variant, cells) | {"linestyle": ""}
+            panel.plot(1e3 * expected, 1e3 * found, markersize=5, **style)
+            at = (1e3 * expected, 1e3 * found)
+            panel.annotate(f" {cell.cell.ranks}", at, fontsize=7, color="#666")
+        ends = [1e3 * f(x for _, *xs in pairs for x in xs) for f in (min, max)]
+        panel.plot(ends, ends, color="#999", linewidth=0.8)
+        panel.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
+        _legend(figure, cells)
+        return _svg(figure)
+
+
 # -- what pictures share -------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ MIB = 2**20
 NONE = "\N{EN DASH}"
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 COLUMNS = (
-    *("cell", "numbers", "ms per step", "range", "images/s", "against SGD", "in collectives"),
+    *(
+        "cell",
+        "numbers",
+        "ms per step",
+        "range",
+        "predicted",
+        "images/s",
+        "against SGD",
+        "in collectives",
+    ),
     *("waiting in them", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
 )
 
@@ -30,6 +40,7 @@ COLUMNS = (
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     """Writes `report.html` from what the cells in a study's directory hold; its path."""
     cells = measured.read(study, directory)
+    predictions = predicted(study.machine, cells) if study.machine else {}
     target = study.target or _common_accuracy(cells)
     letters = measured.estimators(study.cells)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -42,11 +53,11 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         findings=list(findings(cells, target, letters)),
         target=percent(target),
         columns=[*COLUMNS],
-        groups=_table(cells, target, letters),
+        groups=_table(cells, target, letters, predictions),
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed"],
         unfinished=[c.cell.label for c in cells if c.state in ("not run", "interrupted")],
         variants=_variants(cells, letters),
-        pictures=list(_pictures(cells, target)),
+        pictures=list(_pictures(cells, target, predictions)),
         shared=_shared(cells),
     )
     path = directory / "report.html"
@@ -84,7 +95,10 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _table(
-    cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
+    cells: Sequence[Measured],
+    target: float | None,
+    letters: Mapping[str, str],
+    predictions: Mapping[str, float],
 ) -> list[tuple[str, list[list[str]]]]:
     """Rows of all cells, under the number of ranks that they ran on."""
     groups: dict[int, list[list[str]]] = {}
@@ -98,6 +112,7 @@ def _table(
             letters[cell.cell.variant],
             ms(cell.step),
             NONE.join(ms(f(cell.step_seconds)) for f in (min, max)) if cell.step else NONE,
+            ms(predictions.get(cell.cell.label)),
             f"{cell.images_per_second:,.0f}" if cell.images_per_second else NONE,
             f"{ratio:.2f} x" if ratio else NONE,
             percent(share, 0),
@@ -167,6 +182,19 @@ def _given(cell: Measured) -> dict[str, Any]:
     given = flattened(dataclasses.asdict(cell.cell.options))
     del given["run_dir"]
     return given
+
+
+def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, float]:
+    """Predicted seconds of a step by the cells' labels, where the machine has times of them."""
+    found = {}
+    for cell in cells:
+        options, ranks = cell.cell.options, cell.cell.ranks
+        every = options.kfac.factor_every, options.kfac.basis_every
+        with suppress(ValueError):  # no times of that network or batch
+            job = mpikfac.Job(options.model, (options.batch or 0) // ranks, *every)
+            plan = measured.plan_of(cell.cell)
+            found[cell.cell.label] = mpikfac.simulate(plan, machine, job).mean.seconds
+    return found
 
 
 # -- text ----------------------------------------------------------------------------------------
@@ -328,7 +356,9 @@ def _of_ranks(count: int) -> str:
 # -- pictures ------------------------------------------------------------------------------------
 
 
-def _pictures(cells: Sequence[Measured], target: float | None) -> Iterator[dict[str, str]]:
+def _pictures(
+    cells: Sequence[Measured], target: float | None, predictions: Mapping[str, float]
+) -> Iterator[dict[str, str]]:
     """Title, caption and data of each picture; why there is none where there is none."""
     batch = {cell.cell.options.batch for cell in cells}
     kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
@@ -363,6 +393,13 @@ def _pictures(cells: Sequence[Measured], target: float | None) -> Iterator[dict[
             f"Images per second of all ranks together ({kind}), and what is left of a rank's pace "
             "on the fewest ranks.",
             "no variant was measured on two numbers of ranks",
+        ),
+        (
+            "Measured against predicted",
+            pictures.predicted(cells, predictions),
+            "Milliseconds of a step; the number at a point is that of its ranks. On the line, both "
+            "are equal.",
+            "the study names no `machine`, or that has no times of these networks and batches",
         ),
     ):
         data = base64.b64encode(picture).decode() if picture else ""

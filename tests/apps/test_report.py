@@ -39,7 +39,9 @@ def stages(handed):
     for waiting in (0.003, 0.0):
         reduce = {**STAGE, "seconds": 0.004, "waiting": waiting, "bytes": handed}
         named = {"forward": {**STAGE, "seconds": 0.010}, "reduce statistics": reduce}
-        ranks.append({"seconds": 0.020, "stages": named | {"new": {**STAGE, "seconds": 0.006}}})
+        ranks.append(
+            {"seconds": 0.020, "stages": named | {"new": {**STAGE, "seconds": 0.006}}, "beside": {}}
+        )
     return {"steps": [2, 3], "seconds": 0.020, "ranks": ranks}
 
 
@@ -105,7 +107,7 @@ def test_the_report_holds_every_cell_and_its_pictures_and_needs_nothing_else(ask
     for cell in wanted.cells:
         fill(place, cell)
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
-    name, letter, step, between, images, ratio, talking, waiting, *_, accuracy, reached = row_of(
+    name, letter, step, between, _, images, ratio, talking, waiting, *_, accuracy, reached = row_of(
         page, "comm-opt", "2 ranks"
     )
     assert (name, letter, step, between) == ("comm-opt", "b", "100", "30.0\N{EN DASH}120")
@@ -177,7 +179,7 @@ def test_a_report_can_be_made_at_any_time(asked):
     wanted, place = asked
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "No cell is complete yet." in page
-    assert page.count("No picture: ") == 4
+    assert page.count("No picture: ") == 5
     assert page.rstrip().endswith("</html>")
     failed, cut = (
         the(measured.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
@@ -200,3 +202,34 @@ def test_report_only_runs_nothing(asked, monkeypatch, capsys):
     monkeypatch.setenv("MPIRUN", "false")
     assert study.main([str(place / "study.yaml"), f"--run-dir={place}", "--report-only"]) == 0
     assert capsys.readouterr().out == f"report: {place / 'report.html'}\n"
+
+
+def test_predictions_stand_beside_measurements_where_the_machine_knows_the_network(tmp_path):
+    """Oracle: the simulator, asked for the plan of one cell by hand."""
+    network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
+    axes = {"strategy": ["sgd", "mem-opt"], "ranks": [2, 4]}
+    path = tmp_path / "study.yaml"
+    text = {"options": {**network, "epochs": 1}, "matrix": axes, "machine": "v100-edr"}
+    path.write_text(yaml.safe_dump(text))
+    wanted = matrix.read(path)
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    layers, others = mpikfac.covered_shapes(models.build("resnet50", 10, 3))
+    plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
+    job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
+    machine = mpikfac.load_machine("v100-edr")
+    expected = mpikfac.simulate(plan, machine, job).mean.seconds
+    assert found["mem-opt on 4 ranks"] == pytest.approx(expected)
+    assert len(found) == 4
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    assert row_of(page, "mem-opt", "4 ranks")[4] == report.ms(expected)
+    assert len(pictures_of(page)) == 5
+    elsewhere = matrix.read(written_for_digits(tmp_path))
+    assert report.predicted(machine, measured.read(elsewhere, tmp_path)) == {}
+
+
+def written_for_digits(path):
+    file = path / "digits.yaml"
+    file.write_text(yaml.safe_dump(STUDY, sort_keys=False))
+    return file

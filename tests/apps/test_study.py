@@ -135,6 +135,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"options": [1]}, "options=[1] must hold lines of the form `key: value`"),
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
         ({"target": 97}, "target=97 must be a fraction above 0 and at most 1"),
+        ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
         ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
         (
