@@ -153,7 +153,7 @@ def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> li
         return []  # like neighbours
     sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
     grid = mpikfac.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
-    primitives = ["Allreduce", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"]
+    primitives = ["Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast"]
     primitives += ["Send"] if size == 2 else []
     return [
         mpikfac.Sample(
@@ -184,7 +184,7 @@ def collective(grid: mpikfac.Grid, primitive: str, size: int) -> Callable[[], ob
     if primitive == "Send":
         return lambda: there_and_back(group, flat.numpy())
     bounds = [len(flat) * rank // group.size for rank in range(group.size + 1)]
-    in_parts = primitive in ("Reduce_scatter", "Allgatherv")
+    in_parts = primitive in ("Reduce_scatter", "Alltoall", "Allgatherv")
     spans = tuple(zip(bounds, bounds[1:])) if in_parts else ((0, len(flat)),)
     message = mpikfac.Message(STAGE, primitive, "world", spans, 0, size, size, size)
     return lambda: grid.exchange([message], flat)

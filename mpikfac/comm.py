@@ -27,6 +27,7 @@ from torch import Tensor
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.layout import Layout
+from mpikfac.levels import BETWEEN_NODES, IN_NODE
 from mpikfac.messages import Message
 from mpikfac.outbox import PAUSE, Outbox
 from mpikfac.trace import Trace
@@ -260,6 +261,29 @@ def _survives() -> bool:
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (its name is like this)
 
 
+def lowest_in_node(comm: MPI.Intracomm) -> int:
+    """The lowest of the ranks that share memory with this one.
+
+    Collective over: comm.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    lowest = node.bcast(comm.rank)
+    node.Free()
+    return int(lowest)
+
+
+def _check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
+    """Returns if ranks of one `r // ranks_per_node` share memory; a node may hold several such."""
+    nodes = comm.allgather(lowest_in_node(comm))
+    for rank, node in enumerate(nodes):
+        first = rank - rank % ranks_per_node
+        if nodes[first] != node:
+            raise UserError(
+                f"ranks_per_node={ranks_per_node}: ranks {first} and {rank} are on different "
+                f"nodes; start ranks node by node, equally many on each, or leave it out"
+            )
+
+
 class Grid:
     """The ranks as `rows` x `columns`, with a communicator for each direction.
 
@@ -269,24 +293,45 @@ class Grid:
         world: all ranks; statistics and gradients are reduced over it.
         column: the gradient workers of one layer group; bases are published in it.
         row: one rank of every column; preconditioned gradients are published in it.
+
+    Raises:
+        UserError: ranks that should share a node do not.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rows: int, trace: Trace) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, rows: int, trace: Trace, ranks_per_node: int | None = None
+    ) -> None:
         self.world = comm.Create_cart([rows, comm.size // rows])
         self.column = self.world.Sub([True, False])
         self.row = self.world.Sub([False, True])
-        self._teams = {"world": self.world, "column": self.column, "row": self.row}
+        self._teams: dict[str, MPI.Intracomm] = {}
+        for name, team in (("world", self.world), ("column", self.column), ("row", self.row)):
+            self._teams[name], team.name = team, name
+        if ranks_per_node is not None:
+            _check_nodes(self.world, ranks_per_node)
+            self._teams |= self._levels(self.world.rank // ranks_per_node)
         self.trace = trace
         self._direct = cuda_aware()
         self._outbox: Outbox | None = None
         self._numbered = 0
-        self._scratch: dict[tuple[str, torch.dtype, int], Tensor] = {}
+        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @property
     def parts(self) -> list[MPI.Intracomm]:
         """All its communicators."""
         quiet = [self._quiet] if self._outbox is not None else []
-        return [self.world, self.column, self.row, *quiet]
+        return [*self._teams.values(), *quiet]
+
+    def _levels(self, node: int) -> dict[str, MPI.Intracomm]:
+        """The parts of each communicator that `levels` speaks of."""
+        parts: dict[str, MPI.Intracomm] = {}
+        for name, team in self._teams.items():
+            inside = cast(MPI.Intracomm, team.Split(node))
+            across = cast(MPI.Intracomm, team.Split(inside.rank))
+            parts |= {IN_NODE.format(name): inside, BETWEEN_NODES.format(name): across}
+            inside.name = f"{IN_NODE.format(name)} {node}"
+            across.name = f"{BETWEEN_NODES.format(name)} {inside.rank}"
+        return parts
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Sends what the messages say of `flat`, one after the other.
@@ -303,7 +348,7 @@ class Grid:
             for message in messages:
                 comm = self._teams[message.over]
                 sent = _handed(message, comm.rank) * flat.element_size()
-                with self.trace.stage(message.stage, message.over, sent):
+                with self.trace.stage(message.stage, comm.name, sent):
                     PRIMITIVES[message.primitive](self, comm, buffer, message)
 
     def beside(
@@ -408,14 +453,31 @@ class Grid:
             _reduce_to(message.root, comm, buffer, span)
 
     def _reduce_scatter(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
-        if len(buffer) <= PIECE:
+        first, last = message.spans[0][0], message.spans[-1][1]
+        counts = [stop - start for start, stop in message.spans]
+        if last - first == sum(counts) <= PIECE:
             start, stop = message.spans[comm.rank]
             own = self._like(buffer, "sum", stop - start)
-            comm.Reduce_scatter(buffer, own, [b - a for a, b in message.spans])
+            comm.Reduce_scatter(buffer[first:last], own, counts)
             buffer[start:stop] = own
+            _settle(buffer)
         else:
             for owner, span in enumerate(message.spans):
                 _reduce_to(owner, comm, buffer, span)
+
+    def _alltoall(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
+        step = max(1, PIECE // comm.size)
+        for done in range(0, max(b - a for a, b in message.spans), step):
+            begins = [min(start + done, stop) for start, stop in message.spans]
+            counts = [min(step, stop - begin) for begin, (_, stop) in zip(begins, message.spans)]
+            begin, count = begins[comm.rank], counts[comm.rank]
+            parts = self._like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
+            comm.Alltoallv([buffer, counts, begins, None], [parts, [count] * comm.size])
+            total = buffer[begin : begin + count]
+            total[:] = parts[:count]
+            for other in range(1, comm.size):
+                total += parts[other * count : (other + 1) * count]
+            _settle(buffer)
 
     def _allgatherv(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         starts, counts = zip(*((start, stop - start) for start, stop in message.spans))
@@ -434,8 +496,7 @@ class Grid:
         """What MPI may read and write in place of `flat`; copies are part of the stage."""
         _check(flat)
         if flat.is_cuda and self._direct:
-            # DLPack hands over the pointer alone: what fills it must be done before MPI reads.
-            torch.cuda.current_stream(flat.device).synchronize()
+            _settle(flat)
             yield flat
             return
         with self._on_host(flat, stage, "host") as buffer:
@@ -458,12 +519,11 @@ class Grid:
         """A kept buffer of the same kind as `buffer`, `[count]`."""
         if not isinstance(buffer, Tensor):
             return self._like(torch.from_numpy(buffer), use, count).numpy()
-        key = (use, buffer.dtype, count)
-        if key not in self._scratch:
-            self._scratch[key] = torch.empty(
-                count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned
-            )
-        return self._scratch[key]
+        kept = self._scratch.get((use, buffer.dtype))
+        if kept is None or len(kept) < count:
+            kept = torch.empty(count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned)
+            self._scratch[use, buffer.dtype] = kept
+        return kept[:count]
 
 
 class Beside:
@@ -518,6 +578,7 @@ PRIMITIVES = {
     "Allreduce": Grid._allreduce,
     "Reduce": Grid._reduce,
     "Reduce_scatter": Grid._reduce_scatter,
+    "Alltoall": Grid._alltoall,
     "Allgatherv": Grid._allgatherv,
     "Bcast": Grid._bcast,
 }
@@ -528,6 +589,12 @@ def _sleep_until(done: MPI.Request) -> None:
     """Returns when it is, calling MPI now and then."""
     while not done.Test():
         time.sleep(PAUSE)
+
+
+def _settle(buffer: Any) -> None:
+    """Waits for what fills a device buffer: DLPack hands over the pointer alone."""
+    if isinstance(buffer, Tensor):
+        torch.cuda.current_stream(buffer.device).synchronize()
 
 
 def _reduce_to(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:

@@ -16,13 +16,14 @@ from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolate
 from mpikfac.messages import Message
 from mpikfac.plan import Plan
 
+IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv")
 DRAWS = 512  # points of the quadrature over the slowest rank
 PIECE = 2**24  # bytes that `comm.Grid.sum_in_order` passes on at once
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
     """Seconds of a collective of `rank`, from when all its members have come to it."""
-    ranks, nodes, sharing = placed(members(plan, rank, message.over), plan, machine)
+    ranks, nodes, sharing = placed(plan.team(rank, message.over), plan, machine)
     # One stage may be two collectives, one after the other: "Send, Bcast".
     primitives = message.primitive.split(", ")
     return sum(
@@ -33,24 +34,14 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
     """Seconds of a sum of next to nothing over the world."""
-    ranks, nodes, sharing = placed(members(plan, rank, "world"), plan, machine)
+    ranks, nodes, sharing = placed(plan.team(rank, "world"), plan, machine)
     return collective_seconds("Allreduce", 1, ranks, machine, nodes, sharing)
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
     """Seconds to send `size` bytes of a basis to the workers of a layer."""
-    ranks, nodes, sharing = placed(members(plan, 0, "column"), plan, machine)
+    ranks, nodes, sharing = placed(plan.team(0, "column"), plan, machine)
     return collective_seconds("Bcast", size, ranks, machine, nodes, sharing)
-
-
-def members(plan: Plan, rank: int, over: str) -> range:
-    """Ranks of the communicator that `rank` takes part in."""
-    row, column = plan.position(rank)
-    return {
-        "world": range(plan.ranks),
-        "column": range(column, plan.ranks, plan.columns),
-        "row": range(row * plan.columns, (row + 1) * plan.columns),
-    }[over]
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
@@ -116,7 +107,8 @@ def steps(primitive: str, ranks: int) -> int:
 def wire(primitive: str, ranks: int) -> float:
     """Bytes that a rank sends in a ring, per byte of the whole buffer."""
     share = (ranks - 1) / ranks
-    return {"Allreduce": 2 * share, "Reduce_scatter": share, "Allgatherv": share}.get(primitive, 1)
+    shares = {"Allreduce": 2 * share} | dict.fromkeys(IN_PARTS, share)
+    return shares.get(primitive, 1)
 
 
 def _scaled(sample: Sample, size: int, ranks: int, sharing: int) -> float:

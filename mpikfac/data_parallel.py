@@ -39,7 +39,7 @@ class Gradients:
         dtype, device = common_type(blocks)
         self.arena = Arena(plan.gradients(), dtype, device)
         self.parts = Parts(self.arena, plan.parts_per_rank)
-        self._to_reduce = plan.reduce_gradients()
+        self._to_reduce = plan.reduce_gradients(grid.world.rank)
         self._to_publish = plan.publish_weights(grid.world.rank)
         self._beside = None
         if plan.strategy.overlap and self._to_reduce:

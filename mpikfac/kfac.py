@@ -135,7 +135,7 @@ class KFAC:
         )
         broadcast(comm, [*model.parameters(), *model.buffers()])
 
-        self.grid = Grid(comm, self.plan.rows, self.trace)
+        self.grid = Grid(comm, self.plan.rows, self.trace, self.plan.strategy.ranks_per_node)
         rank = comm.rank
         self.troubles = Troubles(rank)
         self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)

@@ -17,9 +17,9 @@ class Message:
     Attributes:
         stage: the stage of `KFAC.step` that sends it.
         primitive: the MPI collective.
-        over: "world", "column" or "row".
+        over: "world", "column" or "row", or a part of one as in `levels`.
         spans: where in the stage's arena it is: first and last (exclusive) element, of each
-            member's part in turn for Reduce_scatter and Allgatherv.
+            member's part in turn for Reduce_scatter, Alltoall and Allgatherv.
         root: the member that a Reduce goes to, or that a Bcast comes from.
         size: bytes of all spans.
         bytes: of these, what this rank hands to MPI.
@@ -36,10 +36,18 @@ class Message:
     wire: int
 
 
-def sums(stage: str, layout: Layout, kind: Kind, ranks: int, itemsize: int) -> list[Message]:
+def sums(
+    stage: str,
+    layout: Layout,
+    kind: Kind,
+    ranks: int,
+    itemsize: int,
+    primitive: str = "Reduce_scatter",
+) -> list[Message]:
     """What sums an arena over the world: everywhere, or segment r on rank r if it has several.
 
-    Neighbouring blocks of one `kind` share a message; those of kind None are left out.
+    Neighbouring blocks of one `kind` share a message; those of kind None are left out. Where all
+    segments are of one kind, their sums are one `primitive`, Reduce_scatter or Alltoall.
     """
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
@@ -49,8 +57,8 @@ def sums(stage: str, layout: Layout, kind: Kind, ranks: int, itemsize: int) -> l
             message(stage, "Allreduce", "world", [(span.start, span.stop)], ranks, itemsize)
             for span in spans
         ]
-    if sum(span.stop - span.start for span in spans) == layout.size and _alike(spans):
-        return [message(stage, "Reduce_scatter", "world", layout.segments(), ranks, itemsize)]
+    if _alike(spans):
+        return [message(stage, primitive, "world", _parts(layout, spans, ranks), ranks, itemsize)]
     return [
         message(stage, "Reduce", "world", [(s.start, s.stop)], ranks, itemsize, root=s.segment)
         for s in spans
@@ -80,9 +88,7 @@ def gathers(
             message(stage, "Bcast", over, [(s.start, s.stop)], members, itemsize, own, s.segment)
             for s in spans
         ]
-    parts = [(bound, bound) for bound in layout.bounds[:members]]
-    for span in spans:
-        parts[span.segment] = (span.start, span.stop)
+    parts = _parts(layout, spans, members)
     return [message(stage, "Allgatherv", over, parts, members, itemsize, own)]
 
 
@@ -106,6 +112,14 @@ def message(
     ring = size * (members - 1) // members
     wire = {"Allreduce": 2 * ring, "Send, Bcast": size}.get(primitive, ring)
     return Message(stage, primitive, over, tuple(spans), root, size, handed, wire)
+
+
+def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[int, int]]:
+    """Of each member's segment its span, or nothing."""
+    parts = [(bound, bound) for bound in layout.bounds[:members]]
+    for span in spans:
+        parts[span.segment] = (span.start, span.stop)
+    return parts
 
 
 def _alike(spans: Sequence[Span]) -> bool:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
-from mpikfac.messages import Message, gathers, in_order, message, sums
+from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
+from mpikfac.messages import Kind, Message, gathers, in_order, message, sums
 from mpikfac.strategy import Strategy, check_divides, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse"]
@@ -82,6 +83,27 @@ class Plan:
     def position(self, rank: int) -> tuple[int, int]:
         """Row and column of a rank."""
         return divmod(rank, self.columns)
+
+    def team(self, rank: int, over: str) -> range:
+        """The ranks that a message of `rank` over that communicator is between."""
+        row, column = self.position(rank)
+        whole, _, level = over.partition(" ")
+        team = {
+            "world": range(self.ranks),
+            "column": range(column, self.ranks, self.columns),
+            "row": range(row * self.columns, (row + 1) * self.columns),
+        }[whole]
+        at = self.seat(team, rank)
+        if at is None or not level:
+            return team
+        first = at.node * at.places
+        inside, across = team[first : first + at.places], team[at.place :: at.places]
+        return inside if over == IN_NODE.format(whole) else across
+
+    def seat(self, team: range, rank: int) -> Seat | None:
+        """Where `rank` sits in a team that sends in two levels."""
+        per_node = self.strategy.ranks_per_node
+        return None if per_node is None else seat(team, rank, per_node)
 
     def digest(self) -> str:
         """A hash that two ranks share only if they hold the same plan."""
@@ -238,7 +260,7 @@ class Plan:
             found += self.reduce_statistics(rank, share if self.late else None)
         if refresh:
             found += self.publish_bases(rank, share)
-        found += self.reduce_gradients()
+        found += self.reduce_gradients(rank)
         found += self.publish_directions(rank)
         return found + (self.clip() if clip else []) + self.publish_weights(rank)
 
@@ -247,49 +269,33 @@ class Plan:
         if self.strategy.reduction == "none":
             return []
         layout = self.squares(rank) if self.strategy.packing == "square" else self.statistics(rank)
-        return self._sums("reduce statistics", layout, self._kind(share))
+        return self._sums("reduce statistics", layout, self._kind(share), rank)
 
     def publish_bases(self, rank: int, share: int | None = None) -> list[Message]:
         """Decompositions to the workers of a column, of all layers or of one share."""
         if not self.publishes_bases:
             return []
-        row = self.position(rank)[0]
-        kind = self._kind(share)
-        layout = self.bases(rank)
-        return gathers(
-            "publish bases",
-            "column",
-            layout,
-            lambda n: kind(_parent(n)),
-            row,
-            self.rows,
-            self.itemsize,
-        )
+        kind, layout = self._kind(share), self.bases(rank)
+        return self._gathers("publish bases", "column", layout, lambda n: kind(_parent(n)), rank)
 
-    def reduce_gradients(self) -> list[Message]:
+    def reduce_gradients(self, rank: int) -> list[Message]:
         """Sums of all gradients."""
         fused = self._fused() if self.strategy.overlap else {}
-        return self._sums("reduce gradients", self.gradients(), lambda name: fused.get(name, -1))
+        layout = self.gradients()
+        return self._sums("reduce gradients", layout, lambda name: fused.get(name, -1), rank)
 
     def publish_directions(self, rank: int) -> list[Message]:
         """Preconditioned gradients to the ranks that did not compute them."""
         if self.strategy.update == "owner":
             return []
-        column = self.position(rank)[1]
-        fused, layout = self._fused(), self.directions(rank)
-        kind = fused.__getitem__
-        return gathers(
-            "publish gradients", "row", layout, kind, column, self.columns, self.itemsize
-        )
+        kind = self._fused().__getitem__
+        return self._gathers("publish gradients", "row", self.directions(rank), kind, rank)
 
     def publish_weights(self, rank: int) -> list[Message]:
         """Weights to the ranks that did not step them."""
         if self.strategy.update == "everyone":
             return []
-        layout = self.gradients()
-        return gathers(
-            "publish weights", "world", layout, lambda name: 0, rank, self.ranks, self.itemsize
-        )
+        return self._gathers("publish weights", "world", self.gradients(), lambda name: 0, rank)
 
     def clip(self) -> list[Message]:
         """The sum that the KL clip is computed from, where no rank holds all directions."""
@@ -301,10 +307,24 @@ class Plan:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
         return sum(self.orders[name] ** 3 for name in self.decomposed(rank))
 
-    def _sums(self, stage: str, layout: Layout, kind: Callable[[str], Hashable]) -> list[Message]:
+    def _sums(self, stage: str, layout: Layout, kind: Kind, rank: int) -> list[Message]:
         if self.parts_per_rank:
             return in_order(stage, layout, self.ranks, self.itemsize)
-        return sums(stage, layout, kind, self.ranks, self.itemsize)
+        primitive = "Alltoall" if self.strategy.sums == "alltoall" else "Reduce_scatter"
+        found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive)
+        return self._in_levels(found, self.team(rank, "world"), rank)
+
+    def _gathers(
+        self, stage: str, over: str, layout: Layout, kind: Kind, rank: int
+    ) -> list[Message]:
+        team = self.team(rank, over)
+        own = team.index(rank)
+        found = gathers(stage, over, layout, kind, own, len(team), self.itemsize)
+        return self._in_levels(found, team, rank)
+
+    def _in_levels(self, found: list[Message], team: range, rank: int) -> list[Message]:
+        at = self.seat(team, rank)
+        return in_two_levels(found, at, self.itemsize) if at else found
 
     def _by_rank(
         self, blocks: Iterable[tuple[str, Shape]], ranks: dict[str, int]
@@ -376,7 +396,9 @@ def make_plan(
     one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
-    check_divides(strategy.workers, ranks)
+    check_divides("workers", strategy.workers, ranks)
+    if strategy.ranks_per_node is not None:
+        check_divides("ranks_per_node", strategy.ranks_per_node, ranks)
     if solver == "inverse" and not strategy.colocate and strategy.reduction != "everyone":
         raise ValueError(
             f"solver='inverse' balances the damping of A and G by both traces, so with "

@@ -41,6 +41,10 @@ class Strategy:
             soon as its layers have been through it, and factors beside what follows until they are
             needed: by a thread that sends gradients before factors. `fusion` says which layers
             share a message; a step has one backward pass then.
+        sums: how a sum is made on one rank: "reduce" as MPI does, or "alltoall": every rank sends
+            owners their parts, which these add in order of ranks.
+        ranks_per_node: ranks r // ranks_per_node share a node, whose ranks first add up what leaves
+            it, and hand on to each other what comes to it once; None for one level.
         delay: steps after which decompositions are used. They are made in the background
             meanwhile, and used no earlier where they are done before: results do not depend on
             timing.
@@ -58,6 +62,8 @@ class Strategy:
     packing: Literal["triangle", "square"] = "triangle"
     fusion: int | tuple[int, ...] | None = None
     overlap: bool = False
+    sums: Literal["reduce", "alltoall"] = "reduce"
+    ranks_per_node: int | None = None
     delay: int = 0
     stagger: int = 1
 
@@ -69,10 +75,13 @@ class Strategy:
         one_of("reduce_at", self.reduce_at, ("factors", "bases"))
         one_of("overlap", self.overlap, (True, False))
         one_of("packing", self.packing, ("triangle", "square"))
+        one_of("sums", self.sums, ("reduce", "alltoall"))
         counts = {"workers": self.workers, "stagger": self.stagger}
         for number in self.fusion if isinstance(self.fusion, tuple) else (self.fusion,):
             counts |= {"fusion": number} if number is not None else {}
             _check_counts(counts, 1)
+        if self.ranks_per_node is not None:
+            _check_counts({"ranks_per_node": self.ranks_per_node}, 1)
         _check_counts({"replicate_below": self.replicate_below, "delay": self.delay}, 0)
         self._check_combinations()
 
@@ -91,6 +100,19 @@ class Strategy:
             raise ValueError(
                 f"overlap=True needs parts=None and packing='triangle', "
                 f"not parts={self.parts} and packing={self.packing!r}"
+            )
+        if self.ranks_per_node is not None and (self.parts is not None or self.overlap):
+            raise ValueError(
+                f"ranks_per_node={self.ranks_per_node} needs parts=None and overlap=False, "
+                f"not parts={self.parts} and overlap={self.overlap}"
+            )
+        to_owners = self.reduction == "owners" or self.update == "owner"
+        whole = self.fusion is None and not self.overlap
+        if self.sums == "alltoall" and not (to_owners and whole):
+            raise ValueError(
+                f"sums='alltoall' needs reduction='owners' or update='owner', fusion=None and "
+                f"overlap=False, not {self.reduction!r}, {self.update!r}, {self.fusion} and "
+                f"{self.overlap}"
             )
         if self.reduce_at == "bases" and (self.parts is not None or self.reduction == "none"):
             raise ValueError(
@@ -125,7 +147,7 @@ class Strategy:
                 f"fraction={fraction} of {ranks} ranks is no whole number of workers; "
                 f"try one of {[d / ranks for d in divisors(ranks)]}"
             )
-        check_divides(count, ranks)
+        check_divides("workers", count, ranks)
         return cls(workers=count, **choices)
 
 
@@ -134,15 +156,15 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def check_divides(workers: int, ranks: int) -> None:
-    """Returns if a layer can have so many workers.
+def check_divides(name: str, count: int, ranks: int) -> None:
+    """Returns if the ranks fall into groups of so many.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: they do not; the text calls the count `name`.
     """
-    if workers < 1 or ranks % workers:
+    if count < 1 or ranks % count:
         raise ValueError(
-            f"workers={workers} must divide the number of ranks ({ranks}); "
+            f"{name}={count} must divide the number of ranks ({ranks}); "
             f"try one of {divisors(ranks)}"
         )
 
@@ -199,7 +221,7 @@ class Named:
         if chosen.get("workers") == "all":
             chosen["workers"] = ranks
         strategy = Strategy(**chosen)
-        check_divides(strategy.workers, ranks)
+        check_divides("workers", strategy.workers, ranks)
         return strategy
 
 

@@ -72,7 +72,7 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
-        kind = event.thread, event.name, event.over, teams[event.over]
+        kind = event.thread, event.name, event.over, teams[event.over.partition(" ")[0]]
         count[kind] += 1
         yield *kind, str(count[kind])
 

@@ -27,7 +27,8 @@ class Event(NamedTuple):
 
     Attributes:
         start: seconds of `time.perf_counter`, on this rank unless said otherwise.
-        over: communicator of its collective, "world", "column" or "row"; "" if nothing is sent.
+        over: communicator of its collective, "world", "column" or "row", or a part of one with its
+            number, as "world in node 3"; "" if nothing is sent.
         bytes: what this rank handed to MPI.
         depth: stages around it on its thread.
         thread: "" for the training itself, otherwise the name of the thread beside it.

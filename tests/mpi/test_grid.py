@@ -44,7 +44,7 @@ def sum_everywhere(grid, flat):
 
 def sum_to_owners(grid, flat, edges, primitive):
     spans = list(zip(edges, edges[1:]))
-    if primitive == "Reduce_scatter":
+    if primitive != "Reduce":
         grid.exchange([sent(primitive, "world", spans)], flat)
     else:
         grid.exchange([sent(primitive, "world", [s], root) for root, s in enumerate(spans)], flat)
@@ -80,7 +80,7 @@ def test_a_sum_is_everywhere(comm, pieces):
     assert torch.equal(flat, sum(numbers(rank, 10) for rank in range(comm.size)))
 
 
-@pytest.mark.parametrize("primitive", ["Reduce_scatter", "Reduce"])
+@pytest.mark.parametrize("primitive", ["Reduce_scatter", "Alltoall", "Reduce"])
 def test_owners_get_the_sum_of_their_segment(comm, pieces, primitive):
     """Oracle: the sum in one process, at the owner's place."""
     edges = bounds(*uneven(comm.size))
@@ -88,6 +88,21 @@ def test_owners_get_the_sum_of_their_segment(comm, pieces, primitive):
     sum_to_owners(Grid(comm, 1, mpikfac.Trace()), flat, edges, primitive)
     own = slice(edges[comm.rank], edges[comm.rank + 1])
     expected = sum(numbers(rank, edges[-1]) for rank in range(comm.size))
+    assert torch.equal(flat[own], expected[own])
+
+
+def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch):
+    """Oracle: the same additions of float32 numbers in one process."""
+    monkeypatch.setattr(mpikfac.comm, "PIECE", 8)
+    edges = bounds(*uneven(comm.size))
+    generator = torch.Generator().manual_seed(0)
+    given = torch.randn(comm.size, edges[-1], generator=generator)
+    flat = given[comm.rank].clone()
+    sum_to_owners(Grid(comm, 1, mpikfac.Trace()), flat, edges, "Alltoall")
+    own = slice(edges[comm.rank], edges[comm.rank + 1])
+    expected = given[0].clone()
+    for row in given[1:]:
+        expected += row
     assert torch.equal(flat[own], expected[own])
 
 

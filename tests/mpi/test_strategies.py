@@ -34,11 +34,27 @@ CHOICES = {
     "overlapped layer by layer": {"overlap": True, "fusion": 1, "workers": RANKS},
     "overlapped to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
     "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
+    "by Alltoall": {"sums": "alltoall", **OWNERS},
+    "by Alltoall and late": {"sums": "alltoall", "reduction": "owners", "reduce_at": "bases"},
     "staggered": {"stagger": 3, "workers": RANKS},
     "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
     "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
     "staggered and delayed": {"stagger": 3, "delay": 1, "workers": RANKS},
 }
+TWO_LEVELS = {
+    "in nodes": {"ranks_per_node": 2, "workers": RANKS},
+    "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
+    "in nodes to owners": {"ranks_per_node": 2, **OWNERS},
+    "in nodes to owners by Alltoall": {"ranks_per_node": 2, "sums": "alltoall", **OWNERS},
+    "in nodes layer by layer": {"ranks_per_node": 2, "fusion": 1, "workers": RANKS},
+    "in nodes layer by layer to owners": {"ranks_per_node": 2, "fusion": 1, **OWNERS},
+    "in nodes, staggered and late": {
+        **{"ranks_per_node": 2, "stagger": 3, "reduce_at": "bases"},
+        **OWNERS,
+    },
+}
+if RANKS == 4:  # as two nodes of two
+    CHOICES |= TWO_LEVELS
 STRATEGIES = {name: Strategy(**choices) for name, choices in CHOICES.items()}
 STRATEGIES |= {name: way.make(RANKS) for name, way in NAMED.items() if way.same}
 STRATEGIES["staggered by name"] = NAMED["staggered"].make(RANKS, stagger=6)

@@ -1,0 +1,98 @@
+"""Two levels: the numbers of one, exactly, and refusals where ranks do not sit as they should."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mpikfac
+import mpikfac.comm
+from mpikfac import LayerShape, Strategy, UserError, make_plan
+from mpikfac.comm import Grid
+
+RANKS = mpikfac.world().size
+LAYERS = [LayerShape("conv", 19, 7), LayerShape("fc", 11, 5), LayerShape("out", 6, 3)]
+OTHERS = [("votes", (16,)), ("scale", ())]
+
+
+def stages(plan, rank):
+    """Messages of each stage with the layout of its arena."""
+    yield plan.reduce_statistics(rank), plan.statistics(rank)
+    yield plan.publish_bases(rank), plan.bases(rank)
+    yield plan.reduce_gradients(rank), plan.gradients()
+    yield plan.publish_directions(rank), plan.directions(rank)
+    yield plan.publish_weights(rank), plan.gradients()
+
+
+def defined(plan, stage, layout, rank):
+    """What of an arena a rank may read after a stage: its own segment where owners get sums."""
+    to_owners = {0: plan.strategy.reduction == "owners", 2: plan.strategy.update == "owner"}
+    if to_owners.get(stage):
+        return slice(*layout.segments()[rank])
+    return slice(0, layout.size)
+
+
+@pytest.mark.parametrize("piece", [None, 50], ids=["whole", "in pieces"])
+@pytest.mark.parametrize("per_node", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {},
+        {"fusion": 1},
+        {"reduction": "owners", "update": "owner"},
+        {"reduction": "owners", "update": "owner", "fusion": 1},
+        {"reduction": "owners", "update": "owner", "sums": "alltoall"},
+    ],
+    ids=str,
+)
+def test_every_stage_gives_the_numbers_of_one_level(
+    comm, monkeypatch, choices, workers, per_node, piece
+):
+    """Oracle: one level; whole numbers, whose sums are exact. Bytes sent are those planned."""
+    if piece:
+        monkeypatch.setattr(mpikfac.comm, "PIECE", piece)
+    found = []
+    for ranks_per_node in (None, per_node):
+        strategy = Strategy(workers, **choices, ranks_per_node=ranks_per_node)
+        plan = make_plan(LAYERS, RANKS, strategy, OTHERS, "eigen", 8)
+        grid = Grid(comm, workers, mpikfac.Trace(), ranks_per_node)
+        for stage, (messages, layout) in enumerate(stages(plan, comm.rank)):
+            flat = torch.arange(layout.size).double() * (comm.rank + 1) + comm.rank
+            grid.trace.clear()
+            grid.exchange(messages, flat)
+            assert sum(grid.trace.sent.values()) == sum(message.bytes for message in messages)
+            found.append(flat[defined(plan, stage, layout, comm.rank)])
+        levels = {m.over for messages, _ in stages(plan, comm.rank) for m in messages}
+        split = ranks_per_node is not None and 1 < ranks_per_node < RANKS
+        assert ("world between nodes" in levels) == split
+    one, two = found[: len(found) // 2], found[len(found) // 2 :]
+    for expected, numbers in zip(one, two):
+        assert torch.equal(numbers, expected)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sits on its own node")
+def test_ranks_of_several_nodes_are_no_node(comm, monkeypatch):
+    """Oracle: by hand, on every rank: ranks dealt out to two nodes in turn."""
+    monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm: comm.rank % 2)
+    with pytest.raises(UserError) as refused:
+        Grid(comm, 1, mpikfac.Trace(), RANKS)
+    (text,) = set(comm.allgather(str(refused.value)))
+    assert text.startswith(f"ranks_per_node={RANKS}: ranks 0 and 1 are on different nodes; start")
+    Grid(comm, 1, mpikfac.Trace(), 1)
+
+
+@pytest.mark.skipif(RANKS != 4, reason="two nodes of two ranks")
+def test_a_node_may_be_a_part_of_one(comm, monkeypatch):
+    """Oracle: by hand: ranks 0 and 1 share a node, and 2 and 3, whatever else does."""
+    for nodes in ([0, 0, 2, 2], [0, 0, 0, 0]):
+        monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm, at=nodes: at[comm.rank])
+        Grid(comm, 1, mpikfac.Trace(), 2)
+    monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm: [0, 1, 1, 3][comm.rank])
+    with pytest.raises(UserError, match="ranks 0 and 1 are on different nodes"):
+        Grid(comm, 1, mpikfac.Trace(), 2)
+
+
+def test_the_lowest_rank_of_this_host(comm):
+    """Oracle: all ranks of a test share a host."""
+    assert mpikfac.comm.lowest_in_node(comm) == 0

@@ -1,0 +1,157 @@
+"""Collectives in two levels, played by hand for any number of nodes."""
+
+from __future__ import annotations
+
+import collections
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpikfac.layout import lay_out
+from mpikfac.levels import in_two_levels, seat
+from mpikfac.messages import gathers, sums
+from mpikfac.strategy import divisors
+
+
+def play(queues, values, ranks_per_node):
+    """What the ranks hold after their messages; a collective takes place when all its members wait.
+
+    Raises:
+        AssertionError: they wait for each other, or do not mean the same collective.
+    """
+    team = range(len(queues))
+    queues = [collections.deque(queue) for queue in queues]
+    while any(queues):
+        progress = False
+        for rank in team:
+            if not queues[rank]:
+                continue
+            over = queues[rank][0].over
+            members = {
+                "world": list(team),
+                "world in node": [r for r in team if r // ranks_per_node == rank // ranks_per_node],
+                "world between nodes": [r for r in team if (r - rank) % ranks_per_node == 0],
+            }[over]
+            if all(queues[r] and queues[r][0].over == over for r in members):
+                carry_out([queues[r].popleft() for r in members], [values[r] for r in members])
+                progress = True
+        assert progress
+    return values
+
+
+def carry_out(messages, values):
+    """One collective of members that hold `values`; what it leaves undefined becomes -1."""
+    (kind,) = {(m.primitive, m.spans, m.root) for m in messages}
+    primitive, spans, root = kind
+    for place, (start, stop) in enumerate(spans):
+        part = slice(start, stop)
+        if primitive in ("Allgatherv", "Bcast"):
+            result = values[place if primitive == "Allgatherv" else root][part].copy()
+            getters = range(len(values))
+        else:
+            result = sum(value[part] for value in values)
+            owner = root if primitive == "Reduce" else place
+            getters = range(len(values)) if primitive == "Allreduce" else [owner]
+        for member, value in enumerate(values):
+            value[part] = result if member in getters else -1
+
+
+@st.composite
+def jobs(draw):
+    """Ranks, ranks per node, a segment of blocks for each rank, and the message of each block."""
+    ranks_per_node, nodes = draw(st.integers(1, 4)), draw(st.integers(1, 4))
+    ranks = ranks_per_node * nodes
+    blocks = st.lists(st.integers(0, 40), max_size=3)
+    segments = draw(st.lists(blocks, min_size=ranks, max_size=ranks))
+    layout = lay_out(
+        [(f"{r}.{i}", (n,)) for i, n in enumerate(sizes)] for r, sizes in enumerate(segments)
+    )
+    kinds = draw(st.sampled_from([lambda name: 0, lambda name: name.partition(".")[2]]))
+    return ranks, ranks_per_node, layout, kinds
+
+
+def in_levels(found, rank, ranks, ranks_per_node):
+    at = seat(range(ranks), rank, ranks_per_node)
+    return in_two_levels(found, at, 4) if at else found
+
+
+def contributions(ranks, size):
+    """Numbers whose sums are exact and tell who is in them."""
+    return [np.arange(size, dtype=np.int64) + 1000 * 2**rank for rank in range(ranks)]
+
+
+@given(jobs())
+@settings(max_examples=150)
+def test_a_sum_is_everywhere(job):
+    """Oracle: the sum of all contributions."""
+    ranks, per_node, layout, kind = job
+    one = lay_out([[(name, shape) for name, shape in layout.shapes.items()]])
+    found = sums("stage", one, kind, ranks, 4)
+    values = contributions(ranks, one.size)
+    expected = sum(values)
+    queues = [in_levels(found, rank, ranks, per_node) for rank in range(ranks)]
+    for value in play(queues, values, per_node):
+        np.testing.assert_array_equal(value, expected)
+
+
+@given(jobs(), st.sampled_from(["Reduce_scatter", "Alltoall"]))
+@settings(max_examples=150)
+def test_owners_get_the_sum_of_their_segment(job, primitive):
+    """Oracle: the sum of all contributions, at the owner's place."""
+    ranks, per_node, layout, kind = job
+    found = sums("stage", layout, kind, ranks, 4, primitive)
+    values = contributions(ranks, layout.size)
+    expected = sum(values)
+    queues = [in_levels(found, rank, ranks, per_node) for rank in range(ranks)]
+    for (start, stop), value in zip(layout.segments(), play(queues, values, per_node)):
+        np.testing.assert_array_equal(value[start:stop], expected[start:stop])
+
+
+@given(jobs())
+@settings(max_examples=150)
+def test_segments_of_all_members_make_the_whole(job):
+    """Oracle: each segment as its owner filled it."""
+    ranks, per_node, layout, kind = job
+    values = contributions(ranks, layout.size)
+    parts = [value[slice(*span)] for value, span in zip(values, layout.segments())]
+    expected = np.concatenate(parts)
+    queues = []
+    for rank in range(ranks):
+        found = gathers("stage", "world", layout, kind, rank, ranks, 4)
+        queues.append(in_levels(found, rank, ranks, per_node))
+    for value in play(queues, values, per_node):
+        np.testing.assert_array_equal(value, expected)
+
+
+@given(st.integers(2, 6), st.integers(2, 6), st.integers(1, 50))
+def test_what_a_rank_sends_between_nodes(nodes, places, count):
+    """Oracle: 2 (M-1)/M n/L elements of a sum everywhere; half of that to owners and from them."""
+    ranks = nodes * places
+    blocks = [(f"block{rank}", (16 * count,)) for rank in range(ranks)]
+    whole, by_owner = lay_out([blocks]), lay_out([block] for block in blocks)
+    half = 4 * (nodes - 1) * 16 * count * ranks // nodes // places
+    for found, expected in (
+        (sums("stage", whole, lambda name: 0, ranks, 4), 2 * half),
+        (sums("stage", by_owner, lambda name: 0, ranks, 4), half),
+        (gathers("stage", "world", by_owner, lambda name: 0, 0, ranks, 4), half),
+    ):
+        levels = in_two_levels(found, seat(range(ranks), 0, places), 4)
+        assert [m.wire for m in levels if m.over == "world between nodes"] == [expected]
+
+
+@given(st.integers(1, 24), st.data())
+def test_seats(ranks, data):
+    """Oracle: the definition: rank r is on node r // ranks_per_node."""
+    per_node = data.draw(st.sampled_from(divisors(ranks)))
+    team = range(0, ranks, data.draw(st.sampled_from(divisors(ranks))))
+    nodes = [rank // per_node for rank in team]
+    shares = [nodes.count(node) for node in dict.fromkeys(nodes)]
+    for index, rank in enumerate(team):
+        at = seat(team, rank, per_node)
+        if len(set(shares)) == 1 and 1 < shares[0] < len(team):
+            assert (at.nodes, at.places) == (len(shares), shares[0])
+            assert (at.node, at.place) == divmod(index, shares[0])
+            assert nodes[index] == nodes[at.node * at.places]
+        else:
+            assert at is None
