@@ -113,8 +113,9 @@ def strategy(
         choices["workers"] = ranks  # until the model is known: see `for_machine`
         return Strategy(**choices), {}
     chosen, settings = named(options.strategy, ranks, **choices)
-    if options.solver is not None:
-        settings["solver"] = options.solver
+    for key in ("solver", "basis_every"):
+        if getattr(options, key) is not None:
+            settings[key] = getattr(options, key)
     return chosen, settings
 
 

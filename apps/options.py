@@ -58,11 +58,12 @@ class KfacOptions:
         delay: steps after which a decomposition, made in the background, is used.
         damping: Tikhonov damping.
         factor_every: steps between two updates of the factors.
-        basis_every: steps between two decompositions.
+        basis_every: steps between two decompositions; null as the strategy has it (most: 10).
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
-        solver: damped inverses with the damping split between both factors, eigenbases, or inverses
-            with all of the damping in each; null as the strategy has it (most: inverse).
+        solver: damped inverses with the damping split between both factors, eigenbases, inverses
+            with all of the damping in each, or mean vectors in the place of factors (rank-one, as
+            eva has it); null as the strategy has it (most: inverse).
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
         subsample: factors are estimated from every n-th image of a batch.
@@ -87,10 +88,10 @@ class KfacOptions:
     delay: int | None = bounded(None, ">= 0")
     damping: float = bounded(0.003, "> 0")
     factor_every: int = bounded(1, ">= 1")
-    basis_every: int = bounded(10, ">= 1")
+    basis_every: int | None = bounded(None, ">= 1")
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
-    solver: Literal["inverse", "eigen", "unsplit-inverse"] | None = None
+    solver: Literal["inverse", "eigen", "unsplit-inverse", "rank-one"] | None = None
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
     subsample: int = bounded(1, ">= 1")

@@ -67,7 +67,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
     add("--replicate-below", type=int, help="all workers decompose smaller factors")
     add("--parts", type=count, help="add up so many parts of a batch in order")
-    add("--solver", choices=("inverse", "eigen", "unsplit-inverse"))
+    add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
 
@@ -156,6 +156,8 @@ def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.Plan) -> list[str]:
     """How evenly decompositions are spread, and what bounds the gain of spreading them."""
+    if plan.vectors:
+        return ["Load of the decompositions: none, factors are vectors"]
     busiest = most_loaded(plan)
     total, longest = sum(order**3 for order in plan.orders.values()), plan.load(busiest)
     idle = plan.ranks - len(set(plan.owners.values()))

@@ -31,7 +31,7 @@ from mpikfac_apps.stages import Recording
 from mpikfac_apps.survival import go_on
 
 KFAC_SETTINGS = (
-    *("damping", "factor_every", "basis_every", "decay", "kl_clip"),
+    *("damping", "factor_every", "decay", "kl_clip"),
     *("normalization", "start", "subsample", "skip"),
 )
 KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,8 @@ class Bases:
     """The decompositions that one rank makes and holds, and what it preconditions with.
 
     Attributes:
-        arena: eigenvalues and eigenvectors, or damped inverses; a segment for each worker.
+        arena: eigenvalues and eigenvectors, damped inverses, or vectors as they are; a segment for
+            each worker.
         ready: whether there are any.
         share: the share of the layers whose factors were decomposed last; None for all.
     """
@@ -54,7 +56,7 @@ class Bases:
         self.share: int | None = None
         self._made: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
         self._due = 0
-        self._damping: float | None = None
+        self._damping = math.nan  # equal to none
 
     # -- from factors to decompositions ----------------------------------------------------------
 
@@ -102,7 +104,7 @@ class Bases:
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
         self.ready = True
-        self._damping = None
+        self._damping = math.nan
         if self.rounded is not self.arena:
             self.rounded.flat.copy_(self.arena.flat)
 
@@ -133,22 +135,29 @@ class Bases:
             ArithmeticError: they are not finite, or the damped factor is not positive definite.
         """
         packed = factors[name].to(dtype or factors[name].dtype)
-        factor = kron.unfold_triangle(packed)
-        if self.plan.solver == "eigen":
-            values, vectors = decompose.eigenbasis(factor)
+        if self.plan.vectors:
+            made = {f"{name}.vector": packed}
+        elif self.plan.solver == "eigen":
+            values, vectors = decompose.eigenbasis(kron.unfold_triangle(packed))
             made = {f"{name}.values": values, f"{name}.vectors": vectors}
         else:
-            if self.plan.solver == "inverse":
-                other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
-                means = kron.mean_eigenvalue(packed), kron.mean_eigenvalue(factors[other])
-                share: float | Tensor = decompose.tikhonov_share(*means, damping)
-            else:
-                share = damping
-            made = {f"{name}.inverse": decompose.damped_inverse(factor, share)}
+            share = self._share_of_damping(name, factors, damping)
+            inverse = decompose.damped_inverse(kron.unfold_triangle(packed), share)
+            made = {f"{name}.inverse": inverse}
         made = {key: block.to(factors[name].dtype) for key, block in made.items()}
         if not all(map(all_finite, made.values())):
             raise ArithmeticError("the decomposition is not finite")
         return made
+
+    def _share_of_damping(
+        self, name: str, factors: Mapping[str, Tensor], damping: float
+    ) -> float | Tensor:
+        """What is added to a factor before it is inverted."""
+        if self.plan.solver == "unsplit-inverse":
+            return damping
+        other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
+        means = kron.mean_eigenvalue(factors[name]), kron.mean_eigenvalue(factors[other])
+        return decompose.tikhonov_share(*means, damping)
 
     # -- from gradients to directions ------------------------------------------------------------
 
@@ -163,10 +172,12 @@ class Bases:
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
-        kind = "vectors" if self.plan.solver == "eigen" else "inverse"
+        kind = {"eigen": "vectors", "rank-one": "vector"}.get(self.plan.solver, "inverse")
         a, g = self.rounded[f"{name}.A.{kind}"], self.rounded[f"{name}.G.{kind}"]
         if self.plan.solver == "eigen":
             return kron.precondition(gradient, a, g, self.denominators[name])
+        if self.plan.vectors:
+            return kron.precondition_by_vectors(gradient, a, g, self._damping)
         return kron.precondition_by_inverse(gradient, a, g)
 
     # -- state -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Second moments of a convolution's inputs and outputs, mostly without copying its patches.
+"""Moments of a convolution's inputs and outputs, mostly without copying its patches.
 
-The workhorse is the kernel that computes a convolution's weight gradient: it sums products of one
-image's pixels with another's at every offset of a kernel. On a CPU it runs near the rate of large
-matrix products, on channels-last images without a copy.
+The workhorse of second moments is the kernel that computes a convolution's weight gradient: it sums
+products of one image's pixels with another's at every offset of a kernel. On a CPU it runs near the
+rate of large matrix products, on channels-last images without a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from mpikfac.kron import product
-from mpikfac.moments import with_bias
+from mpikfac.moments import with_bias, with_count
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,15 @@ def input_sum(
     else:
         total = by_patches(pixels, window)
     total = total.to(x.dtype)
-    if not bias:
-        return total
-    # Summing over the batch commutes with taking patches.
+    return with_bias(total, input_vector(x, window, bias)) if bias else total
+
+
+def input_vector(x: Tensor, window: Window, bias: bool) -> Tensor:
+    """`sum(a)` `[inputs]` over all patches, ordered as in `input_sum`."""
+    # Summing over the batch commutes with taking patches, which are a view of the sum.
     patches = _patches(x.sum(0, keepdim=True), window)
-    return with_bias(
-        total, patches.sum((0, 1, 2)).flatten(), len(x) * patches[..., 0, 0, 0].numel()
-    )
+    total = patches.sum((0, 1, 2)).flatten()
+    return with_count(total, len(x) * patches[..., 0, 0, 0].numel()) if bias else total
 
 
 # -- two ways to the same sum ---------------------------------------------------------------------

@@ -25,9 +25,11 @@ class Factors:
     factors whenever these are asked for.
 
     Attributes:
-        statistics: this rank's part of a batch's factors, as triangles; zero between steps.
+        statistics: this rank's part of a batch's factors, as triangles or, where factors are
+            squares of vectors, these vectors; zero between steps.
         parts: the same for each part of a share, where a batch is dealt out in parts.
-        averages: running averages, as triangles.
+        averages: running averages, in the same form.
+        kind: what items of the state are called: "factors" or "vectors".
         weight: what the averages' weights add up to; 0 if there are none yet.
     """
 
@@ -41,6 +43,7 @@ class Factors:
         self.averages = Arena(plan.averages(rank), dtype, device)
         self._squares = Arena(plan.squares(rank), dtype, device)
         self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
+        self.kind = "vectors" if plan.vectors else "factors"
         self.weight = 0.0
         self._beside = None
         if plan.strategy.overlap and not plan.late and (messages := self._messages[None]):
@@ -105,7 +108,7 @@ class Factors:
         self.statistics.flat.zero_()
 
     def whole(self, share: int | None = None) -> Mapping[str, Tensor]:
-        """Averages over ranks and time of the factors that this rank decomposes, as triangles.
+        """Averages over ranks and time of the factors that this rank decomposes.
 
         Where the plan is late, of a `share` of the layers if not of all, and until `discard`.
 
@@ -145,7 +148,7 @@ class Factors:
             for name, average in owned.items():
                 self.averages[name].copy_(average)
             self.discard()
-        state: dict[str, Any] = {f"factors/{name}": self.averages[name] for name in self.kept()}
+        state: dict[str, Any] = {f"{self.kind}/{n}": self.averages[n] for n in self.kept()}
         return state | {"average_weight": self.weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -153,7 +156,7 @@ class Factors:
         self.weight = float(state["average_weight"])
         self.averages.flat.zero_()
         for name in self.kept():
-            self.averages[name].copy_(state[f"factors/{name}"])
+            self.averages[name].copy_(state[f"{self.kind}/{name}"])
 
     def _own(self) -> Tensor:
         """The statistics of the factors that this rank keeps averages of."""
@@ -176,13 +179,17 @@ class Factors:
                     kron.add_triangle(self.statistics[name], square)
 
     def _check(self, step: int) -> None:
-        """Factors of this batch that are not finite become their averages, or the identity."""
+        """Factors of this batch that are not finite become their averages.
+
+        Where there are none yet, they become the identity; vectors become 0, as none stands for it.
+        """
         broken: list[str] = []
         if not all_finite(self.statistics.flat):
             broken = not_finite({name: self.statistics[name] for name in self.averages})
         for name in broken:
             self.statistics[name].copy_(self.averages[name])
-            if self.weight == 0 and (not self.plan.late or name in self.kept()):
+            answers = not self.plan.late or name in self.kept()
+            if self.weight == 0 and answers and not self.plan.vectors:
                 kron.add_identity(self.statistics[name])
         rank, owners = self.grid.world.rank, self.plan.owners
         mine = [name for name in broken if self.plan.late or owners[name] == rank]

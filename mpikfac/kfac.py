@@ -58,7 +58,8 @@ class KFAC:
         solver: "inverse", damped inverses with the damping split between A and G, in which a change
             of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
             damping; "unsplit-inverse", inverses with all of it added to each, as published codes
-            do.
+            do; "rank-one", mean vectors whose squares stand for A and G, another estimator
+            [Zhang et al. 2023, Eva]: nothing is decomposed, and `basis_every=1` is the paper's.
         normalization: scaling of factors, see `moments`.
         start: an average starts at the "first" factor or at the "identity".
         subsample: estimate a batch's factors from every n-th of its examples.
@@ -113,6 +114,8 @@ class KFAC:
         one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
         one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
         check_count("subsample", subsample, 1)
+        if solver == "rank-one":
+            _check_vectors(start, statistics_dtype, precondition_dtype)
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
         dtype, device = common_type([*self.layers, *self.others])
@@ -146,7 +149,9 @@ class KFAC:
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
         self._messages = self._planned(rank)
         statistics = self.factors.statistics
-        self.recorder = Recorder(model, self.layers, statistics, self.trace, subsample)
+        self.recorder = Recorder(
+            model, self.layers, statistics, self.trace, subsample, self.plan.vectors
+        )
         if self.factors.overlap:
             self.recorder.before_first = self.factors.settle
             self.recorder.after_each = self._send_statistics
@@ -358,8 +363,8 @@ class KFAC:
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name; shares of all ranks make the whole.
 
-        Model, optimizer, factors as packed triangles, bases, the averages' weight, and the number
-        of steps: what a run needs to go on exactly, also between two decompositions.
+        Model, optimizer, factors as packed triangles (or vectors), bases, the averages' weight, and
+        the number of steps: what a run needs to go on exactly, also between two decompositions.
 
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
         """
@@ -369,7 +374,7 @@ class KFAC:
 
     def missing(self, names: Collection[str]) -> set[str]:
         """What is not among `names`, of those that the shares of all ranks make up."""
-        whole = {f"kfac/factors/{name}" for name in self.plan.orders}
+        whole = {f"kfac/{self.factors.kind}/{name}" for name in self.plan.orders}
         if "kfac/solver" in names:
             for rank in range(self.plan.ranks):
                 made = self.plan.decompositions(self.plan.decomposed(rank))
@@ -379,8 +384,8 @@ class KFAC:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes from `state` what this rank needs, whatever strategy and ranks it was saved from.
 
-        All of it on all ranks, or nothing. A first-order run's state is taken too: statistics and
-        bases are then made at the next step.
+        All of it on all ranks, or nothing. A first-order run's state is taken too, and that of
+        another estimator: statistics and bases are then made at the next step.
 
         Collective over: world.
 
@@ -403,11 +408,23 @@ class KFAC:
     def _needed_curvature(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What there is of factors, and of bases if they are this solver's."""
         like: dict[str, Any] = {}
-        if "kfac/average_weight" in state:
+        prefix = f"kfac/{self.factors.kind}/"
+        if any(name.startswith(prefix) for name in state):
             averages = self.factors.averages
-            like = {f"kfac/factors/{name}": averages[name] for name in self.factors.kept()}
+            like = {f"{prefix}{name}": averages[name] for name in self.factors.kept()}
             like["kfac/average_weight"] = self.factors.weight
         if state.get("kfac/solver") == self.plan.solver:
             kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
             like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}
         return fitting(state, like)
+
+
+def _check_vectors(
+    start: str, statistics_dtype: torch.dtype | None, precondition_dtype: torch.dtype | None
+) -> None:
+    if (start, statistics_dtype, precondition_dtype) != ("first", None, None):
+        raise ValueError(
+            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
+            f"start='first', statistics_dtype=None and precondition_dtype=None, not {start!r}, "
+            f"{statistics_dtype} and {precondition_dtype}"
+        )

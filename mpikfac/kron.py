@@ -102,6 +102,19 @@ def precondition_by_inverse(
     return product(product(output_inverse, gradient.to(input_inverse.dtype)), input_inverse.T)
 
 
+def precondition_by_vectors(
+    gradient: Tensor, input_vector: Tensor, output_vector: Tensor, damping: float
+) -> Tensor:
+    """`(g g^T (x) a a^T + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
+
+    By the Sherman-Morrison formula [Zhang et al. 2023, Eva].
+    """
+    along = output_vector @ gradient @ input_vector
+    size = output_vector.square().sum() * input_vector.square().sum()
+    coefficients = output_vector * (along / (size + damping))
+    return torch.addr(gradient, coefficients, input_vector, alpha=-1) / damping
+
+
 def kl_scale(divergence: Tensor, kl_clip: float) -> Tensor:
     """Factor `[]` that keeps a step's squared Fisher norm at `kl_clip` at most.
 

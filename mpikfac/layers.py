@@ -53,6 +53,14 @@ class Layer:
         """`sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
         return moments.linear_output_sum(g)
 
+    def input_vector(self, x: Tensor) -> Tensor:
+        """`sum(a)` `[inputs]` of one forward call's input."""
+        return moments.linear_input_vector(x, self.bias)
+
+    def output_vector(self, g: Tensor) -> Tensor:
+        """`sum(g)` `[outputs]` of the gradient at the call's output."""
+        return moments.linear_output_vector(g)
+
     def positions(self, g: Tensor) -> int:
         """Number of vectors `a` (and `g`) in a call: batch times shared positions."""
         return g.numel() // self.shape.outputs
@@ -115,14 +123,28 @@ class ConvLayer(Layer):
 
     def input_sum(self, x: Tensor) -> Tensor:
         """`sum(a a^T)` over all patches, in the order of the weight's elements."""
-        if not self._pads_by_zeros:
-            (top, bottom), (left, right) = self._padding
-            x = F.pad(x, (left, right, top, bottom), mode=self.module.padding_mode)
-        return convolution.input_sum(x, self._window, self.bias, self._statistics_dtype)
+        return convolution.input_sum(
+            self._padded(x), self._window, self.bias, self._statistics_dtype
+        )
 
     def output_sum(self, g: Tensor) -> Tensor:
         """`sum(g g^T)` over all output pixels."""
         return convolution.output_sum(g)
+
+    def input_vector(self, x: Tensor) -> Tensor:
+        """`sum(a)` over all patches, in the order of the weight's elements."""
+        return convolution.input_vector(self._padded(x), self._window, self.bias)
+
+    def output_vector(self, g: Tensor) -> Tensor:
+        """`sum(g)` over all output pixels."""
+        return g.sum((0, 2, 3))
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """The input as patches are taken from it; zeros around it are the window's."""
+        if self._pads_by_zeros:
+            return x
+        (top, bottom), (left, right) = self._padding
+        return F.pad(x, (left, right, top, bottom), mode=self.module.padding_mode)
 
 
 class Other:

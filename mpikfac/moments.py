@@ -1,4 +1,4 @@
-"""Second moments of layer inputs and output gradients, and their normalisation.
+"""First and second moments of layer inputs and output gradients, and their normalisation.
 
 With B examples in the batch, S positions that a weight is shared over (outputs of a convolution,
 tokens), `a` a layer's inputs `[batch, shared, inputs]` (1 appended where there is a bias) and `g`
@@ -14,12 +14,22 @@ they change what a damping value means:
     kfac-pytorch   A = sum(a a^T) / (B S^3)    G = sum(g g^T) / (B S^3) product B^2 S^5 smaller
 
 For linear layers both of the latter count positions as examples (S = 1).
+
+Eva [Zhang et al. 2023] takes means in the place of second moments: A and G become `v v^T` with
+
+    expand         v = sum(a) / (B S)          v = sum(g) / sqrt(S)
+
+which are the factors above if all vectors are equal. For linear layers (S = 1) these are the
+paper's means over examples of inputs and of gradients of an example's own loss. The code published
+with it takes `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from mpikfac.kron import product
@@ -37,11 +47,17 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
     return 1 / (batch * shared**3), 1 / (batch * shared**3)
 
 
+def vector_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
+    """What to multiply `sum(a)` and `sum(g)` by, for A and G where all vectors are equal."""
+    a, g = factor_scales(normalization, batch, shared)
+    return math.sqrt(a / (batch * shared)), math.sqrt(g / (batch * shared))
+
+
 def linear_input_sum(x: Tensor, bias: bool) -> Tensor:
     """`sum(a a^T)` `[inputs, inputs]` of a linear layer's input `[..., features]`."""
     rows = x.reshape(-1, x.shape[-1])
     total = product(rows.T, rows)
-    return with_bias(total, rows.sum(0), len(rows)) if bias else total
+    return with_bias(total, linear_input_vector(x, bias)) if bias else total
 
 
 def linear_output_sum(g: Tensor) -> Tensor:
@@ -50,16 +66,31 @@ def linear_output_sum(g: Tensor) -> Tensor:
     return product(rows.T, rows)
 
 
-def with_bias(total: Tensor, sums: Tensor, count: int) -> Tensor:
-    """`sum(a a^T)` after a 1 is appended to each of the `count` vectors `a`.
+def linear_input_vector(x: Tensor, bias: bool) -> Tensor:
+    """`sum(a)` `[inputs]` of a linear layer's input `[..., features]`."""
+    rows = x.reshape(-1, x.shape[-1])
+    return with_count(rows.sum(0), len(rows)) if bias else rows.sum(0)
+
+
+def linear_output_vector(g: Tensor) -> Tensor:
+    """`sum(g)` `[outputs]` of gradients `[..., outputs]`."""
+    return g.reshape(-1, g.shape[-1]).sum(0)
+
+
+def with_bias(total: Tensor, vector: Tensor) -> Tensor:
+    """`sum(a a^T)` after a 1 is appended to each vector `a`.
 
     Args:
         total: `sum(a a^T)` without it, `[n, n]`.
-        sums: `sum(a)`, `[n]`.
+        vector: `sum(a)` with it, `[n + 1]`.
     """
     n = len(total)
     grown = total.new_empty(n + 1, n + 1)
     grown[:n, :n] = total
-    grown[:n, n] = grown[n, :n] = sums
-    grown[n, n] = count
+    grown[n] = grown[:, n] = vector
     return grown
+
+
+def with_count(vector: Tensor, count: int) -> Tensor:
+    """`sum(a)` `[n + 1]` after a 1 is appended to each of the `count` vectors `a`."""
+    return torch.cat([vector, vector.new_full((1,), count)])

@@ -21,7 +21,7 @@ from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
 from mpikfac.messages import Kind, Message, gathers, in_order, message, sums
 from mpikfac.strategy import Strategy, check_divides, one_of
 
-Solver = Literal["eigen", "inverse", "unsplit-inverse"]
+Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,10 @@ class Plan:
 
     def replicated(self, factor: str) -> bool:
         """Whether every worker decomposes that factor for itself."""
-        return self.orders[factor] < self.strategy.replicate_below
+        everywhere = (self.strategy.reduction, self.strategy.update) == ("everyone", "everyone")
+        # A vector is used as it is: where all have it, sending it would be for nothing.
+        free = self.vectors and everywhere
+        return free or self.orders[factor] < self.strategy.replicate_below
 
     def decomposed(self, rank: int) -> list[str]:
         """Factors that `rank` decomposes: those it owns, then those it decomposes for itself."""
@@ -132,11 +135,22 @@ class Plan:
         blocks: list[tuple[str, Shape]] = []
         for name in factors:
             order = self.orders[name]
-            if self.solver == "eigen":
+            if self.vectors:
+                blocks.append((f"{name}.vector", (order,)))
+            elif self.solver == "eigen":
                 blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
             else:
                 blocks.append((f"{name}.inverse", (order, order)))
         return blocks
+
+    @property
+    def vectors(self) -> bool:
+        """Whether a factor is kept as the vector of which it is the square."""
+        return self.solver == "rank-one"
+
+    def packed(self, order: int) -> Shape:
+        """The shape in which a factor of that order is recorded, kept and sent."""
+        return (order,) if self.vectors else triangle_shape(order)
 
     @property
     def parts_per_rank(self) -> int:
@@ -178,8 +192,8 @@ class Plan:
     # -- where numbers lie -----------------------------------------------------------------------
 
     def statistics(self, rank: int) -> Layout:
-        """Triangles of a batch's factors: model order, or owner by owner if owners reduce."""
-        return self._factors(self.recorded(rank), triangle_shape)
+        """A batch's factors: model order, or owner by owner if owners reduce."""
+        return self._factors(self.recorded(rank), self.packed)
 
     def squares(self, rank: int) -> Layout:
         """The same as squares, if they travel in that form; else nothing."""
@@ -187,12 +201,12 @@ class Plan:
         return self._factors(self.recorded(rank) if square else [], lambda order: (order, order))
 
     def averages(self, rank: int) -> Layout:
-        """Triangles of the running averages that `rank` keeps."""
+        """Running averages that `rank` keeps."""
         if self.late:
-            return self._factors(self.recorded(rank), triangle_shape)
+            return self._factors(self.recorded(rank), self.packed)
         everyone = self.strategy.reduction == "everyone"
         kept = self.owners if everyone else self.owned(rank)
-        return lay_out([self._matrices_of(self._by_share(kept), triangle_shape)])
+        return lay_out([self._matrices_of(self._by_share(kept), self.packed)])
 
     def bases(self, rank: int) -> Layout:
         """Decompositions that `rank` holds: a segment for each row of its column, and its own."""
@@ -204,7 +218,7 @@ class Plan:
         return lay_out(self.decompositions(self._by_share(names)) for names in [*owned, own])
 
     def denominators(self, rank: int) -> Layout:
-        """Damped eigenvalues of each layer that `rank` preconditions; empty for inverses."""
+        """Damped eigenvalues of each layer that `rank` preconditions; for eigenbases only."""
         names = self.preconditioned(rank) if self.solver == "eigen" else []
         return lay_out([self._matrices(names)])
 
@@ -305,7 +319,7 @@ class Plan:
 
     def load(self, rank: int) -> int:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
-        return sum(self.orders[name] ** 3 for name in self.decomposed(rank))
+        return 0 if self.vectors else sum(self.orders[name] ** 3 for name in self.decomposed(rank))
 
     def _sums(self, stage: str, layout: Layout, kind: Kind, rank: int) -> list[Message]:
         if self.parts_per_rank:
@@ -387,13 +401,14 @@ def make_plan(
 
     Args:
         others: names and shapes of parameters (and buffers) that no layer covers.
-        solver: one of the damped inverses, or "eigen" (eigenvectors and eigenvalues).
+        solver: one of the damped inverses, "eigen" (eigenvectors and eigenvalues), or "rank-one"
+            (factors are squares of vectors, and nothing is decomposed).
         itemsize: bytes of one element.
 
     Raises:
         ValueError: a choice that cannot work, with what would.
     """
-    one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse"))
+    one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse", "rank-one"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     check_divides("workers", strategy.workers, ranks)
@@ -404,6 +419,10 @@ def make_plan(
             f"solver='inverse' balances the damping of A and G by both traces, so with "
             f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
             f"solver='eigen'"
+        )
+    if solver == "rank-one" and strategy.packing == "square":
+        raise ValueError(
+            "solver='rank-one' has vectors, which are no squares; use packing='triangle'"
         )
     if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Hooks that record a batch's second moments; nothing is sent."""
+"""Hooks that record a batch's moments; nothing is sent."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from mpikfac import kron
 from mpikfac.arena import Arena
 from mpikfac.layers import Layer
-from mpikfac.moments import Normalization, factor_scales
+from mpikfac.moments import Normalization, factor_scales, vector_scales
 from mpikfac.trace import Trace
+
+Moment = Callable[[Tensor], Tensor]
 
 
 class Recorder:
-    """Sums of `a a^T` and `g g^T` over this rank's passes since the last `finish`.
+    """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over passes since the last `finish`.
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
@@ -38,12 +40,15 @@ class Recorder:
         statistics: Arena,
         trace: Trace,
         subsample: int = 1,
+        vectors: bool = False,
     ) -> None:
         """Adds hooks to the model and to the layers that have a block in `statistics`.
 
-        With `subsample=n`, a call's sums are estimated from every n-th of its examples.
+        With `subsample=n`, a call's sums are estimated from every n-th of its examples. With
+        `vectors`, they are those of `a` and `g`, else triangles of `a a^T` and `g g^T`.
         """
         self.statistics = statistics
+        self.vectors = vectors
         self.subsample = subsample
         self.trace = trace
         self._counts: dict[str, Count] = {}
@@ -96,7 +101,7 @@ class Recorder:
                 f"statistics; add it to skip if that is meant"
             )
         self._finished.add(layer.name)
-        scales = count.factor_scales(normalization, layer.spatial)
+        scales = count.scales(normalization, layer.spatial, self.vectors)
         for name, scale in zip(layer.factors, scales):
             if name in self.statistics:
                 self.statistics[name].mul_(scale / sharers)
@@ -137,11 +142,18 @@ class Recorder:
             weight = len(x) / max(1, len(some_x))
             a_name, g_name = layer.factors
             if a_name in self.statistics:
-                kron.add_triangle(self.statistics[a_name], layer.input_sum(some_x), weight)
+                self._add(a_name, layer.input_vector, layer.input_sum, some_x, weight)
             if g_name in self.statistics:
-                kron.add_triangle(self.statistics[g_name], layer.output_sum(some_g), weight)
+                self._add(g_name, layer.output_vector, layer.output_sum, some_g, weight)
             if self.after_each:
                 self.after_each(layer)
+
+    def _add(self, name: str, first: Moment, second: Moment, some: Tensor, weight: float) -> None:
+        """Adds the first or second moment of `some`, times `weight`, to a factor's statistics."""
+        if self.vectors:
+            self.statistics[name].add_(first(some), alpha=weight)
+        else:
+            kron.add_triangle(self.statistics[name], second(some), weight)
 
 
 @dataclass
@@ -160,7 +172,10 @@ class Count:
         self.positions += positions
         self.last_pass = forward_pass
 
-    def factor_scales(self, normalization: Normalization, spatial: bool) -> tuple[float, float]:
-        """What to multiply the sums by to get A and G."""
+    def scales(
+        self, normalization: Normalization, spatial: bool, vectors: bool
+    ) -> tuple[float, float]:
+        """What to multiply the sums by to get A and G, or their vectors."""
         batch = self.batch if spatial or normalization == "expand" else self.positions
-        return factor_scales(normalization, batch, self.positions / batch)
+        scales = vector_scales if vectors else factor_scales
+        return scales(normalization, batch, self.positions / batch)

@@ -185,6 +185,11 @@ def _check_counts(counts: Mapping[str, Any], least: int) -> None:
             raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
 
 
+def _check_size(name: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
+
+
 # -- strategies by name --------------------------------------------------------------------------
 
 
@@ -196,8 +201,8 @@ class Named:
         what: it, in one sentence.
         source: where it was published, as in docs/references.md.
         cost: bytes that a rank sends in a ring, in float32: on steps with new factors + in a
-            refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F and
-            4T bytes of all factors as squares and triangles, 4N of all gradients.
+            refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T
+            and 4V bytes of all factors as squares, triangles and vectors, 4N of all gradients.
         same: whether it is the same estimator: the numbers of one process that trains on the
             joined batch, with the same `delay` and `stagger`.
         choices: what it sets of a `Strategy`; "all" workers are as many as there are ranks.
@@ -317,6 +322,15 @@ NAMED: Mapping[str, Named] = {
         "LBANN",
         "2 (P-1)/P 4T + (P-1)/P 4F + 0",
         choices={"workers": "all", "delay": 1},
+    ),
+    "eva": Named(
+        "Factors are squares of mean vectors, averaged everywhere; every rank preconditions every "
+        "layer and nothing is decomposed",
+        "Eva",
+        "2 (P-1)/P 4V + 0 + 0",
+        same=False,
+        choices={"workers": "all"},
+        settings={"solver": "rank-one", "basis_every": 1},
     ),
 }
 """Published ways to distribute K-FAC, and combinations of theirs."""

@@ -5,6 +5,7 @@ Nothing here is fast, distributed, or taken from the library.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -34,13 +35,15 @@ def output_vectors(g: Tensor, outputs: int) -> Tensor:
     return (g.permute(0, 2, 3, 1) if g.dim() == 4 else g).reshape(-1, outputs)
 
 
-def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """A and G of every layer: means over all vectors; leaves the gradients of the mean loss."""
-    calls: dict[str, list[tuple[Tensor, Tensor]]] = {}
+def calls(
+    model: nn.Module, batch: Batch, loss: Callable[..., Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """All vectors `a` and `g` of every layer; leaves the gradients of the mean loss."""
+    outputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         output.retain_grad()
-        calls.setdefault(name, []).append((input_vectors(module, inputs[0].detach()), output))
+        outputs.setdefault(name, []).append((input_vectors(module, inputs[0].detach()), output))
         return output.clone()  # an in-place activation behind the layer leaves the kept one alone
 
     modules = kfac_modules(model)
@@ -50,11 +53,32 @@ def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
     for hook in hooks:
         hook.remove()
     found = {}
-    for name, seen in calls.items():
+    for name, seen in outputs.items():
         a = torch.cat([a for a, _ in seen])
         g = torch.cat([output_vectors(o.grad, len(modules[name].weight)) for _, o in seen])
+        found[name] = a, g
+    return found
+
+
+def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
+    """A and G of every layer: means over all vectors; leaves the gradients of the mean loss."""
+    found = {}
+    for name, (a, g) in calls(model, batch, loss).items():
         found[f"{name}.A"] = a.T @ a / len(a)
-        found[f"{name}.G"] = len(x) * g.T @ g
+        found[f"{name}.G"] = len(batch[0]) * g.T @ g
+    return found
+
+
+def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
+    """Eva's vectors of every layer, as the means of inputs and of examples' own gradients.
+
+    Gradients are multiplied by the root of the positions of an example, as G is by their number.
+    """
+    found = {}
+    for name, (a, g) in calls(model, batch, loss).items():
+        positions = len(g) / len(batch[0])
+        found[f"{name}.A"] = a.mean(0)
+        found[f"{name}.G"] = math.sqrt(positions) * (len(batch[0]) * g).mean(0)
     return found
 
 
@@ -87,10 +111,16 @@ def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Ten
     return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
 
 
+def rank_one_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """`(g g^T (x) a a^T + damping I)^-1 gradient`, with the product written out."""
+    return kronecker_solve(gradient, torch.outer(a, a), torch.outer(g, g), damping)
+
+
 SOLVES: dict[str, Callable[..., Tensor]] = {
     "eigen": kronecker_solve,
     "inverse": tikhonov_solve,
     "unsplit-inverse": unsplit_solve,
+    "rank-one": rank_one_solve,
 }
 
 
@@ -132,9 +162,10 @@ def train(
     history: list[dict[str, Tensor]] = []
     used: dict[str, Tensor] = {}
     scales = []
+    estimate = vectors if solver == "rank-one" else factors
     for step, shards in enumerate(steps):
         if step % factor_every == 0:
-            history.append(_factors_of(model, shards, sources))
+            history.append(_factors_of(estimate, model, shards, sources))
         optimizer.zero_grad()
         factors(model, _joined(shards))
         if step % basis_every == 0:
@@ -146,11 +177,14 @@ def train(
 
 
 def _factors_of(
-    model: nn.Module, shards: Sequence[Batch], sources: Mapping[str, int] | None
+    estimate: Callable[..., dict[str, Tensor]],
+    model: nn.Module,
+    shards: Sequence[Batch],
+    sources: Mapping[str, int] | None,
 ) -> dict[str, Tensor]:
     if sources is None:
-        return factors(model, _joined(shards))
-    of_shard = [factors(model, shard) for shard in shards]
+        return estimate(model, _joined(shards))
+    of_shard = [estimate(model, shard) for shard in shards]
     return {name: of_shard[shard][name] for name, shard in sources.items()}
 
 

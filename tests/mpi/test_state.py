@@ -49,17 +49,18 @@ def continued(comm, state, strategy, optimizer=problem.sgd, **settings):
     return problem.run(kfac, comm, range(STOP, problem.STEPS))
 
 
+@pytest.mark.parametrize(("solver", "kind"), [("eigen", "factors"), ("rank-one", "vectors")])
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
-def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy):
+def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind):
     """Oracle: the uninterrupted run."""
     optimizer = problem.sgd if strategy.colocate else problem.adam
-    state, expected = interrupted(comm, strategy, optimizer)
-    assert torch.equal(continued(comm, state, strategy, optimizer), expected)
-    factors = {name for name in state if name.startswith("kfac/factors/")}
-    assert factors == {f"kfac/factors/{layer}.{kind}" for layer in (0, 3, 5) for kind in "AG"}
+    state, expected = interrupted(comm, strategy, optimizer, solver=solver)
+    assert torch.equal(continued(comm, state, strategy, optimizer, solver=solver), expected)
+    factors = {name for name in state if name.startswith(("kfac/factors/", "kfac/vectors/"))}
+    assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
 def test_any_strategy_goes_on_with_anothers_state(comm, solver):
     """Oracle: the uninterrupted run, but for rounding. Each hands over to the next."""
     strategies = [s for s in EXACT if s.colocate]

@@ -38,6 +38,8 @@ def assert_sum_over_patches(x, shape, bias):
     a = torch.cat([a, a.new_ones(len(a), 1)], 1) if bias else a
     found = convolution.input_sum(x, shape, bias)
     torch.testing.assert_close(found, a.T @ a, rtol=1e-10, atol=1e-10)
+    vector = convolution.input_vector(x, shape, bias)
+    torch.testing.assert_close(vector, a.sum(0), rtol=1e-10, atol=1e-10)
 
 
 @given(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import math
 import re
@@ -37,8 +38,13 @@ def factor(kfac, name):
     return kron.unfold_triangle(kfac.state_dict()[f"kfac/factors/{name}"])
 
 
-@pytest.mark.parametrize("start", ["first", "identity"])
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize(
+    ("solver", "start"),
+    [
+        *itertools.product(["eigen", "inverse", "unsplit-inverse"], ["first", "identity"]),
+        ("rank-one", "first"),
+    ],
+)
 @pytest.mark.parametrize("clip", [{"kl_clip": 0.001}, {"kl_clip": None, "damping": 1.0}])
 def test_training_is_the_textbooks(comm, solver, start, clip):
     """Oracle: im2col factors, written-out averages, dense solves and the clip's formula."""
@@ -182,6 +188,31 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
     assert other.trace.calls["statistics"] == 0
 
 
+def test_another_estimators_factors_are_left_where_they_are(comm):
+    """Oracle: the dense solve with vectors of the one batch since; and K-FAC's own after it."""
+    model = linear()
+    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None)
+    learn(kfac, 0)
+    kfac.step()
+    settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
+    model = linear()
+    eva = mpikfac.KFAC(model, sgd(model), comm, solver="rank-one", **settings)
+    eva.load_state_dict(kfac.state_dict())
+    gradient = learn(eva, 1)
+    eva.precondition()
+    found = eva.state_dict()
+    vectors = found["kfac/vectors/0.A"], found["kfac/vectors/0.G"]
+    x = torch.randn(10, 6, generator=torch.Generator().manual_seed(1)).double()
+    torch.testing.assert_close(vectors[0], x.mean(0))
+    expected = oracles.rank_one_solve(gradient, *vectors, 0.01)
+    torch.testing.assert_close(model[0].weight.grad, expected, rtol=1e-10, atol=1e-10)
+    kfac.load_state_dict(found)
+    learn(kfac, 2)
+    kfac.step()
+    x = torch.randn(10, 6, generator=torch.Generator().manual_seed(2)).double()
+    torch.testing.assert_close(factor(kfac, "0.A"), x.T @ x / 10)
+
+
 def test_a_first_order_run_goes_on_with_kfac(comm):
     """Oracle: statistics and bases are made at once, whatever the intervals."""
     first_order = linear()
@@ -271,6 +302,18 @@ def test_precondition_refuses_owners_that_step(comm):
         ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
         ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),
         ({"precondition_dtype": "bfloat16"}, "precondition_dtype='bfloat16' must be one of"),
+        *(
+            (
+                {"solver": "rank-one", **more},
+                "solver='rank-one' has no matrices to start at the identity or to round: it needs "
+                "start='first', statistics_dtype=None and precondition_dtype=None, not ",
+            )
+            for more in (
+                {"start": "identity"},
+                {"statistics_dtype": torch.bfloat16},
+                {"precondition_dtype": torch.bfloat16},
+            )
+        ),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (
             {"strategy": mpikfac.Strategy(2)},
@@ -317,7 +360,7 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
         kfac.step()
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen"])
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "rank-one"])
 def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
     """Oracle: the bytes behind all tensors that exist, after one and after three intervals."""
 

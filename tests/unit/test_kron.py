@@ -94,6 +94,17 @@ def test_damped_inverses_are_factored_tikhonov(outputs, inputs, damping):
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("damping", [1e-3, 1.0])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (6, 4)])
+def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping):
+    """Oracle: the Kronecker product of both squares, damped, inverted densely."""
+    a, g = (torch.randn(n, dtype=torch.float64) for n in (inputs, outputs))
+    gradient = torch.randn(outputs, inputs, dtype=torch.float64)
+    found = kron.precondition_by_vectors(gradient, a, g, damping)
+    expected = oracles.rank_one_solve(gradient, a, g, damping)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     ("divergence", "scale"), [(0.4, 0.05), (-0.4, 0.05), (0.001, 1.0), (1e-9, 1.0), (0.0, 1.0)]
 )

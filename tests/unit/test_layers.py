@@ -62,6 +62,7 @@ def test_inputs_of_a_convolution_are_what_its_weight_multiplies(
     a = vectors(module, x)
     layer = layers.ConvLayer("conv", module)
     torch.testing.assert_close(layer.input_sum(x), a.T @ a, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer.input_vector(x), a.sum(0), rtol=1e-10, atol=1e-10)
     assert layer.positions(module(x)) == len(a)
 
 

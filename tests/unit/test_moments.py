@@ -26,6 +26,8 @@ def test_a_linear_input_is_its_last_dimension(shape, bias):
     vectors = oracles.input_vectors(nn.Linear(5, 2, bias), x)
     assert_moment(moments.linear_input_sum(x, bias), vectors)
     assert_moment(moments.linear_output_sum(x), x.reshape(-1, 5))
+    torch.testing.assert_close(moments.linear_input_vector(x, bias), vectors.sum(0))
+    torch.testing.assert_close(moments.linear_output_vector(x), x.reshape(-1, 5).sum(0))
 
 
 @pytest.mark.parametrize(
@@ -39,3 +41,15 @@ def test_a_linear_input_is_its_last_dimension(shape, bias):
 def test_normalizations(name, a, g):
     """Oracle: the formulas for a batch of 8 and 9 positions."""
     assert moments.factor_scales(name, 8, 9) == pytest.approx((a, g))
+
+
+@pytest.mark.parametrize("name", moments.NORMALIZATIONS)
+@pytest.mark.parametrize(("batch", "shared"), [(8, 1), (8, 9)])
+def test_of_equal_vectors_a_factor_is_the_square_of_its_vector(name, batch, shared):
+    """Oracle: the factor itself, from the sum of outer products."""
+    same = torch.randn(5).double().expand(batch * shared, 5)
+    for of_matrix, of_vector in zip(
+        moments.factor_scales(name, batch, shared), moments.vector_scales(name, batch, shared)
+    ):
+        vector = of_vector * same.sum(0)
+        torch.testing.assert_close(torch.outer(vector, vector), of_matrix * same.T @ same)

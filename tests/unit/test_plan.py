@@ -89,6 +89,20 @@ def test_gradients_and_bases_by_hand():
     assert p.memory(0)["bases"] == 4 * p.bases(0).size
 
 
+def test_vectors_by_hand():
+    """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, each in a piece of 16, in bytes of 4."""
+    everywhere = plan(2, 2, solver="rank-one")
+    for layout in (everywhere.statistics(0), everywhere.averages(0), everywhere.bases(0)):
+        assert layout.size == 6 * 16
+    assert everywhere.bases(0).shapes["conv.A.vector"] == (10,)
+    sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
+    assert sizes == [("reduce statistics", 4 * 96), ("reduce gradients", 4 * 176)]
+    to_owners = plan(2, 2, "owners", solver="rank-one")
+    (bases,) = to_owners.publish_bases(1)
+    assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
+    assert [p.load(0) for p in (everywhere, to_owners)] == [0, 0]
+
+
 EVERYWHERE = ("reduce statistics", "Allreduce", "world")
 TO_OWNERS = ("reduce statistics", "Reduce_scatter", "world")
 BASES = ("publish bases", "Allgatherv", "column")
@@ -162,7 +176,7 @@ def test_the_digest_tells_any_two_plans_apart():
             Strategy(colocate=False),
         ],
         "others": [[], OTHERS, OTHERS[:2]],
-        "solver": ["eigen", "inverse"],
+        "solver": ["eigen", "inverse", "rank-one"],
         "itemsize": [4, 8],
     }
     base = {name: values[0] for name, values in choices.items()}
@@ -203,6 +217,10 @@ def mib(elements):
         (
             lambda: make_plan(LAYERS, 2, Strategy(2, "owners", colocate=False), solver="inverse"),
             "with reduction='owners' both need one owner; use colocate=True",
+        ),
+        (
+            lambda: make_plan(LAYERS, 2, Strategy(packing="square"), solver="rank-one"),
+            "solver='rank-one' has vectors, which are no squares; use packing='triangle'",
         ),
         (lambda: Strategy(0), "workers=0 must be a whole number of at least 1"),
         (

@@ -22,9 +22,11 @@ def trainer(comm, model, **settings):
 
 
 def factors(kfac):
-    """A and G of every layer, as the state holds them."""
-    prefix = "kfac/factors/"
+    """A and G of every layer, or their vectors, as the state holds them."""
+    prefix = f"kfac/{kfac.factors.kind}/"
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
+    if kfac.plan.vectors:
+        return state
     return {name: kron.unfold_triangle(packed) for name, packed in state.items()}
 
 
@@ -131,20 +133,35 @@ def vectors(examples=12, shape=(6,)):
     return x, torch.randint(0, 5, (examples,), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch"),
-    [
-        (Twice, vectors()),
-        (lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Linear(7, 5)), vectors()),
-        (
-            lambda: nn.Sequential(nn.Linear(6, 7), nn.AdaptiveAvgPool2d((1, 5)), nn.Flatten()),
-            vectors(shape=(3, 6)),
-        ),
-        (lambda: nn.Linear(6, 5), vectors()),
-        (problem.network, problem.batch(0)),
-    ],
-    ids=["a layer called twice", "in-place ReLU", "tokens", "a single layer", "convolutions"],
-)
+PASSES = {
+    "a layer called twice": (Twice, vectors()),
+    "in-place ReLU": (
+        lambda: nn.Sequential(nn.Linear(6, 7), nn.ReLU(inplace=True), nn.Linear(7, 5)),
+        vectors(),
+    ),
+    "tokens": (
+        lambda: nn.Sequential(nn.Linear(6, 7), nn.AdaptiveAvgPool2d((1, 5)), nn.Flatten()),
+        vectors(shape=(3, 6)),
+    ),
+    "a single layer": (lambda: nn.Linear(6, 5), vectors()),
+    "convolutions": (problem.network, problem.batch(0)),
+}
+
+
+@pytest.mark.parametrize(("model", "batch"), PASSES.values(), ids=PASSES)
+def test_vectors_are_means(comm, model, batch):
+    """Oracle: the paper's means over examples, of all calls' vectors by im2col [Eva]."""
+    torch.manual_seed(0)
+    model = model().double()
+    expected = oracles.vectors(model, batch)
+    model.zero_grad()
+    kfac = trainer(comm, model, solver="rank-one")
+    learn(kfac, batch)
+    kfac.step()
+    assert_same(factors(kfac), expected)
+
+
+@pytest.mark.parametrize(("model", "batch"), PASSES.values(), ids=PASSES)
 def test_factors_are_means_over_vectors(comm, model, batch):
     """Oracle: all calls' vectors one below the other, by im2col."""
     torch.manual_seed(0)
@@ -176,13 +193,14 @@ def test_one_example_needs_no_batch_dimension(comm, layers, shape):
     assert_same(factors(kfac), expected)
 
 
-def test_micro_batches_add_up_to_the_joined_batch(comm):
+@pytest.mark.parametrize("solver", ["inverse", "rank-one"])
+def test_micro_batches_add_up_to_the_joined_batch(comm, solver):
     """Oracle: the joined batch in one pass; the loss of each micro-batch is divided by 3."""
     torch.manual_seed(0)
     x, y = vectors()
     joined, split = Twice().double(), Twice().double()
     split.load_state_dict(joined.state_dict())
-    joined, split = trainer(comm, joined), trainer(comm, split)
+    joined, split = (trainer(comm, model, solver=solver) for model in (joined, split))
     learn(joined, (x, y))
     for micro_batch in zip(x.split((2, 4, 6)), y.split((2, 4, 6))):
         learn(split, micro_batch, lambda f, t: F.cross_entropy(f, t, reduction="sum") / len(x))
