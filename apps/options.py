@@ -38,7 +38,7 @@ class KfacOptions:
 
     Args:
         strategy: how it is distributed: one of those that `mpikfac strategies` lists, or auto for
-            the one that takes the least time by the model. The choices from here to delay change
+            the one that takes the least time by the model. The choices from here to tolerance change
             it; null leaves them as the strategy has them.
         machine: what the model and the messages of overlapping strategies go by: a file of
             `mpikfac calibrate`.
@@ -56,6 +56,8 @@ class KfacOptions:
         fusion: layers that share a message; one number, or that of each message in turn.
         stagger: a refresh of the bases is spread over so many steps, a share of the layers each.
         delay: steps after which a decomposition, made in the background, is used.
+        tolerance: factors are decomposed anew only if the last decomposition is off by more than
+            this, relative; 0 for always.
         damping: Tikhonov damping.
         factor_every: steps between two updates of the factors.
         basis_every: steps between two decompositions; null as the strategy has it (most: 10).
@@ -86,6 +88,7 @@ class KfacOptions:
     fusion: list[int] | None = None
     stagger: int | None = bounded(None, ">= 1")
     delay: int | None = bounded(None, ">= 0")
+    tolerance: float | None = bounded(None, ">= 0")
     damping: float = bounded(0.003, "> 0")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int | None = bounded(None, ">= 1")

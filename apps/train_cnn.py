@@ -37,7 +37,7 @@ KFAC_SETTINGS = (
 KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
 
 # What a rank tells the others at each step, beside its gradients.
-CHECKPOINT, STOP, WRITTEN, TROUBLES = range(4)
+CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
 
 log = logging.getLogger("mpikfac.train")
 
@@ -120,7 +120,7 @@ class Run:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
         self.speed = Speed(options.batch, self.trainer.trace)
-        self.troubles = 0
+        self.troubles = self.decompositions = 0
         metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
@@ -248,14 +248,15 @@ class Run:
         """What this rank is asked for, and how far its writing is, travels with the next step."""
         asked, troubles = self.guard.requests, self.trainer.troubles.counts.total()
         due = asked.checkpoint and not self.saver.pending
-        votes = [due, asked.stop, self.saver.written, troubles]
+        decompositions = self.trainer.trace.calls["decompositions"]
+        votes = [due, asked.stop, self.saver.written, troubles, decompositions]
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
 
     def _follow_votes(self) -> bool:
         """Does what any rank was asked for; whether the run is to stop."""
         every, ranks = self.options.checkpoint_every, self.comm.size
         votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
-        self.troubles = votes[TROUBLES]
+        self.troubles, self.decompositions = votes[TROUBLES], votes[DECOMPOSITIONS]
         if votes[STOP]:
             return True
         if votes[WRITTEN] == ranks:
@@ -300,6 +301,8 @@ class Run:
         self.speed.mark()
         clip = {} if self.options.optimizer == "sgd" else {"kl_scale": self.trainer.kl_scale.item()}
         more = clip | ({"troubles": self.troubles} if self.troubles else {})
+        if self.trainer.plan.strategy.tolerance:  # else they follow from the options
+            more["decompositions"] = self.decompositions
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:

@@ -85,10 +85,13 @@ class Bases:
         """Whether decompositions are on their way that are to be used from `step` on."""
         return self.pending and step >= self._due
 
-    def take(self) -> None:
+    def take(self) -> int:
         """Puts this rank's own decompositions into the arena, waiting for them if need be.
 
-        What could not be made stays as it was; at the first time it is NaN, and so are directions.
+        What was not made stays as it was; at the first time it is NaN, and so are directions.
+
+        Returns:
+            How many factors were decomposed.
 
         Raises:
             UserError: a factor could not be decomposed too many times in a row.
@@ -100,6 +103,7 @@ class Bases:
                 self.arena[name].copy_(blocks[name])
             elif not self.ready:
                 self.arena[name].fill_(torch.nan)
+        return sum(name.endswith((".vectors", ".inverse")) for name in blocks)
 
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
@@ -111,9 +115,15 @@ class Bases:
     def _blocks(
         self, names: Iterable[str], factors: Mapping[str, Tensor], step: int, damping: float
     ) -> Iterator[tuple[str, Tensor]]:
-        """The arena's blocks of those factors that can be decomposed, by name, one by one."""
+        """The arena's blocks that change, by name, of one factor after the other."""
         failed = []
+        tolerance = self.plan.strategy.tolerance if self.ready else 0.0
         for name in names:
+            if tolerance:
+                renewed, misfit = self._renewed(name, factors, damping)
+                if misfit <= tolerance:  # not so if it is NaN
+                    yield from renewed.items()
+                    continue
             for dtype, more in ATTEMPTS:
                 try:
                     made = self._decomposition(name, factors, damping * more, dtype)
@@ -148,6 +158,18 @@ class Bases:
         if not all(map(all_finite, made.values())):
             raise ArithmeticError("the decomposition is not finite")
         return made
+
+    def _renewed(
+        self, name: str, factors: Mapping[str, Tensor], damping: float
+    ) -> tuple[dict[str, Tensor], float]:
+        """What changes if a factor is not decomposed anew, and how badly the rest fits."""
+        factor = kron.unfold_triangle(factors[name])
+        if self.plan.solver == "eigen":
+            vectors = self.arena[f"{name}.vectors"]
+            values, misfit = decompose.values_in_basis(factor, vectors)
+            return {f"{name}.values": values}, misfit
+        factor.diagonal().add_(self._share_of_damping(name, factors, damping))
+        return {}, decompose.error_of_inverse(factor, self.arena[f"{name}.inverse"])
 
     def _share_of_damping(
         self, name: str, factors: Mapping[str, Tensor], damping: float

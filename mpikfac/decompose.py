@@ -40,7 +40,7 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     damped.diagonal().add_(damping)
     if damped.is_cpu and damped.dtype == torch.float32 and len(damped) > LEAF:
         inverse = _inverse_by_blocks(damped)
-        if _error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
+        if error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
             return inverse
     root, failed = torch.linalg.cholesky_ex(damped)
     if failed or not root.diagonal().isfinite().all():
@@ -72,13 +72,26 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     return inverse
 
 
-def _error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
+def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
+    """Eigenvalues `[n]` that older eigenvectors give, and how badly these fit.
+
+    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the rest of
+    that matrix, relative to the factor's: 0 if these are its eigenvectors. It takes one product, as
+    an orthogonal matrix changes no norm.
+    """
+    rotated = product(factor, vectors)
+    values = (rotated * vectors).sum(0)
+    left_over = rotated.sub_(vectors * values).norm()
+    return values.clamp_(min=0), (left_over / factor.norm()).item()
+
+
+def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
     """Relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
     # Fixed and without a pattern; torch's generator belongs to the program.
-    probes = torch.arange(8.0 * len(matrix)).square_().sin_().view(8, -1)
+    probes = torch.arange(8.0 * len(matrix)).square_().sin_().view(8, -1).to(matrix)
     return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
 
 

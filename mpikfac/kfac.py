@@ -275,7 +275,7 @@ class KFAC:
             return
         self.intact = False
         with self.trace.stage("decompose"):
-            self.bases.take()
+            self.trace.calls["decompositions"] += self.bases.take()
         self.grid.exchange(self._messages["bases", self.bases.share], self.bases.arena.flat)
         self.bases.refresh()
 

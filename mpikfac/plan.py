@@ -420,9 +420,11 @@ def make_plan(
             f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
             f"solver='eigen'"
         )
-    if solver == "rank-one" and strategy.packing == "square":
+    if solver == "rank-one" and (strategy.packing == "square" or strategy.tolerance):
         raise ValueError(
-            "solver='rank-one' has vectors, which are no squares; use packing='triangle'"
+            f"solver='rank-one' has vectors, which are neither squares nor decomposed: it needs "
+            f"packing='triangle' and tolerance=0, not packing={strategy.packing!r} and "
+            f"tolerance={strategy.tolerance}"
         )
     if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
         raise ValueError(

@@ -49,6 +49,10 @@ class Strategy:
             meanwhile, and used no earlier where they are done before: results do not depend on
             timing.
         stagger: a refresh is spread over so many steps, each with a share of the layers.
+        tolerance: a refresh decomposes a factor only if what there is of it is off by more than
+            this, relative: eigenvectors by the norm of what they leave off the diagonal, inverses
+            by the error of typical directions. Eigenvalues are renewed all the same. Its owner
+            decides; what travels stays the same. 0: every factor is decomposed.
     """
 
     workers: int = 1
@@ -66,6 +70,7 @@ class Strategy:
     ranks_per_node: int | None = None
     delay: int = 0
     stagger: int = 1
+    tolerance: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
@@ -83,6 +88,7 @@ class Strategy:
         if self.ranks_per_node is not None:
             _check_counts({"ranks_per_node": self.ranks_per_node}, 1)
         _check_counts({"replicate_below": self.replicate_below, "delay": self.delay}, 0)
+        _check_size("tolerance", self.tolerance)
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -204,7 +210,7 @@ class Named:
             refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T
             and 4V bytes of all factors as squares, triangles and vectors, 4N of all gradients.
         same: whether it is the same estimator: the numbers of one process that trains on the
-            joined batch, with the same `delay` and `stagger`.
+            joined batch, with the same `delay`, `stagger` and `tolerance`.
         choices: what it sets of a `Strategy`; "all" workers are as many as there are ranks.
         settings: what it sets of `KFAC` beside it.
     """
@@ -322,6 +328,13 @@ NAMED: Mapping[str, Named] = {
         "LBANN",
         "2 (P-1)/P 4T + (P-1)/P 4F + 0",
         choices={"workers": "all", "delay": 1},
+    ),
+    "event-driven": Named(
+        "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
+        "10 %, or its eigenvectors leave as much off the diagonal",
+        "mpikfac",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "tolerance": 0.1},
     ),
     "eva": Named(
         "Factors are squares of mean vectors, averaged everywhere; every rank preconditions every "

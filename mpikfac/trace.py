@@ -56,7 +56,7 @@ class Trace:
         events: record from the start, see `record`.
 
     Attributes:
-        calls: times each stage ran.
+        calls: times each stage ran; as "decompositions", factors that this rank decomposed.
         sent: bytes handed to MPI by stage.
         current: the innermost stage of the training that runs now, or "".
         beside: seconds by stage on other threads.

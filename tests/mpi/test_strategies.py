@@ -40,6 +40,12 @@ CHOICES = {
     "staggered by layer": {"stagger": 2, "fusion": 1, "workers": RANKS},
     "staggered and late": {"stagger": 3, "reduce_at": "bases", **OWNERS},
     "staggered and delayed": {"stagger": 3, "delay": 1, "workers": RANKS},
+    "event-driven by owners": {"tolerance": 0.3, **OWNERS},
+    "event-driven and late": {"tolerance": 0.3, "reduce_at": "bases"},
+    "event-driven, small ones everywhere": {
+        **{"tolerance": 0.3, "delay": 1, "stagger": 3},
+        **{"replicate_below": 20, "workers": RANKS},
+    },
 }
 TWO_LEVELS = {
     "in nodes": {"ranks_per_node": 2, "workers": RANKS},
@@ -69,7 +75,8 @@ def trainer(comm, strategy, solver, **settings):
 
 def alone(strategy):
     """What one process does at the same times."""
-    return Strategy(delay=strategy.delay, stagger=strategy.stagger)
+    tolerance = strategy.tolerance
+    return Strategy(delay=strategy.delay, stagger=strategy.stagger, tolerance=tolerance)
 
 
 def planned(kfac, step):
@@ -85,13 +92,18 @@ def planned(kfac, step):
     return +found
 
 
+def decompositions(comm, kfac):
+    """How many factors were decomposed on all ranks since the trace was cleared."""
+    return comm.allreduce(kfac.trace.calls["decompositions"])
+
+
 @pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse", "rank-one"])
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name, solver):
     """Oracle: one process with the joined batch, refreshing when the strategy does; the plan."""
     strategy = STRATEGIES[name]
-    if solver == "rank-one" and strategy.packing == "square":
-        with pytest.raises(ValueError, match="vectors, which are no squares"):
+    if solver == "rank-one" and (strategy.packing == "square" or strategy.tolerance):
+        with pytest.raises(ValueError, match="vectors, which are neither squares nor decomposed"):
             trainer(comm, strategy, solver)
         return
     kfac = trainer(comm, strategy, solver)
@@ -138,6 +150,24 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(3, 9))
     assert torch.equal(problem.run(second, comm, range(3, 9)), expected)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
+def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
+    """Oracle: one process, which decomposes some factors again and leaves others, by number."""
+    strategy = Strategy(workers=RANKS, tolerance=0.3)
+    kfac = trainer(comm, strategy, solver)
+    serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
+    made = []
+    for step in STEPS:
+        problem.run(kfac, comm, [step])
+        images, labels = problem.batch(step)
+        serial.optimizer.zero_grad()
+        F.cross_entropy(serial.model(images), labels).backward()
+        serial.step()
+        made.append(decompositions(comm, kfac))
+        assert made[-1] == serial.trace.calls["decompositions"]
+    assert made[0] == 6 < made[-1] < 3 * 6
 
 
 def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):

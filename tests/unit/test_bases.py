@@ -5,12 +5,14 @@ from __future__ import annotations
 import problem
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpikfac
+from mpikfac import kron
 
 
-def trainer(comm, delay=0, **settings):
-    model, strategy = problem.network(), mpikfac.Strategy(delay=delay)
+def trainer(comm, delay=0, tolerance=0.0, **settings):
+    model, strategy = problem.network(), mpikfac.Strategy(delay=delay, tolerance=tolerance)
     return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
@@ -43,9 +45,14 @@ def test_a_delayed_decomposition_is_used_on_its_day(comm, solver, delay, basis_e
         assert torch.equal(bases, at_once[made])
 
 
-def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(comm):
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.3])
+def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
+    comm, solver, tolerance
+):
     """Oracle: the uninterrupted run; decompositions begun at step 3 are due at step 5."""
-    first, second = trainer(comm, delay=2), trainer(comm, delay=2)
+    choices = {"delay": 2, "solver": solver, "tolerance": tolerance * (solver != "rank-one")}
+    first, second = trainer(comm, **choices), trainer(comm, **choices)
     problem.run(first, comm, range(4))
     assert first.bases.pending
     second.load_state_dict(first.state_dict())
@@ -62,3 +69,107 @@ def test_bases_rounded_to_bfloat16_are_as_published(comm):
     assert torch.equal(rounded.bases.rounded.flat, exact.bases.arena.flat.bfloat16())
     error = (rounded.directions.flat - exact.directions.flat).norm() / exact.directions.flat.norm()
     assert 1e-4 < error < 0.02
+
+
+def dense(kfac, name):
+    """A factor's running average."""
+    return kron.unfold_triangle(kfac.factors.averages[name])
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
+    """Oracle: the run without it, which decomposes everything at each refresh."""
+    settings = {"solver": solver, "basis_every": 1, "factor_every": 1}
+    always, never = trainer(comm, **settings), trainer(comm, tolerance=1e-300, **settings)
+    assert torch.equal(problem.run(never, comm), problem.run(always, comm))
+    for kfac in (always, never):
+        assert kfac.trace.calls["decompositions"] == problem.STEPS * len(kfac.plan.owners)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
+    """Oracle: the first step's eigenvectors or inverses, and present factors' values in them."""
+    kfac = trainer(comm, tolerance=1e9, solver=solver, basis_every=1, factor_every=1)
+    problem.run(kfac, comm, [0])
+    first = {name: block.clone() for name, block in kfac.bases.arena.items()}
+    problem.run(kfac, comm, range(1, 4))
+    assert kfac.trace.calls["decompositions"] == len(kfac.plan.owners)
+    for name, block in kfac.bases.arena.items():
+        if name.endswith(".values"):
+            factor = name.removesuffix(".values")
+            vectors = first[f"{factor}.vectors"]
+            expected = (vectors.T @ dense(kfac, factor) @ vectors).diagonal().clamp(min=0)
+            torch.testing.assert_close(block, expected)
+            assert not torch.equal(block, first[name])
+        else:
+            assert torch.equal(block, first[name])
+
+
+def full_rank(comm, **settings):
+    """A trainer whose factors have no eigenvalue near 0, so that damping is next to nothing."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)).double()
+    strategy = mpikfac.Strategy(tolerance=0.1)
+    choices = {"damping": 1e-12, "factor_every": 100, "basis_every": 1, "kl_clip": None}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    return mpikfac.KFAC(model, optimizer, comm, strategy, **choices | settings)
+
+
+def refreshed(kfac):
+    """Factors that a further step decomposes."""
+    before = {name: block.clone() for name, block in kfac.bases.arena.items()}
+    kfac.trace.clear()
+    kfac.optimizer.zero_grad()
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(40, n, generator=generator).double() for n in (6, 4))
+    F.mse_loss(kfac.model(x), y).backward()
+    kfac.step()
+    kinds = (".inverse", ".vectors")
+    changed = [n for n, block in kfac.bases.arena.items() if not torch.equal(block, before[n])]
+    names = {name.rpartition(".")[0] for name in changed if name.endswith(kinds)}
+    assert kfac.trace.calls["decompositions"] == len(names)
+    return names
+
+
+def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm):
+    """Oracle: by hand: the inverse of M is off by c - 1 for c M; small steps add up."""
+    kfac = full_rank(comm, solver="unsplit-inverse")
+    averages = kfac.factors.averages
+    assert refreshed(kfac) == {"0.A", "0.G"}
+    assert refreshed(kfac) == set()
+    averages["0.A"] *= 1.06
+    averages["0.G"] *= 1.11
+    assert refreshed(kfac) == {"0.G"}
+    averages["0.A"] *= 1.03
+    assert refreshed(kfac) == set()
+    averages["0.A"] *= 1.03
+    assert refreshed(kfac) == {"0.A"}
+
+
+def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
+    """Oracle: by hand: a damping that nothing is left beside; eigenvectors do not hold it."""
+    settings = {"damping": lambda step: 1e-12 if step < 2 else 1e6}
+    inverse, eigen = (full_rank(comm, solver=s, **settings) for s in ("unsplit-inverse", "eigen"))
+    for kfac, expected in ((inverse, {"0.A", "0.G"}), (eigen, set())):
+        assert len(refreshed(kfac)) == 2
+        assert refreshed(kfac) == set()
+        assert refreshed(kfac) == expected
+
+
+@pytest.mark.parametrize(("angle", "fits"), [(0.02, True), (0.2, False)])
+def test_eigenvectors_are_made_anew_when_the_factor_has_turned(comm, angle, fits):
+    """Oracle: what a turn leaves off the diagonal, by the dense product, against the tolerance."""
+    kfac = full_rank(comm, solver="eigen")
+    refreshed(kfac)
+    vectors, values = (kfac.bases.arena[f"0.A.{part}"] for part in ("vectors", "values"))
+    values = torch.arange(1.0, 7).double()
+    skew = torch.zeros(6, 6).double()
+    skew[0, 5], skew[5, 0] = angle, -angle
+    turned = vectors @ torch.linalg.matrix_exp(skew)
+    factor = turned * values @ turned.T
+    kfac.factors.averages["0.A"].zero_()
+    kron.add_triangle(kfac.factors.averages["0.A"], factor)
+    seen = vectors.T @ factor @ vectors
+    off = (seen - seen.diagonal().diag()).norm() / seen.norm()
+    assert (off <= 0.1) == fits
+    assert refreshed(kfac) == (set() if fits else {"0.A"})

@@ -91,7 +91,30 @@ def test_the_error_of_an_inverse_is_seen(off):
     """Oracle: an inverse whose every direction is off by a known factor."""
     matrix = spectrum(torch.rand(300) + 0.1)
     inverse = torch.linalg.inv(matrix.double()).float() * (1 + off)
-    assert decompose._error_of_inverse(matrix, inverse) == pytest.approx(off, rel=0.1)
+    assert decompose.error_of_inverse(matrix, inverse) == pytest.approx(off, rel=0.1)
+
+
+def test_a_turned_basis_is_off_by_what_it_leaves_off_the_diagonal():
+    """Oracle: diag(3, 1) seen in a basis turned by an angle, by hand."""
+    angle = torch.tensor(0.1, dtype=torch.float64)
+    sine, cosine = angle.sin(), angle.cos()
+    turned = torch.stack([torch.stack([cosine, -sine]), torch.stack([sine, cosine])])
+    factor = torch.diag(torch.tensor([3.0, 1.0], dtype=torch.float64))
+    values, misfit = decompose.values_in_basis(factor, turned)
+    expected = torch.stack([3 * cosine**2 + sine**2, 3 * sine**2 + cosine**2])
+    torch.testing.assert_close(values, expected)
+    off_diagonal = (3 - 1) * sine * cosine
+    assert misfit == pytest.approx((2 * off_diagonal**2 / (3**2 + 1**2)).sqrt().item())
+
+
+@pytest.mark.parametrize("order", [5, LEAF + 1])
+def test_a_factors_own_basis_fits(order):
+    """Oracle: the decomposition itself, and zero but for rounding."""
+    factor = spectrum(torch.rand(order))
+    expected, vectors = decompose.eigenbasis(factor)
+    values, misfit = decompose.values_in_basis(factor, vectors)
+    torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-6)
+    assert misfit < 1e-5
 
 
 @pytest.mark.parametrize("order", [3, LEAF + 1])

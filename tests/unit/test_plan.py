@@ -174,6 +174,7 @@ def test_the_digest_tells_any_two_plans_apart():
             Strategy(update="owner"),
             Strategy(balance="memory"),
             Strategy(colocate=False),
+            Strategy(tolerance=0.1),
         ],
         "others": [[], OTHERS, OTHERS[:2]],
         "solver": ["eigen", "inverse", "rank-one"],
@@ -220,7 +221,15 @@ def mib(elements):
         ),
         (
             lambda: make_plan(LAYERS, 2, Strategy(packing="square"), solver="rank-one"),
-            "solver='rank-one' has vectors, which are no squares; use packing='triangle'",
+            "it needs packing='triangle' and tolerance=0, not packing='square' and tolerance=0.0",
+        ),
+        (
+            lambda: make_plan(LAYERS, 2, Strategy(tolerance=0.1), solver="rank-one"),
+            "it needs packing='triangle' and tolerance=0, not packing='triangle' and tolerance=0.1",
+        ),
+        *(
+            (lambda bad=bad: Strategy(tolerance=bad), f"tolerance={bad!r} must be a finite number")
+            for bad in (-0.1, float("nan"), float("inf"), True, "0.1")
         ),
         (lambda: Strategy(0), "workers=0 must be a whole number of at least 1"),
         (
