@@ -38,8 +38,8 @@ class KfacOptions:
 
     Args:
         strategy: how it is distributed: one of those that `mpikfac strategies` lists, or auto for
-            the one that takes the least time by the model. The choices from here to tolerance change
-            it; null leaves them as the strategy has them.
+            the one that takes the least time by the model. The choices from here to tolerance
+            change it; null leaves them as the strategy has them.
         machine: what the model and the messages of overlapping strategies go by: a file of
             `mpikfac calibrate`.
         workers: hybrid: ranks that precondition a layer; must divide the number of ranks.
