@@ -277,7 +277,7 @@ def test_precondition_refuses_owners_that_step(comm):
     model = linear()
     kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy(update="owner"))
     learn(kfac, 0)
-    with pytest.raises(ValueError, match="update='owner' steps the model itself; call step"):
+    with pytest.raises(ValueError, match="gradients are not the caller's; call step"):
         kfac.precondition()
 
 
