@@ -39,7 +39,7 @@ from mpikfac_apps.options import DataOptions, KfacOptions, Options
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 CHOICES = (  # of a strategy
     *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
-    *("stagger", "delay", "tolerance"),
+    *("stagger", "delay", "tolerance", "sums", "ranks_per_node"),
 )
 WORDS = {
     int: "a whole number",

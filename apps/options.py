@@ -38,8 +38,8 @@ class KfacOptions:
 
     Args:
         strategy: how it is distributed: one of those that `mpikfac strategies` lists, or auto for
-            the one that takes the least time by the model. The choices from here to tolerance
-            change it; null leaves them as the strategy has them.
+            the one that takes the least time by the model. The choices from here to
+            ranks_per_node change it; null leaves them as the strategy has them.
         machine: what the model and the messages of overlapping strategies go by: a file of
             `mpikfac calibrate`.
         workers: hybrid: ranks that precondition a layer; must divide the number of ranks.
@@ -58,6 +58,9 @@ class KfacOptions:
         delay: steps after which a decomposition, made in the background, is used.
         tolerance: factors are decomposed anew only if the last decomposition is off by more than
             this, relative; 0 for always.
+        sums: how owners come to sums: MPI reduces, or (alltoall) they are sent parts and add them.
+        ranks_per_node: consecutive ranks that share a node: they add up what leaves it, and pass on
+            to each other what comes to it.
         damping: Tikhonov damping.
         factor_every: steps between two updates of the factors.
         basis_every: steps between two decompositions; null as the strategy has it (most: 10).
@@ -89,6 +92,8 @@ class KfacOptions:
     stagger: int | None = bounded(None, ">= 1")
     delay: int | None = bounded(None, ">= 0")
     tolerance: float | None = bounded(None, ">= 0")
+    sums: Literal["reduce", "alltoall"] | None = None
+    ranks_per_node: int | None = bounded(None, ">= 1")
     damping: float = bounded(0.003, "> 0")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int | None = bounded(None, ">= 1")

@@ -25,7 +25,7 @@ ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most lo
 SAMPLE = 64
 CHOICES = (
     *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
-    *("reduce_at", "replicate_below", "parts"),
+    *("reduce_at", "replicate_below", "parts", "sums", "ranks_per_node"),
 )
 STEPS = (
     ("Ordinary step", False, False),
@@ -67,6 +67,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
     add("--replicate-below", type=int, help="all workers decompose smaller factors")
     add("--parts", type=count, help="add up so many parts of a batch in order")
+    add("--sums", choices=("reduce", "alltoall"), help="how owners come to sums")
+    add("--ranks-per-node", type=count, help="send in two levels, inside nodes first")
     add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
@@ -114,7 +116,8 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
-        f"colocate={strategy.colocate}, parts={strategy.parts}",
+        f"colocate={strategy.colocate}, parts={strategy.parts}, "
+        f"ranks_per_node={strategy.ranks_per_node}",
         f"plan {plan.digest()}",
     ]
 
@@ -202,15 +205,21 @@ def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> 
     steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
     if not any(steps):
         return [f"{title}: no messages"]
-    rows = [("stage", "collective", "over", "buffer: least", "median", "most", "wire")]
-    for kind in max(steps, key=len):  # ranks of a column without layers take no part in some
-        same = [message for step in steps for message in step if message.stage == kind.stage]
-        sizes = spread([message.bytes for message in same])
-        wire = mib(max(message.wire for message in same))
-        rows.append((kind.stage, kind.primitive, kind.over, *sizes, wire))
+    rows = [("stage", "collective", "over", "messages", "buffer: least", "median", "most", "wire")]
+    for kind in dict.fromkeys(map(kind_of, max(steps, key=len))):
+        same = [[message for message in step if kind_of(message) == kind] for step in steps]
+        same = [found for found in same if found]  # a column without layers takes no part in some
+        sizes = spread([sum(message.bytes for message in found) for found in same])
+        wire = mib(max(sum(message.wire for message in found) for found in same))
+        rows.append((*kind, str(max(map(len, same))), *sizes, wire))
     most = max(sum(message.wire for message in step) for step in steps)
-    rows.append(("together", "", "", "", "", "", mib(most)))
+    rows.append(("together", *[""] * 6, mib(most)))
     return [title, *table(rows, left=3)]
+
+
+def kind_of(message: mpikfac.Message) -> tuple[str, str, str]:
+    """What messages of one row of the table share."""
+    return message.stage, message.primitive, message.over
 
 
 def looked_at(plan: mpikfac.Plan) -> list[int]:

@@ -1,6 +1,7 @@
-"""Ways to sum a large buffer over ranks: whole, and in pieces.
+"""Ways to sum and gather a buffer over ranks: as the library does, and other ways that MPI has.
 
-    mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/reductions.py
+    mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/reductions.py --elements 1024 76000000
+    mpirun -n 16 ... benchmarks/reductions.py --elements 4000000 --ranks-per-node 4
 
 Milliseconds are medians over repetitions, in which all ways take turns, of the slowest rank.
 """
@@ -13,56 +14,101 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from mpi4py import MPI
 
 import mpikfac
+from mpikfac.comm import PIECE, Grid
+from mpikfac.layout import Layout, lay_out
+from mpikfac.levels import in_two_levels, seat
+from mpikfac.messages import Message, gathers, sums
+
+ITEMSIZE = 4
 
 
 def main() -> None:
-    """Prints a line for each way."""
+    """Prints a table for each number of elements, with a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--elements", type=int, default=76_000_000, help="of 4 bytes")
-    parser.add_argument("--piece", type=int, default=2**22, help="elements reduced at once")
-    parser.add_argument("--repetitions", type=int, default=7)
+    add = parser.add_argument
+    add("--elements", type=int, nargs="+", default=[76_000_000], help="of 4 bytes")
+    add("--ranks-per-node", type=int, help="in two levels, too")
+    add("--repetitions", type=int, default=7)
     options = parser.parse_args()
     comm = mpikfac.world()
-    ways = make_ways(comm, np.ones(options.elements, np.float32), options.piece)
+    grid = Grid(comm, 1, mpikfac.Trace(), options.ranks_per_node)
+    for elements in options.elements:
+        flat = torch.ones(elements)
+        seconds = measured(comm, make_ways(grid, flat, options.ranks_per_node), options.repetitions)
+        if comm.rank == 0:
+            print(f"{ITEMSIZE * elements / 1e6:g} MB, {comm.size} ranks")
+            for name, times in seconds.items():
+                print(f"{name:34s} {statistics.median(times[1:]) * 1e3:10.3f} ms", flush=True)
+
+
+def measured(
+    comm: MPI.Intracomm, ways: dict[str, Callable[[], object]], repetitions: int
+) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, of each way and repetition; the first is a warm-up."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(options.repetitions + 1):
+    for _ in range(repetitions + 1):
         for name, reduce in ways.items():
             comm.Barrier()
             start = time.perf_counter()
             reduce()
             seconds[name].append(comm.allreduce(time.perf_counter() - start, MPI.MAX))
-    if comm.rank == 0:
-        print(f"{4 * options.elements / 1e6:.0f} MB, {comm.size} ranks")
-        for name, times in seconds.items():
-            print(f"{name:28s} {statistics.median(times[1:]) * 1e3:8.1f} ms")
+    return seconds
 
 
-def make_ways(comm: MPI.Intracomm, buffer: np.ndarray, count: int) -> dict[str, Callable[[], None]]:
-    """Functions that sum `buffer`, on everyone or on the owner of each segment."""
+def make_ways(
+    grid: Grid, flat: torch.Tensor, ranks_per_node: int | None
+) -> dict[str, Callable[[], object]]:
+    """Functions that sum `flat` everywhere or on the owner of each segment, or gather segments."""
+    comm, buffer = grid.world, flat.numpy()
     segments = np.array_split(buffer, comm.size)
+    counts = list(map(len, segments))
     own = np.empty_like(segments[comm.rank])
+    pieces = [buffer[start : start + PIECE] for start in range(0, len(buffer), PIECE)]
+    persistent = [comm.Allreduce_init(MPI.IN_PLACE, piece) for piece in pieces]
 
-    def pieces(array: np.ndarray) -> list[np.ndarray]:
-        return [array[start : start + count] for start in range(0, len(array), count)]
+    def start_and_wait() -> None:
+        for request in persistent:
+            request.Start()
+            request.Wait()
 
-    def everyone() -> None:
-        for piece in pieces(buffer):
-            comm.Allreduce(MPI.IN_PLACE, piece)
+    ways: dict[str, Callable[[], object]] = {
+        "MPI: Allreduce, whole": lambda: comm.Allreduce(MPI.IN_PLACE, buffer),
+        "MPI: Allreduce, persistent": start_and_wait,
+        "MPI: Reduce_scatter, whole": lambda: comm.Reduce_scatter(buffer, own, counts),
+    }
+    for name, messages in library(comm, len(buffer)).items():
+        ways[name] = lambda messages=messages: grid.exchange(messages, flat)
+        at = ranks_per_node and seat(range(comm.size), comm.rank, ranks_per_node)
+        if at:
+            levels = in_two_levels(messages, at, ITEMSIZE)
+            ways[f"{name}, two levels"] = lambda messages=levels: grid.exchange(messages, flat)
+    return ways
 
-    def owners() -> None:
-        for owner, segment in enumerate(segments):
-            for piece in pieces(segment):
-                mine = owner == comm.rank
-                comm.Reduce(MPI.IN_PLACE if mine else piece, piece if mine else None, root=owner)
+
+def library(comm: MPI.Intracomm, elements: int) -> dict[str, list[Message]]:
+    """Messages of the library's ways."""
+    edges = [elements * rank // comm.size for rank in range(comm.size + 1)]
+    blocks = [(f"{rank}", (b - a,)) for rank, (a, b) in enumerate(zip(edges, edges[1:]))]
+    whole, segments = lay_out([blocks]), lay_out([block] for block in blocks)
+
+    def summed(layout: Layout, *primitive: str) -> list[Message]:
+        return sums("sum", layout, lambda name: 0, comm.size, ITEMSIZE, *primitive)
+
+    def each(name: str) -> str:  # a message for each segment
+        return name
 
     return {
-        "Allreduce, whole": lambda: comm.Allreduce(MPI.IN_PLACE, buffer),
-        "Allreduce, in pieces": everyone,
-        "Reduce_scatter, whole": lambda: comm.Reduce_scatter(buffer, own, list(map(len, segments))),
-        "Reduce to owners, in pieces": owners,
+        "everywhere: Allreduce": summed(whole),
+        "to owners: Reduce_scatter": summed(segments),
+        "to owners: Reduce to each": sums("sum", segments, each, comm.size, ITEMSIZE),
+        "to owners: Alltoall": summed(segments, "Alltoall"),
+        "gather: Allgatherv": gathers(
+            "gather", "world", segments, lambda name: 0, comm.rank, comm.size, ITEMSIZE
+        ),
     }
 
 

@@ -68,12 +68,10 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
         return [inside("Reduce_scatter", shards), mine, inside("Allgatherv", shards)]
     if primitive == "Allgatherv":
         return [across(primitive, at_my_place), *(inside(primitive, s) for s in on_each_node)]
-    if primitive == "Bcast":
-        sent = [across(primitive, spans, node)] if place == seat.place else []
-        return [*sent, inside(primitive, spans, place)]
-    if primitive == "Reduce":
-        sent = [across(primitive, spans, node)] if place == seat.place else []
-        return [inside(primitive, spans, place), *sent]
+    if primitive in ("Reduce", "Bcast"):
+        first = [inside(primitive, spans, place)]
+        then = [across(primitive, spans, node)] if place == seat.place else []
+        return first + then if primitive == "Reduce" else then + first
     return [*(inside(primitive, s) for s in on_each_node), across(primitive, at_my_place)]
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
 from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
 from mpikfac.messages import Kind, Message, gathers, in_order, message, sums
-from mpikfac.strategy import Strategy, check_divides, one_of
+from mpikfac.strategy import Strategy, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
 
@@ -411,9 +411,7 @@ def make_plan(
     one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse", "rank-one"))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
-    check_divides("workers", strategy.workers, ranks)
-    if strategy.ranks_per_node is not None:
-        check_divides("ranks_per_node", strategy.ranks_per_node, ranks)
+    strategy.check_ranks(ranks)
     if solver == "inverse" and not strategy.colocate and strategy.reduction != "everyone":
         raise ValueError(
             f"solver='inverse' balances the damping of A and G by both traces, so with "

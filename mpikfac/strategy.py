@@ -126,6 +126,16 @@ class Strategy:
                 f"not parts={self.parts} and reduction={self.reduction!r}"
             )
 
+    def check_ranks(self, ranks: int) -> None:
+        """Returns if so many ranks fall into columns and nodes.
+
+        Raises:
+            ValueError: they do not.
+        """
+        check_divides("workers", self.workers, ranks)
+        if self.ranks_per_node is not None:
+            check_divides("ranks_per_node", self.ranks_per_node, ranks)
+
     @classmethod
     def comm_opt(cls, ranks: int, **choices: Any) -> Strategy:
         """Every rank preconditions every layer: K-FAC-opt of SC20, COMM-OPT of KAISA."""
@@ -232,7 +242,7 @@ class Named:
         if chosen.get("workers") == "all":
             chosen["workers"] = ranks
         strategy = Strategy(**chosen)
-        check_divides("workers", strategy.workers, ranks)
+        strategy.check_ranks(ranks)
         return strategy
 
 

@@ -49,6 +49,14 @@ BAD = {
         "either workers (2) or fraction (0.5)",
     ),
     "neither": ("--kfac.strategy=hybrid", "either workers (None) or fraction (None)"),
+    "ranks per node": (
+        "--kfac.ranks_per_node=4",
+        "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+    ),
+    "sums everywhere": (
+        "--kfac.sums=alltoall",
+        "sums='alltoall' needs reduction='owners' or update='owner', fusion=None and",
+    ),
     "workers elsewhere": ("--kfac.workers=2", "workers=2 needs strategy=hybrid, not comm-opt"),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),

@@ -61,6 +61,21 @@ def test_collectives_are_told_apart_where_some_columns_have_no_layers(capsys):
     assert words(step, "reduce gradients")[-4:-1] == ["0.15"] * 3
 
 
+def test_messages_of_two_levels_are_listed_by_kind(capsys):
+    """Oracle: 16 ranks on 4 nodes, by hand; shards are a quarter, and so are nodes of the world."""
+    options = ["--model", "digits_cnn", "--ranks", "16", "--ranks-per-node", "4"]
+    assert show_plan.main(options) == 0
+    step = capsys.readouterr().out.partition("Ordinary step")[2].partition("Step with")[0]
+    rows = [line.rsplit(maxsplit=5) for line in step.splitlines() if "reduce gradients" in line]
+    kinds = [" ".join(row[0].split()[2:]) for row in rows]
+    assert kinds == [
+        "Reduce_scatter world in node",
+        "Allreduce world between nodes",
+        "Allgatherv world in node",
+    ]
+    assert [row[1:-1] for row in rows] == [["1", *["0.15"] * 3], *[["1", *["0.04"] * 3]] * 2]
+
+
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
     """Oracle: the network's 38,330 parameters, and 96 numbers of BatchNorm's statistics."""

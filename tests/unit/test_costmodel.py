@@ -53,11 +53,15 @@ def test_one_rank_and_no_bytes_cost_nothing():
         (8, 4, "row", (2, 1, 1)),  # ranks 0 and 1
         (8, 4, "column", (4, 2, 2)),  # ranks 0, 2 | 4, 6, and their neighbours
         (4, 2, "world", (4, 1, 1)),
+        (8, 2, "world in node", (4, 1, 1)),
+        (8, 2, "world between nodes", (2, 2, 4)),  # 0 and 4, and so on
+        (8, 4, "column in node", (2, 1, 1)),  # ranks 0 and 2
+        (8, 4, "column between nodes", (2, 2, 4)),  # ranks 0 and 4; 2 and 6 and the other column's
     ],
 )
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
-    plan = make_plan(LAYERS, ranks, Strategy(workers))
+    plan = make_plan(LAYERS, ranks, Strategy(workers, ranks_per_node=4))
     assert costmodel.placed(plan.team(0, over), plan, MACHINE) == placed
 
 

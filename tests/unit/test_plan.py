@@ -232,6 +232,20 @@ def mib(elements):
             for bad in (-0.1, float("nan"), float("inf"), True, "0.1")
         ),
         (lambda: Strategy(0), "workers=0 must be a whole number of at least 1"),
+        (lambda: Strategy(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least"),
+        (
+            lambda: make_plan(LAYERS, 6, Strategy(ranks_per_node=4)),
+            "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
+        ),
+        (
+            lambda: Strategy(ranks_per_node=2, overlap=True),
+            "ranks_per_node=2 needs parts=None and overlap=False, not parts=None and overlap=True",
+        ),
+        (
+            lambda: Strategy(sums="alltoall", update="owner", fusion=2),
+            "sums='alltoall' needs reduction='owners' or update='owner', fusion=None and overlap=",
+        ),
+        (lambda: Strategy(sums="ring"), "sums='ring' must be one of 'reduce', 'alltoall'"),
         (
             lambda: Strategy(reduction="all"),
             "reduction='all' must be one of 'everyone', 'owners', 'none'",

@@ -65,6 +65,16 @@ def test_ranks_wait_for_members_of_their_own_column_and_row():
     assert waiting(row, columns=2) == [[1.0], [0.0], [2.0], [0.0]]
 
 
+def test_ranks_wait_for_members_of_their_own_node_and_place():
+    """Oracle: by hand: two nodes of two ranks; ranks 0 and 2, 1 and 3 have one place in them."""
+    starts = [0.0, 1.0, 2.0, 4.0]
+    inside = [f"world in node {rank // 2}" for rank in range(4)]
+    across = [f"world between nodes {rank % 2}" for rank in range(4)]
+    for names, expected in ((inside, [1.0, 0.0, 2.0, 0.0]), (across, [2.0, 3.0, 0.0, 0.0])):
+        ranks = [[Event("sum", start, 9.0, over)] for start, over in zip(starts, names)]
+        assert waiting(ranks, columns=4) == [[seconds] for seconds in expected]
+
+
 def test_nobody_waits_in_a_collective_that_is_over():
     """Oracle: the end; a sender may be through before the last receiver comes."""
     ranks = [[Event("clip", 0.0, 1.0, "world", 8)], [Event("clip", 5.0, 6.0, "world", 8)]]
