@@ -315,7 +315,8 @@ class KFAC:
         """`sum lr^2 <direction, gradient>` `[1]` over the layers whose directions are here."""
         total = self.directions.flat.new_zeros(1)
         for layer in self.layers:
-            if layer.name in self.directions:
+            # A gradient that is not finite is not stepped with, and would make the sum so.
+            if layer.name in self.directions and layer.name not in self.gradients.broken:
                 products = self.directions[layer.name] * self.gradients.arena[layer.name]
                 for part, group in zip(layer.parts(products), self._groups[layer.name]):
                     total += part.sum() * self.optimizer.param_groups[group]["lr"] ** 2

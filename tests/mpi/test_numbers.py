@@ -67,6 +67,22 @@ def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, 
 
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
+def test_a_layer_whose_gradient_is_not_finite_stays_while_the_others_move(comm, strategy):
+    """Oracle: by hand: the weights that change, with the KL clip over the other layers."""
+    kfac = trainer(comm, strategy)
+    problem.run(kfac, comm, [0])
+    weights = {name: kfac.model[int(name)].weight for name in ("0", "3", "5")}
+    bad = math.nan if comm.rank == comm.size - 1 else 1.0
+    hook = weights["3"].register_hook(lambda gradient: gradient * bad)
+    for moving in ({"0", "5"}, {"0", "3", "5"}):
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        problem.run(kfac, comm, [kfac.steps])
+        assert_alike(comm, kfac)
+        assert {n for n, w in weights.items() if not torch.equal(before[n], w)} == moving
+        hook.remove()
+
+
+@pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
     """Oracle: the identity's triangle, and the statistics of the others."""
     kfac = trainer(comm, strategy)
