@@ -40,6 +40,7 @@ COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator
 CHOICES = (  # of a strategy
     *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
     *("stagger", "delay", "tolerance", "sums", "ranks_per_node"),
+    *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 WORDS = {
     int: "a whole number",

@@ -38,8 +38,8 @@ class KfacOptions:
 
     Args:
         strategy: how it is distributed: one of those that `mpikfac strategies` lists, or auto for
-            the one that takes the least time by the model. The choices from here to
-            ranks_per_node change it; null leaves them as the strategy has them.
+            the one that takes the least time by the model. The choices from here to top_share
+            change it; null leaves them as the strategy has them.
         machine: what the model and the messages of overlapping strategies go by: a file of
             `mpikfac calibrate`.
         workers: hybrid: ranks that precondition a layer; must divide the number of ranks.
@@ -61,6 +61,10 @@ class KfacOptions:
         sums: how owners come to sums: MPI reduces, or (alltoall) they are sent parts and add them.
         ranks_per_node: consecutive ranks that share a node: they add up what leaves it, and pass on
             to each other what comes to it.
+        factor_wire: factors are rounded to it to travel; null leaves them as they are.
+        basis_wire: the same of decompositions.
+        gradient_wire: the same of gradients, or only the largest of them travel (top-k).
+        top_share: of the gradients, those that travel with top-k.
         damping: Tikhonov damping.
         factor_every: steps between two updates of the factors.
         basis_every: steps between two decompositions; null as the strategy has it (most: 10).
@@ -94,6 +98,10 @@ class KfacOptions:
     tolerance: float | None = bounded(None, ">= 0")
     sums: Literal["reduce", "alltoall"] | None = None
     ranks_per_node: int | None = bounded(None, ">= 1")
+    factor_wire: Literal["bfloat16", "int8"] | None = None
+    basis_wire: Literal["bfloat16", "int8"] | None = None
+    gradient_wire: Literal["bfloat16", "int8", "top-k"] | None = None
+    top_share: float | None = bounded(None, "> 0", "<= 1")
     damping: float = bounded(0.003, "> 0")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int | None = bounded(None, ">= 1")

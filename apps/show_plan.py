@@ -26,6 +26,7 @@ SAMPLE = 64
 CHOICES = (
     *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
     *("reduce_at", "replicate_below", "parts", "sums", "ranks_per_node"),
+    *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 STEPS = (
     ("Ordinary step", False, False),
@@ -69,6 +70,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--parts", type=count, help="add up so many parts of a batch in order")
     add("--sums", choices=("reduce", "alltoall"), help="how owners come to sums")
     add("--ranks-per-node", type=count, help="send in two levels, inside nodes first")
+    add("--factor-wire", choices=("bfloat16", "int8"), help="what factors are rounded to")
+    add("--basis-wire", choices=("bfloat16", "int8"), help="the same of decompositions")
+    add("--gradient-wire", choices=("bfloat16", "int8", "top-k"), help="the same of gradients")
+    add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
     add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
@@ -219,7 +224,8 @@ def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> 
 
 def kind_of(message: mpikfac.Message) -> tuple[str, str, str]:
     """What messages of one row of the table share."""
-    return message.stage, message.primitive, message.over
+    codec = f" ({message.codec.name})" if message.codec else ""
+    return message.stage, message.primitive + codec, message.over
 
 
 def looked_at(plan: mpikfac.Plan) -> list[int]:

@@ -25,6 +25,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
+from mpikfac.encoded import Encoded
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.layout import Layout
 from mpikfac.levels import BETWEEN_NODES, IN_NODE
@@ -293,6 +294,7 @@ class Grid:
         world: all ranks; statistics and gradients are reduced over it.
         column: the gradient workers of one layer group; bases are published in it.
         row: one rank of every column; preconditioned gradients are published in it.
+        encoded: what sends numbers that travel encoded, and keeps what that loses.
 
     Raises:
         UserError: ranks that should share a node do not.
@@ -312,6 +314,7 @@ class Grid:
             self._teams |= self._levels(self.world.rank // ranks_per_node)
         self.trace = trace
         self._direct = cuda_aware()
+        self.encoded = Encoded(self._direct)
         self._outbox: Outbox | None = None
         self._numbered = 0
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
@@ -337,11 +340,36 @@ class Grid:
         """Sends what the messages say of `flat`, one after the other.
 
         Summed elements become sums over all ranks, on every rank or on the message's root;
-        gathered ones those of the member that they come from. What a rank neither owns nor gets
-        is undefined.
+        gathered ones those of the member that they come from, or where they travel encoded what all
+        members decode, that one too. What a rank neither owns nor gets is undefined.
 
         Collective over: each message's `over`.
         """
+        if not messages:
+            return
+        _check(flat)
+        self._exchange_rounded([m for m in messages if m.codec and m.primitive in SUMS], flat)
+        for message in messages:
+            if message.codec and message.primitive not in SUMS:
+                comm = self._teams[message.over]
+                with self.trace.stage(message.stage, comm.name, message.bytes):
+                    self.encoded.exchange(comm, message, flat)
+        self._exchange([message for message in messages if not message.codec], flat)
+
+    def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Sums in bfloat16: MPI adds up a rounded copy."""
+        if not messages:
+            return
+        with self.trace.stage(messages[0].stage):
+            rounded = flat.to(torch.bfloat16)
+        self._exchange(messages, rounded.view(torch.int16))
+        with self.trace.stage(messages[0].stage):
+            for message in messages:
+                for start, stop in message.spans:
+                    flat[start:stop] = rounded[start:stop]
+
+    def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Numbers as MPI takes them."""
         if not messages:
             return
         with self._buffer(flat, messages[0].stage) as buffer:
@@ -446,24 +474,23 @@ class Grid:
     def _allreduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         ((start, stop),) = message.spans
         for piece in _pieces(buffer, start, stop, PIECE):
-            comm.Allreduce(MPI.IN_PLACE, piece)
+            comm.Allreduce(MPI.IN_PLACE, piece, _op(message))
 
     def _reduce(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         for span in message.spans:
-            _reduce_to(message.root, comm, buffer, span)
+            _reduce_to(message.root, comm, buffer, span, _op(message))
 
     def _reduce_scatter(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
-        first, last = message.spans[0][0], message.spans[-1][1]
         counts = [stop - start for start, stop in message.spans]
-        if last - first == sum(counts) <= PIECE:
+        if sum(counts) <= PIECE:
             start, stop = message.spans[comm.rank]
             own = self._like(buffer, "sum", stop - start)
-            comm.Reduce_scatter(buffer[first:last], own, counts)
+            comm.Reduce_scatter(self._joined(buffer, message.spans), own, counts, _op(message))
             buffer[start:stop] = own
             _settle(buffer)
         else:
             for owner, span in enumerate(message.spans):
-                _reduce_to(owner, comm, buffer, span)
+                _reduce_to(owner, comm, buffer, span, _op(message))
 
     def _alltoall(self, comm: MPI.Intracomm, buffer: Any, message: Message) -> None:
         step = max(1, PIECE // comm.size)
@@ -494,8 +521,7 @@ class Grid:
     @contextmanager
     def _buffer(self, flat: Tensor, stage: str) -> Iterator[Any]:
         """What MPI may read and write in place of `flat`; copies are part of the stage."""
-        _check(flat)
-        if flat.is_cuda and self._direct:
+        if flat.is_cuda and self._direct and flat.dtype in SUMMABLE:  # our own sums are the host's
             _settle(flat)
             yield flat
             return
@@ -514,6 +540,19 @@ class Grid:
         yield host.numpy()
         with self.trace.stage(stage):
             flat.copy_(host)
+
+    def _joined(self, buffer: Any, spans: Sequence[tuple[int, int]]) -> Any:
+        """All spans in one piece, without a copy where they are."""
+        first, last = spans[0][0], spans[-1][1]
+        count = sum(stop - start for start, stop in spans)
+        if last - first == count:
+            return buffer[first:last]
+        joined, end = self._like(buffer, "joined", count), 0
+        for start, stop in spans:
+            joined[end : end + stop - start] = buffer[start:stop]
+            end += stop - start
+        _settle(joined)
+        return joined
 
     def _like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
         """A kept buffer of the same kind as `buffer`, `[count]`."""
@@ -583,6 +622,22 @@ PRIMITIVES = {
     "Bcast": Grid._bcast,
 }
 """What carries out a message, by the name that plans give it."""
+SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
+"""Those of them that add up numbers of any codec that MPI can add up."""
+
+
+def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
+    if len(part):  # MPI may ask for the sum of nothing, of which torch makes no tensor
+        one, other = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
+        other += one
+
+
+BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
+
+
+def _op(message: Message) -> MPI.Op:
+    """What adds up; MPI knows no bfloat16 and takes it for whole numbers."""
+    return BFLOAT16_SUM if message.codec else MPI.SUM
 
 
 def _sleep_until(done: MPI.Request) -> None:
@@ -597,12 +652,14 @@ def _settle(buffer: Any) -> None:
         torch.cuda.current_stream(buffer.device).synchronize()
 
 
-def _reduce_to(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:
+def _reduce_to(
+    root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int], op: MPI.Op
+) -> None:
     for piece in _pieces(buffer, *span, PIECE):
         if comm.rank == root:
-            comm.Reduce(MPI.IN_PLACE, piece, root=root)
+            comm.Reduce(MPI.IN_PLACE, piece, op, root)
         else:
-            comm.Reduce(piece, None, root=root)
+            comm.Reduce(piece, None, op, root)
 
 
 def _broadcast_from(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:

@@ -16,7 +16,7 @@ from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolate
 from mpikfac.messages import Message
 from mpikfac.plan import Plan
 
-IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv")
+IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
 DRAWS = 512  # points of the quadrature over the slowest rank
 PIECE = 2**24  # bytes that `comm.Grid.sum_in_order` passes on at once
 

@@ -14,6 +14,7 @@ from mpikfac.arena import Arena, Parts
 from mpikfac.checks import Block, common_type, describe
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.layers import Statistic, Votes, uncovered
+from mpikfac.layout import lay_out
 from mpikfac.plan import Plan, make_plan
 from mpikfac.state import load_model_state, missing_state, model_state, needed_state
 from mpikfac.strategy import Strategy
@@ -41,6 +42,9 @@ class Gradients:
         self.parts = Parts(self.arena, plan.parts_per_rank)
         self._to_reduce = plan.reduce_gradients(grid.world.rank)
         self._to_publish = plan.publish_weights(grid.world.rank)
+        # Weights before a step, where only changes travel; 0 for what travels as it is.
+        changing = plan.gradients() if plan.publishes_changes else lay_out([])
+        self._before = Arena(changing, dtype, device)
         self._beside = None
         if plan.strategy.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
@@ -150,6 +154,9 @@ class Gradients:
                 if not self.steps(block):
                     for parameter in block.parameters:
                         parameter.grad = None
+        for block in self.blocks if self._before else ():
+            if block.name in self.plan.covered:
+                block.read_values(self._before[block.name])
         with self.grid.trace.stage("optimizer"):
             optimizer.step()
         if self.owner_updates:
@@ -159,9 +166,14 @@ class Gradients:
         for block in self.blocks:
             if self.steps(block):
                 block.read_values(self.arena[block.name])
+        if self._before:
+            self.arena.flat -= self._before.flat
         self.grid.exchange(self._to_publish, self.arena.flat)
+        if self._before:
+            self.arena.flat += self._before.flat
         for block in self.blocks:
-            if not self.steps(block):
+            # Of changes that were encoded, the one who sent them keeps what the others got.
+            if self._before or not self.steps(block):
                 block.write_values(self.arena[block.name])
 
     @property

@@ -344,6 +344,7 @@ class KFAC:
         self.recorder.clear()
         self.bases.forget()
         self.factors.forget(self.start == "identity")
+        self.grid.encoded.forget()
 
     def _check_agreement(self, comm: Any, **choices: object) -> None:
         agree(
@@ -366,9 +367,11 @@ class KFAC:
 
         Model, optimizer, factors as packed triangles (or vectors), bases, the averages' weight, and
         the number of steps: what a run needs to go on exactly, also between two decompositions.
+        What encoding lost is dropped, here as by a restart.
 
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
         """
+        self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = self.factors.state_dict() | self.bases.state_dict()
         return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}

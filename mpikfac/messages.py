@@ -2,12 +2,50 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
-from mpikfac.layout import Layout, Span
+from mpikfac.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
+PLACE = 4  # bytes that say where a number lies
+
+
+@dataclass(frozen=True)
+class Codec:
+    """How numbers travel in fewer bytes than they have; `codecs` carries it out.
+
+    Attributes:
+        name: "bfloat16"; "int8", 16 numbers with a common exponent; "top-k", the largest numbers.
+        share: of the numbers, those that travel with "top-k".
+        feedback: what encoding lost is added to what is encoded next.
+    """
+
+    name: str
+    share: float = 1.0
+    feedback: bool = False
+
+    @property
+    def summable(self) -> bool:
+        """Whether MPI can add up encoded numbers, by a function of ours."""
+        return self.name == "bfloat16"
+
+    def count(self, elements: int) -> int:
+        """How many of so many numbers travel."""
+        return math.ceil(self.share * elements)
+
+    def size(self, elements: int, itemsize: int) -> int:
+        """Bytes of so many encoded numbers, a multiple of `ALIGNMENT`."""
+        if self.name == "bfloat16":
+            return 2 * elements
+        if self.name == "int8":
+            return elements + elements // ALIGNMENT
+        return self.count(elements) * (itemsize + PLACE)
+
+
+# How ranks get what they add up themselves, as MPI cannot.
+EVERYWHERE = {"int8": "Alltoall, Allgather", "top-k": "Allgather"}
 
 
 @dataclass(frozen=True)
@@ -16,14 +54,15 @@ class Message:
 
     Attributes:
         stage: the stage of `KFAC.step` that sends it.
-        primitive: the MPI collective.
+        primitive: the MPI collective, or several in turn.
         over: "world", "column" or "row", or a part of one as in `levels`.
         spans: where in the stage's arena it is: first and last (exclusive) element, of each
             member's part in turn for Reduce_scatter, Alltoall and Allgatherv.
         root: the member that a Reduce goes to, or that a Bcast comes from.
-        size: bytes of all spans.
+        size: bytes of all spans as they travel, and of all members' where each sends its own.
         bytes: of these, what this rank hands to MPI.
         wire: bytes that this rank sends if the collective is a ring.
+        codec: how the numbers travel; None for as they are.
     """
 
     stage: str
@@ -34,6 +73,7 @@ class Message:
     size: int
     bytes: int
     wire: int
+    codec: Codec | None = None
 
 
 def sums(
@@ -43,6 +83,7 @@ def sums(
     ranks: int,
     itemsize: int,
     primitive: str = "Reduce_scatter",
+    codec: Codec | None = None,
 ) -> list[Message]:
     """What sums an arena over the world: everywhere, or segment r on rank r if it has several.
 
@@ -52,17 +93,18 @@ def sums(
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
         return []
+
+    def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
+        return message(stage, primitive, "world", parts, ranks, itemsize, 0, root, codec)
+
     if len(layout.bounds) == 2:
-        return [
-            message(stage, "Allreduce", "world", [(span.start, span.stop)], ranks, itemsize)
-            for span in spans
-        ]
+        everywhere = EVERYWHERE.get(codec.name, "Allreduce") if codec else "Allreduce"
+        return [to(everywhere, [(span.start, span.stop)]) for span in spans]
     if _alike(spans):
-        return [message(stage, primitive, "world", _parts(layout, spans, ranks), ranks, itemsize)]
-    return [
-        message(stage, "Reduce", "world", [(s.start, s.stop)], ranks, itemsize, root=s.segment)
-        for s in spans
-    ]
+        return [to(primitive, _parts(layout, spans, ranks))]
+    if codec and not codec.summable:
+        return [to("Alltoall", _parts(layout, [span], ranks)) for span in spans]
+    return [to("Reduce", [(span.start, span.stop)], span.segment) for span in spans]
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
@@ -73,7 +115,14 @@ def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Mess
 
 
 def gathers(
-    stage: str, over: str, layout: Layout, kind: Kind, own: int, members: int, itemsize: int
+    stage: str,
+    over: str,
+    layout: Layout,
+    kind: Kind,
+    own: int,
+    members: int,
+    itemsize: int,
+    codec: Codec | None = None,
 ) -> list[Message]:
     """What gives every member of `over` the segments of all; this rank is member `own`.
 
@@ -83,13 +132,13 @@ def gathers(
     spans = [s for s in layout.spans(kind) if s.kind is not None and s.segment < members]
     if members == 1 or not spans:
         return []
-    if not _alike(spans):
-        return [
-            message(stage, "Bcast", over, [(s.start, s.stop)], members, itemsize, own, s.segment)
-            for s in spans
-        ]
-    parts = _parts(layout, spans, members)
-    return [message(stage, "Allgatherv", over, parts, members, itemsize, own)]
+
+    def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
+        return message(stage, primitive, over, parts, members, itemsize, own, root, codec)
+
+    if _alike(spans):
+        return [to("Allgatherv", _parts(layout, spans, members))]
+    return [to("Bcast", [(span.start, span.stop)], span.segment) for span in spans]
 
 
 def message(
@@ -101,17 +150,32 @@ def message(
     itemsize: int,
     own: int = 0,
     root: int = -1,
+    codec: Codec | None = None,
 ) -> Message:
     """The message that member `own` of `members` sends, with its bytes."""
-    size = sum(stop - start for start, stop in spans) * itemsize
-    handed = size
-    if primitive == "Allgatherv":
-        handed = (spans[own][1] - spans[own][0]) * itemsize
+    counts = [stop - start for start, stop in spans]
+    if primitive == "Alltoall, Allgather":
+        counts = [shard_length(counts[0], members)] * members
+    elif primitive == "Allgather":
+        counts *= members
+    sizes = [codec.size(count, itemsize) if codec else count * itemsize for count in counts]
+    size = handed = sum(sizes)
+    if primitive in ("Allgatherv", "Allgather"):
+        handed = sizes[own]
+    elif primitive == "Alltoall, Allgather":
+        handed += sizes[own]
     elif primitive == "Bcast" and root != own:
         handed = 0
     ring = size * (members - 1) // members
-    wire = {"Allreduce": 2 * ring, "Send, Bcast": size}.get(primitive, ring)
-    return Message(stage, primitive, over, tuple(spans), root, size, handed, wire)
+    twice = ("Allreduce", "Alltoall, Allgather")
+    wire = 2 * ring if primitive in twice else {"Send, Bcast": size}.get(primitive, ring)
+    return Message(stage, primitive, over, tuple(spans), root, size, handed, wire, codec)
+
+
+def shard_length(elements: int, members: int) -> int:
+    """Elements of the equal shards, one for each member, that so many are dealt out in."""
+    blocks = -(-elements // ALIGNMENT)
+    return -(-blocks // members) * ALIGNMENT
 
 
 def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[int, int]]:

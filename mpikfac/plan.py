@@ -14,11 +14,12 @@ import itertools
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
 from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
-from mpikfac.messages import Kind, Message, gathers, in_order, message, sums
+from mpikfac.messages import Codec, Kind, Message, gathers, in_order, message, sums
 from mpikfac.strategy import Strategy, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
@@ -189,6 +190,17 @@ class Plan:
         alone = self.strategy.update == "owner" and self.strategy.colocate
         return self.rows > 1 and not alone
 
+    @cached_property
+    def covered(self) -> frozenset[str]:
+        """Names of the layers."""
+        return frozenset(layer.name for layer in self.layers)
+
+    @property
+    def publishes_changes(self) -> bool:
+        """Whether weights travel as what a step changed of them, which bears rounding."""
+        owner = self.strategy.update == "owner" and self.ranks > 1
+        return owner and self.strategy.gradient_wire is not None
+
     # -- where numbers lie -----------------------------------------------------------------------
 
     def statistics(self, rank: int) -> Layout:
@@ -249,6 +261,8 @@ class Plan:
         sizes = {name: layout.size * self.itemsize for name, layout in arenas.items()}
         if count := self.parts_per_rank:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
+        if kept := self._kept_for_wires(rank):
+            sizes["wires"] = kept * self.itemsize
         return sizes
 
     # -- what travels ----------------------------------------------------------------------------
@@ -283,33 +297,49 @@ class Plan:
         if self.strategy.reduction == "none":
             return []
         layout = self.squares(rank) if self.strategy.packing == "square" else self.statistics(rank)
-        return self._sums("reduce statistics", layout, self._kind(share), rank)
+        # Averages over time make up for what a batch's factors lost; nothing does where the
+        # averages themselves travel.
+        codec = self._codec(self.strategy.factor_wire, feedback=not self.late)
+        return self._sums("reduce statistics", layout, self._kind(share), rank, codec)
 
     def publish_bases(self, rank: int, share: int | None = None) -> list[Message]:
         """Decompositions to the workers of a column, of all layers or of one share."""
         if not self.publishes_bases:
             return []
         kind, layout = self._kind(share), self.bases(rank)
-        return self._gathers("publish bases", "column", layout, lambda n: kind(_parent(n)), rank)
+        codec = self._codec(self.strategy.basis_wire, feedback=False)
+        return self._gathers(
+            "publish bases", "column", layout, lambda n: kind(_parent(n)), rank, codec
+        )
 
     def reduce_gradients(self, rank: int) -> list[Message]:
         """Sums of all gradients."""
         fused = self._fused() if self.strategy.overlap else {}
         layout = self.gradients()
-        return self._sums("reduce gradients", layout, lambda name: fused.get(name, -1), rank)
+        return [
+            message
+            for codec, kind in self._encoded_and_others(lambda name: fused.get(name, -1))
+            for message in self._sums("reduce gradients", layout, kind, rank, codec)
+        ]
 
     def publish_directions(self, rank: int) -> list[Message]:
         """Preconditioned gradients to the ranks that did not compute them."""
         if self.strategy.update == "owner":
             return []
-        kind = self._fused().__getitem__
-        return self._gathers("publish gradients", "row", self.directions(rank), kind, rank)
+        kind, layout = self._fused().__getitem__, self.directions(rank)
+        codec = self._codec(self.strategy.gradient_wire)
+        return self._gathers("publish gradients", "row", layout, kind, rank, codec)
 
     def publish_weights(self, rank: int) -> list[Message]:
         """Weights to the ranks that did not step them."""
         if self.strategy.update == "everyone":
             return []
-        return self._gathers("publish weights", "world", self.gradients(), lambda name: 0, rank)
+        layout = self.gradients()
+        return [
+            message
+            for codec, kind in self._encoded_and_others(lambda name: 0)
+            for message in self._gathers("publish weights", "world", layout, kind, rank, codec)
+        ]
 
     def clip(self) -> list[Message]:
         """The sum that the KL clip is computed from, where no rank holds all directions."""
@@ -321,24 +351,62 @@ class Plan:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
         return 0 if self.vectors else sum(self.orders[name] ** 3 for name in self.decomposed(rank))
 
-    def _sums(self, stage: str, layout: Layout, kind: Kind, rank: int) -> list[Message]:
+    def _sums(
+        self, stage: str, layout: Layout, kind: Kind, rank: int, codec: Codec | None
+    ) -> list[Message]:
         if self.parts_per_rank:
             return in_order(stage, layout, self.ranks, self.itemsize)
-        primitive = "Alltoall" if self.strategy.sums == "alltoall" else "Reduce_scatter"
-        found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive)
+        by_owners = self.strategy.sums == "alltoall" or (codec and not codec.summable)
+        primitive = "Alltoall" if by_owners else "Reduce_scatter"
+        found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive, codec)
         return self._in_levels(found, self.team(rank, "world"), rank)
 
     def _gathers(
-        self, stage: str, over: str, layout: Layout, kind: Kind, rank: int
+        self, stage: str, over: str, layout: Layout, kind: Kind, rank: int, codec: Codec | None
     ) -> list[Message]:
         team = self.team(rank, over)
         own = team.index(rank)
-        found = gathers(stage, over, layout, kind, own, len(team), self.itemsize)
+        found = gathers(stage, over, layout, kind, own, len(team), self.itemsize, codec)
         return self._in_levels(found, team, rank)
 
     def _in_levels(self, found: list[Message], team: range, rank: int) -> list[Message]:
         at = self.seat(team, rank)
         return in_two_levels(found, at, self.itemsize) if at else found
+
+    def _codec(self, wire: str | None, feedback: bool = True) -> Codec | None:
+        """What carries out a wire; bfloat16 loses too little for it to be kept."""
+        if wire is None:
+            return None
+        share = self.strategy.top_share if wire == "top-k" else 1.0
+        return Codec(wire, share, feedback and wire != "bfloat16")
+
+    def _encoded_and_others(self, kind: Kind) -> list[tuple[Codec | None, Kind]]:
+        """Codecs of what the gradients' arena holds, and `kind` of the blocks that each is for.
+
+        What no layer covers travels as it is: votes are counts, running statistics are replaced
+        and not added up, and together with the other parameters they are few.
+        """
+        codec = self._codec(self.strategy.gradient_wire)
+        if codec is None:
+            return [(None, kind)]
+        return [
+            (codec, lambda name: kind(name) if name in self.covered else None),
+            (None, lambda name: None if name in self.covered else kind(name)),
+        ]
+
+    def _kept_for_wires(self, rank: int) -> int:
+        """Elements of what encoding lost, and of weights of which only changes travel."""
+        square = self.strategy.packing == "square"
+        kept = self.gradients().size if self.publishes_changes else 0
+        for messages, layout in (
+            (self.reduce_statistics(rank), self.squares(rank) if square else self.statistics(rank)),
+            (self.reduce_gradients(rank), self.gradients()),
+            (self.publish_directions(rank), self.directions(rank)),
+            (self.publish_weights(rank), self.gradients()),
+        ):
+            if any(message.codec and message.codec.feedback for message in messages):
+                kept += layout.size
+        return kept
 
     def _by_rank(
         self, blocks: Iterable[tuple[str, Shape]], ranks: dict[str, int]

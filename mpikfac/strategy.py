@@ -2,7 +2,8 @@
 
 Three kinds of choices stay apart: the estimator (what enters a factor), the placement (who
 decomposes, preconditions and updates), the transport (what travels when, and in which messages).
-Choices of placement and transport give the same numbers for one estimator.
+Choices of placement and transport give the same numbers for one estimator, but for wires, which
+round what travels.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+Wire = Literal["bfloat16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,12 @@ class Strategy:
             this, relative: eigenvectors by the norm of what they leave off the diagonal, inverses
             by the error of typical directions. Eigenvalues are renewed all the same. Its owner
             decides; what travels stays the same. 0: every factor is decomposed.
+        factor_wire: how factors travel: None, as they are; "bfloat16"; or "int8", 16 numbers with a
+            common exponent.
+        basis_wire: the same of decompositions.
+        gradient_wire: the same of covered layers' gradients, of preconditioned ones, and with
+            update="owner" of weights' changes; or "top-k", the largest of them only.
+        top_share: of the numbers, those that travel with "top-k".
     """
 
     workers: int = 1
@@ -71,6 +80,10 @@ class Strategy:
     delay: int = 0
     stagger: int = 1
     tolerance: float = 0.0
+    factor_wire: Wire | None = None
+    basis_wire: Wire | None = None
+    gradient_wire: Wire | Literal["top-k"] | None = None
+    top_share: float = 0.01
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
@@ -81,6 +94,11 @@ class Strategy:
         one_of("overlap", self.overlap, (True, False))
         one_of("packing", self.packing, ("triangle", "square"))
         one_of("sums", self.sums, ("reduce", "alltoall"))
+        one_of("factor_wire", self.factor_wire, (None, "bfloat16", "int8"))
+        one_of("basis_wire", self.basis_wire, (None, "bfloat16", "int8"))
+        one_of("gradient_wire", self.gradient_wire, (None, "bfloat16", "int8", "top-k"))
+        if not 0 < self.top_share <= 1:
+            raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
         counts = {"workers": self.workers, "stagger": self.stagger}
         for number in self.fusion if isinstance(self.fusion, tuple) else (self.fusion,):
             counts |= {"fusion": number} if number is not None else {}
@@ -125,6 +143,17 @@ class Strategy:
                 f"reduce_at='bases' needs parts=None and a reduction over ranks, "
                 f"not parts={self.parts} and reduction={self.reduction!r}"
             )
+        self._check_wires()
+
+    def _check_wires(self) -> None:
+        plain = (self.parts, self.overlap, self.ranks_per_node, self.sums)
+        for wire in ("factor_wire", "basis_wire", "gradient_wire"):
+            if getattr(self, wire) is not None and plain != (None, False, None, "reduce"):
+                raise ValueError(
+                    f"{wire}={getattr(self, wire)!r} needs parts=None, overlap=False, "
+                    f"ranks_per_node=None and sums='reduce', not {self.parts}, {self.overlap}, "
+                    f"{self.ranks_per_node} and {self.sums!r}"
+                )
 
     def check_ranks(self, ranks: int) -> None:
         """Returns if so many ranks fall into columns and nodes.
@@ -338,6 +367,27 @@ NAMED: Mapping[str, Named] = {
         "LBANN",
         "2 (P-1)/P 4T + (P-1)/P 4F + 0",
         choices={"workers": "all", "delay": 1},
+    ),
+    "comm-opt-bf16": Named(
+        "COMM-OPT in which factors, bases and gradients travel in bfloat16",
+        "mpikfac",
+        "2 (P-1)/P 2T + (P-1)/P 2F - 2 (P-1)/P 2N",
+        same=False,
+        choices={
+            **{"workers": "all", "factor_wire": "bfloat16", "basis_wire": "bfloat16"},
+            "gradient_wire": "bfloat16",
+        },
+    ),
+    "comm-opt-int8": Named(
+        "COMM-OPT in which factors and gradients travel in 8 bits with error feedback, and bases "
+        "in bfloat16",
+        "mpikfac",
+        "2 (P-1)/P 1.06T + (P-1)/P 2F - 2 (P-1)/P 2.94N",
+        same=False,
+        choices={
+            **{"workers": "all", "factor_wire": "int8", "basis_wire": "bfloat16"},
+            "gradient_wire": "int8",
+        },
     ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from collections.abc import Sequence
 
@@ -88,6 +89,19 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
         F.cross_entropy(trainer.model(images), labels).backward()
         trainer.step()
     return state(trainer.model)
+
+
+def planned(kfac, step: int) -> collections.Counter[str]:
+    """Bytes of a step by stage, of its plan."""
+    stagger = kfac.plan.strategy.stagger
+    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
+    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
+    statistics = kfac.settings.due("factor_every", step)
+    found: collections.Counter[str] = collections.Counter()
+    messages = kfac.plan.messages(kfac.grid.world.rank, statistics, refresh, True, share)
+    for message in messages:
+        found[message.stage] += message.bytes
+    return +found
 
 
 def state(model: nn.Module) -> Tensor:

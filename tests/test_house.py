@@ -41,13 +41,18 @@ MAY_IMPORT = {
     "errors": set(),
     "troubles": {"torch", "errors"},
     "outbox": set(),
-    "comm": {"mpi4py", "torch", "errors", "layout", "levels", "messages", "outbox", "trace"},
+    "codecs": {"torch", "layout", "messages"},
+    "encoded": {"torch", "codecs", "messages"},
+    "comm": {
+        *("mpi4py", "torch", "encoded", "errors", "layout", "levels", "messages", "outbox"),
+        "trace",
+    },
     "recorder": {"torch", "arena", "kron", "layers", "moments", "trace"},
     "state": {"torch"},
     "checks": {"torch", "mpikfac", "comm", "layers", "state"},
     "data_parallel": {
-        *("torch", "arena", "checks", "comm", "layers", "plan", "state", "strategy", "trace"),
-        "troubles",
+        *("torch", "arena", "checks", "comm", "layers", "layout", "plan", "state", "strategy"),
+        *("trace", "troubles"),
     },
     "factors": {"torch", "arena", "comm", "kron", "plan", "troubles"},
     "kfac": {

@@ -22,6 +22,7 @@ def arenas(kfac):
     """Bytes of the buffers that exist."""
     kept = {
         "statistics": kfac.factors.statistics,
+        "squares": kfac.factors._squares,
         "averages": kfac.factors.averages,
         "bases": kfac.bases.arena,
         "denominators": kfac.bases.denominators,

@@ -79,19 +79,6 @@ def alone(strategy):
     return Strategy(delay=strategy.delay, stagger=strategy.stagger, tolerance=tolerance)
 
 
-def planned(kfac, step):
-    """Bytes of a step by stage, of its plan."""
-    stagger = kfac.plan.strategy.stagger
-    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
-    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
-    statistics = kfac.settings.due("factor_every", step)
-    found = collections.Counter()
-    messages = kfac.plan.messages(kfac.grid.world.rank, statistics, refresh, True, share)
-    for message in messages:
-        found[message.stage] += message.bytes
-    return +found
-
-
 def decompositions(comm, kfac):
     """How many factors were decomposed on all ranks since the trace was cleared."""
     return comm.allreduce(kfac.trace.calls["decompositions"])
@@ -111,7 +98,7 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     expected = collections.Counter()
     for step in STEPS:
         found = problem.run(kfac, comm, [step])
-        expected += planned(kfac, step)
+        expected += problem.planned(kfac, step)
         if strategy.delay == 0 and not strategy.overlap:
             assert +collections.Counter(kfac.trace.sent) == expected
         images, labels = problem.batch(step)
