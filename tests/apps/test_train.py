@@ -69,11 +69,14 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+@pytest.mark.parametrize(
+    ("optimizer", "strategy"), [("sgd", "comm-opt"), ("kfac", "comm-opt"), ("kfac", "eva")]
+)
 @pytest.mark.parametrize("stop", [3, 4, 7])
-def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, stop):
+def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):
     """Oracle: the run that was not interrupted. 3 steps are an epoch; a basis lives for 2 steps."""
     chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
+    chosen += (f"--kfac.strategy={strategy}",)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train_cnn.main(arguments(whole, *chosen)) == 0
     assert train_cnn.main(arguments(parts, *chosen, f"--max_steps={stop}")) == 0
@@ -143,6 +146,24 @@ def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeyp
     lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     speeds = {row["step"]: row["images_per_second"] for row in lines if "images_per_second" in row}
     assert speeds == dict.fromkeys((2, 4, 6, 8), 120.0)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        # A step tells what the ranks had done before it; a basis lives for 2 steps, of 8 factors.
+        (("--kfac.strategy=event-driven", "--kfac.tolerance=1e-30"), [8, 16, 24, 32]),
+        (("--kfac.strategy=event-driven", "--kfac.tolerance=1e9"), [8, 8, 8, 8]),
+        ((), []),
+    ],
+)
+def test_decompositions_are_counted_where_they_do_not_follow_from_the_options(
+    tmp_path, more, expected
+):
+    """Oracle: by hand."""
+    assert train_cnn.main(arguments(tmp_path, "--kfac.basis_every=2", *more)) == 0
+    found = [row["decompositions"] for row in rows(tmp_path) if "decompositions" in row]
+    assert found == expected
 
 
 def test_a_complete_run_has_nothing_to_resume(tmp_path):

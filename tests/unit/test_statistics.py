@@ -193,6 +193,19 @@ def test_one_example_needs_no_batch_dimension(comm, layers, shape):
     assert_same(factors(kfac), expected)
 
 
+def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
+    """Oracle: it takes away what is added to a channel, so the loss does not change with that."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 5)]
+    kfac = trainer(comm, nn.Sequential(*layers).double(), solver="rank-one", damping=0.5)
+    learn(kfac, problem.batch(0))
+    kfac.precondition()
+    zero, head = factors(kfac)["0.G"], factors(kfac)["4.G"]
+    assert zero.norm() < 1e-12 < head.norm()
+    gradient, direction = (arena["0"] for arena in (kfac.gradients.arena, kfac.directions))
+    torch.testing.assert_close(direction, kfac.kl_scale * gradient / 0.5)
+
+
 @pytest.mark.parametrize("solver", ["inverse", "rank-one"])
 def test_micro_batches_add_up_to_the_joined_batch(comm, solver):
     """Oracle: the joined batch in one pass; the loss of each micro-batch is divided by 3."""
