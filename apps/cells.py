@@ -29,12 +29,14 @@ class Result:
         why: of a failure, the line that says most.
         seconds: from start to end of the job, start-up and evaluations included.
         cores: those that the study's own process could use.
+        others: share of this machine's cores that other work took meanwhile.
     """
 
     code: int
     why: str
     seconds: float
     cores: int
+    others: float = 0.0
 
 
 def result(directory: Path) -> Result | None:
@@ -53,10 +55,12 @@ def run(cell: Cell, directory: Path, launcher: str) -> Result:
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "result.json").unlink(missing_ok=True)
-    output, began = directory / "output.txt", time.monotonic()
+    output, began, busy = directory / "output.txt", time.monotonic(), _others_seconds()
     code = _job(command(cell, directory, launcher), output)
     seconds, cores = time.monotonic() - began, len(os.sched_getaffinity(0))
-    ended = Result(code, _why(output, code) if code else "", round(seconds, 1), cores)
+    others = (_others_seconds() - busy) / seconds / (os.cpu_count() or 1)
+    why = _why(output, code) if code else ""
+    ended = Result(code, why, round(seconds, 1), cores, round(max(0.0, others), 3))
     draft = directory / "result.json.part"
     draft.write_text(json.dumps(asdict(ended)) + "\n")
     draft.replace(directory / "result.json")
@@ -120,6 +124,14 @@ def _job(words: list[str], output: Path) -> int:
                 subprocess.run(["scancel", number], check=False)
             job.terminate()  # mpirun ends its ranks
             raise
+
+
+def _others_seconds() -> float:
+    """Seconds that the machine's cores have worked, but for the jobs that this process ended."""
+    _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
+    ticks = sum(map(int, (user, nice, system, *interrupts)))
+    own = os.times()
+    return ticks / os.sysconf("SC_CLK_TCK") - own.children_user - own.children_system
 
 
 def _why(output: Path, code: int) -> str:

@@ -42,6 +42,7 @@ CHOICES = (  # of a strategy
     *("stagger", "delay", "tolerance", "sums", "ranks_per_node"),
     *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
+USUAL = {"solver": "inverse", "basis_every": 10}  # settings of `KFAC` that a strategy may change
 WORDS = {
     int: "a whole number",
     float: "a finite number",
@@ -87,11 +88,12 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
 def strategy(
     options: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """How K-FAC is distributed, and the settings that belong to it.
+    """How K-FAC is distributed, and those settings that a strategy may change.
 
     Raises:
         ValueError: choices that do not fit together or the number of ranks.
     """
+    given = {key: getattr(options, key) for key in USUAL if getattr(options, key) is not None}
     choices = {key: getattr(options, key) for key in CHOICES if getattr(options, key) is not None}
     if options.fusion is not None:
         choices["fusion"] = tuple(options.fusion) if len(options.fusion) != 1 else options.fusion[0]
@@ -112,16 +114,13 @@ def strategy(
                 f"{options.machine}, choices are {', '.join(choices) or 'none'}"
             )
         choices["workers"] = ranks  # until the model is known: see `for_machine`
-        return Strategy(**choices), {}
+        return Strategy(**choices), {**USUAL, **given}
     chosen, settings = named(options.strategy, ranks, **choices)
-    for key in ("solver", "basis_every"):
-        if getattr(options, key) is not None:
-            settings[key] = getattr(options, key)
-    return chosen, settings
+    return chosen, {**USUAL, **settings, **given}
 
 
 def for_machine(
-    options: Options, model: nn.Module, ranks: int, strategy: Strategy, solver: str
+    options: Options, model: nn.Module, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
     """The strategy as the machine would have it, and its name.
 
@@ -131,7 +130,7 @@ def for_machine(
     if options.kfac.machine is None:
         return options.kfac.strategy, strategy
     machine = load_machine(options.kfac.machine)
-    every = options.kfac.factor_every, options.kfac.basis_every
+    every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
     layers, others = covered_shapes(model, options.kfac.skip)
     if options.kfac.strategy == "auto":

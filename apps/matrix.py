@@ -10,6 +10,7 @@ import difflib
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from mpikfac_apps.options import Options
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives each run
+LEAST_SHOWN = 10  # steps, of which one line of metrics tells
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 NAMED: dict[str, dict[str, Any]] = {
@@ -279,9 +281,22 @@ def _run_of(
     given = asked["options"] | chosen
     arguments = [f"--config={asked['base']}"] if asked["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
-    interval = config.parse(arguments, ranks).kfac.basis_every
+    interval = shown_interval(config.parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     return tuple(arguments), config.parse(arguments, ranks)
+
+
+def shown_interval(options: Options, ranks: int) -> int:
+    """Steps of a line of metrics and of a trace: whole intervals between two decompositions."""
+    every = basis_every(options, ranks)
+    return every * max(1, math.ceil(LEAST_SHOWN / every))
+
+
+def basis_every(options: Options, ranks: int) -> int:
+    """Steps between two decompositions, also where the strategy says it; of SGD the usual."""
+    if options.optimizer == "sgd":
+        return options.kfac.basis_every or config.USUAL["basis_every"]
+    return config.strategy(options.kfac, ranks, options.parts)[1]["basis_every"]
 
 
 def _word(value: Any) -> str:

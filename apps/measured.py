@@ -20,7 +20,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps import cells, config, models, show_plan
-from mpikfac_apps.matrix import Cell, Study, flattened
+from mpikfac_apps.matrix import Cell, Study, basis_every, flattened
 
 GROUPS = {
     "forward": ("forward",),
@@ -35,13 +35,20 @@ GROUPS = {
 }
 """Stages of a step by the name under which a report shows them; all else is "other"."""
 WAITING, OTHER = "waiting", "other"
-# Options that say where things are computed and how they travel, or what is written about it:
-# they change no number but by rounding. An option that is not named here does.
-TRANSPORT = {
+# What says where things are computed and how they travel, or what is written about it: it changes
+# no number but by rounding. An option or a choice of a strategy that is not named here does.
+WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "tensorboard"),
-    *(f"kfac.{key}" for key in ("strategy", "workers", "fraction", "fusion", *config.CHOICES)),
-    "kfac.solver",  # the strategy may have chosen another one
+}
+TRANSPORT = {
+    *("workers", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
+    *("fusion", "overlap", "sums", "ranks_per_node"),
+}
+# Options that a strategy is made of, which is looked at itself.
+RESOLVED = {
+    *(f"kfac.{key}" for key in ("strategy", "machine", "workers", "fraction", "fusion")),
+    *(f"kfac.{key}" for key in (*config.CHOICES, *config.USUAL)),
 }
 
 
@@ -75,9 +82,8 @@ class Measured:
         stages: means over the traced steps, by rank and stage; empty without a trace.
         traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
         counted: bytes that a rank handed to MPI in such a step, the mean; None without a trace of
-            whole intervals.
+            whole intervals, or if messages cross its edges.
         interval: steps after which what is sent repeats.
-        own_batch: whether factors are made of their owner's share of the batch only.
         wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
             over ranks and over an interval between two decompositions.
         handed: bytes that a rank hands to MPI per step, from the plan, likewise.
@@ -96,7 +102,6 @@ class Measured:
     traced_seconds: float | None
     counted: float | None
     interval: int
-    own_batch: bool
     wire: float
     handed: float
     memory: int
@@ -215,11 +220,15 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
-    """Bytes per step of traced steps, those of threads beside the training included."""
-    if not means or len(means["steps"]) % interval:
+    """Bytes per step of traced steps; None unless they hold whole messages of whole intervals."""
+    ranks = means.get("ranks", ())
+    # What is sent beside the training crosses the edges of the steps that are traced.
+    beside = (
+        stage for rank in ranks for named in rank["beside"].values() for stage in named.values()
+    )
+    if not ranks or len(means["steps"]) % interval or any(stage["bytes"] for stage in beside):
         return None
-    stages = [[rank["stages"], *rank["beside"].values()] for rank in means["ranks"]]
-    return fmean(sum(s["bytes"] for t in threads for s in t.values()) for threads in stages)
+    return fmean(sum(stage["bytes"] for stage in rank["stages"].values()) for rank in ranks)
 
 
 def _mean(numbers: Sequence[float]) -> float | None:
@@ -242,14 +251,15 @@ def plan_of(cell: Cell) -> mpikfac.Plan:
         return mpikfac.make_plan(layers, cell.ranks, strategy, others)
     layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
     strategy, settings = config.strategy(options.kfac, cell.ranks, options.parts)
-    solver = settings.get("solver", "inverse")
-    return mpikfac.make_plan(layers, cell.ranks, strategy, others, solver)
+    _, strategy = config.for_machine(options, model, cell.ranks, strategy, settings)
+    return mpikfac.make_plan(layers, cell.ranks, strategy, others, settings["solver"])
 
 
 def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
     """Bytes per step and in memory; of a large job from some of its ranks."""
     kfac = cell.options.kfac
-    kinds = Counter(_kinds(plan, kfac.factor_every, kfac.basis_every))
+    every = kfac.factor_every, basis_every(cell.options, cell.ranks)
+    kinds = Counter(_kinds(plan, *every))
     period, ranks = kinds.total(), show_plan.looked_at(plan)
     wire = handed = 0.0
     for rank in ranks:
@@ -259,10 +269,8 @@ def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
             weight = count / period / len(ranks)
             wire += weight * sum(message.wire for message in messages)
             handed += weight * sum(message.bytes for message in messages)
-    own_batch = bool(plan.layers) and plan.strategy.reduction == "none" and plan.ranks > 1
     memory = max(sum(plan.memory(rank).values()) for rank in ranks)
-    bytes_of = {"wire": wire, "handed": handed, "memory": memory}
-    return {"interval": period, "own_batch": own_batch, **bytes_of}
+    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
 
 
 def _kinds(
@@ -293,16 +301,15 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 def _numbers(cell: Cell) -> dict[str, Any]:
     """All that the numbers of a run depend on, beside the seed and the number of ranks."""
     given = flattened(dataclasses.asdict(cell.options))
-    numbers = {key: value for key, value in given.items() if key not in TRANSPORT}
+    numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
     if cell.options.optimizer == "sgd":
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
     strategy, settings = config.strategy(cell.options.kfac, cell.ranks, cell.options.parts)
-    own_batch = strategy.reduction == "none"
-    return {"solver": "inverse", **settings, **numbers} | {
-        **{"own batch": own_batch, "delay": strategy.delay, "stagger": strategy.stagger}
-    }
+    choices = dataclasses.asdict(strategy)
+    choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
+    return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}
 
 
 def _letter(number: int) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
@@ -255,9 +256,7 @@ def scaling(all_cells: Sequence[Measured]) -> bytes | None:
         left.plot(counts, [best * r / counts[0] for r in counts], **ideal)
         right.plot(counts, [100] * len(counts), **ideal)
         left.set(yscale="log", ylabel="images per second")
-        left.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        left.yaxis.set_minor_locator(NullLocator())
+        _plain(left.yaxis)
         right.set(ylabel="efficiency against fewest ranks (%)", ylim=(0, None))
         for panel in (left, right):
             panel.set(xscale="log", xlabel="ranks")
@@ -301,6 +300,10 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> by
         ends = [1e3 * f(x for _, *xs in pairs for x in xs) for f in (min, max)]
         panel.plot(ends, ends, color="#999", linewidth=0.8)
         panel.set(xscale="log", yscale="log", xlabel="predicted ms", ylabel="measured ms")
+        panel.set(xlim=(ends[0] / 1.3, ends[1] * 1.3), ylim=(ends[0] / 1.3, ends[1] * 1.3))
+        panel.set_box_aspect(1)
+        for axis in (panel.xaxis, panel.yaxis):
+            _plain(axis)
         _legend(figure, cells)
         return _svg(figure)
 
@@ -320,11 +323,23 @@ def _of_ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
+def _plain(axis: Axis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_locator(NullLocator())
+
+
 def _style(variant: str, cells: Sequence[Measured]) -> dict[str, Any]:
     """Colour and marker of a variant, the same in all pictures of a study."""
-    place = _variants(cells).index(variant)
-    colour = matplotlib.colormaps["tab10"](place % 10)
-    return {"color": colour, "marker": "osv^D<>pPX"[(place + place // 10) % 10], "label": variant}
+    variants = _variants(cells)
+    place = variants.index(variant)
+    colours = matplotlib.colormaps["tab10" if len(variants) <= 10 else "tab20"]
+    return {
+        "color": colours(place % colours.N),
+        "marker": "osv^D<>pPX"[(place + place // 10) % 10],
+        "label": variant,
+    }
 
 
 def _legend(figure: Figure, cells: Sequence[Measured]) -> None:

@@ -15,12 +15,13 @@ import jinja2
 
 import mpikfac
 from mpikfac_apps import measured, pictures
-from mpikfac_apps.matrix import Study, flattened
+from mpikfac_apps.matrix import Study, basis_every, flattened
 from mpikfac_apps.measured import WAITING, Measured
 from mpikfac_apps.options import Options
 
 MIB = 2**20
 NONE = "\N{EN DASH}"
+BUSY = 0.1  # share of the cores that other work may take without a word
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 COLUMNS = (
     *(
@@ -52,7 +53,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         facts=list(_facts(cells)),
         findings=list(findings(cells, target, letters)),
         target=percent(target),
-        columns=[*COLUMNS],
+        columns=COLUMNS,
         groups=_table(cells, target, letters, predictions),
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed"],
         unfinished=[c.cell.label for c in cells if c.state in ("not run", "interrupted")],
@@ -159,8 +160,8 @@ def _variants(
         options, variant = cell.cell.options, cell.cell.variant
         what = "Gradients are averaged, and SGD steps: no K-FAC"
         if options.optimizer == "kfac":
-            named = mpikfac.NAMED[options.kfac.strategy]
-            what = f"{named.what} [{named.source}]"
+            named = mpikfac.NAMED.get(options.kfac.strategy)
+            what = f"{named.what} [{named.source}]" if named else "What the machine is best at"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
         rows[variant] = (variant, letters[variant], what, words)
@@ -189,7 +190,7 @@ def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, 
     found = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
-        every = options.kfac.factor_every, options.kfac.basis_every
+        every = options.kfac.factor_every, basis_every(options, ranks)
         with suppress(ValueError):  # no times of that network or batch
             job = mpikfac.Job(options.model, (options.batch or 0) // ranks, *every)
             plan = measured.plan_of(cell.cell)
@@ -258,6 +259,12 @@ def findings(
             "what grows with the ranks is the wait for a core more than any message. Compare "
             "strategies at one number of ranks; scaling takes a core for each rank."
         )
+    busy = [cell.result.others for cell in done if cell.result and cell.result.others > BUSY]
+    if busy:
+        yield (
+            f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
+            f"of the machine's cores, up to {percent(max(busy), 0)}: their times tell little."
+        )
     if all(cell.cell.axes.get("seed") is None for cell in cells):
         yield "Each cell was run once: read differences within the ranges of the table as noise."
 
@@ -317,12 +324,19 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
             f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
             "Between these groups, accuracy differs by design."
         )
-    local = {cell.cell.variant: None for cell in done if cell.own_batch}
-    if local:
+    others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
+    if others:
         yield (
-            f"With {listed(local)}, the owner of a layer makes its factors from its own share of "
-            "the batch: another estimator, which sends less for factors that are noisier."
+            f"By design another estimator of the curvature: {listed(dict.fromkeys(others))}; see "
+            "what the variants are."
         )
+
+
+def _other_estimator(options: Options) -> bool:
+    kfac = options.kfac
+    named = mpikfac.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
+    known = named is not None and not named.same
+    return options.optimizer == "kfac" and (known or kfac.reduction == "none")
 
 
 def _alike(letters: Mapping[str, str]) -> str:
@@ -334,13 +348,14 @@ def _alike(letters: Mapping[str, str]) -> str:
 
 
 def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
-    pairs = [(cell.counted, cell.handed) for cell in done if cell.counted is not None]
-    if pairs:
-        equal = sum(abs(found - planned) <= 1e-6 * planned for found, planned in pairs)
-        yield (
-            f"The bytes counted in traced steps are those of the plan in {equal} of {len(pairs)} "
-            "traced cells."
+    traced = [cell for cell in done if cell.counted is not None]
+    other = [c for c in traced if abs((c.counted or 0) - c.handed) > 1e-6 * c.handed]
+    if traced:
+        text = (
+            "Where messages do not run beside the training, the bytes counted in traced steps are "
         )
+        names = listed(cell.cell.label for cell in other) if other else ""
+        yield text + (f"the plan's but for {names}." if other else "the plan's in all cells.")
 
 
 def _common_accuracy(cells: Sequence[Measured]) -> float | None:
@@ -362,7 +377,7 @@ def _pictures(
     """Title, caption and data of each picture; why there is none where there is none."""
     batch = {cell.cell.options.batch for cell in cells}
     kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
-    traced = "no cell holds a trace (`stages.json`, written with `trace_steps`)"
+    traced = "no cell holds means of stages (stages.json, written with trace_steps)"
     for title, picture, caption, missing in (
         (
             "Where a step's time goes",
@@ -377,7 +392,7 @@ def _pictures(
             pictures.timeline(cells),
             "Left a step that only uses curvature (or takes statistics), right one that refreshes "
             "it, on one scale. A stage inside another is drawn over it.",
-            "no cell holds a trace (`trace.json`, written with `trace_steps`)",
+            "no cell holds a trace (trace.json.gz, written with trace_steps)",
         ),
         (
             "What is learnt, and for what",
@@ -399,7 +414,7 @@ def _pictures(
             pictures.predicted(cells, predictions),
             "Milliseconds of a step; the number at a point is that of its ranks. On the line, both "
             "are equal.",
-            "the study names no `machine`, or that has no times of these networks and batches",
+            "the study names no machine, or that has no times of these networks and batches",
         ),
     ):
         data = base64.b64encode(picture).decode() if picture else ""

@@ -171,8 +171,7 @@ class Run:
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
                 strategy, settings = config.strategy(options.kfac, comm.size, options.parts)
-                solver = settings.get("solver", "inverse")
-                name, strategy = config.for_machine(options, model, comm.size, strategy, solver)
+                name, strategy = config.for_machine(options, model, comm.size, strategy, settings)
                 log.info("strategy %s: %s", name, strategy)
                 settings |= {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
                 for key in KFAC_DTYPES:

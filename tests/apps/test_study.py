@@ -183,6 +183,7 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
     for cell in matrix.read(file).cells:
         found = place / "cells" / cell.directory
         assert cells.result(found).code == 0
+        assert 0 <= cells.result(found).others < 1
         assert json.loads((found / "run" / "environment.json").read_text())["ranks"] == 1
     assert "mine" in (place / "report.html").read_text()
     launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 9\n")
