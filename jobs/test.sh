@@ -32,7 +32,7 @@ stage() {
 stage "plain tests" timeout --kill-after=10 1200 \
     "$PYTHON" -m pytest -q -rs -n 2 --dist loadfile tests --ignore tests/mpi </dev/null
 for ranks in 1 2 3 4; do
-    LIMIT=300 stage "MPI tests, ranks: $ranks" mpi "$ranks" -m pytest -q -x tests/mpi
+    LIMIT=900 stage "MPI tests, ranks: $ranks" mpi "$ranks" -m pytest -q -x tests/mpi
 done
 
 echo
