@@ -120,7 +120,7 @@ class Run:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
         self.speed = Speed(options.batch, self.trainer.trace)
-        self.troubles = self.decompositions = 0
+        self.troubles = 0
         metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
@@ -255,7 +255,7 @@ class Run:
         """Does what any rank was asked for; whether the run is to stop."""
         every, ranks = self.options.checkpoint_every, self.comm.size
         votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
-        self.troubles, self.decompositions = votes[TROUBLES], votes[DECOMPOSITIONS]
+        self.troubles = votes[TROUBLES]
         if votes[STOP]:
             return True
         if votes[WRITTEN] == ranks:
@@ -301,7 +301,8 @@ class Run:
         clip = {} if self.options.optimizer == "sgd" else {"kl_scale": self.trainer.kl_scale.item()}
         more = clip | ({"troubles": self.troubles} if self.troubles else {})
         if self.trainer.plan.strategy.tolerance:  # else they follow from the options
-            more["decompositions"] = self.decompositions
+            mean = self.trainer.votes[DECOMPOSITIONS].item()
+            more["decompositions"] = round(mean * self.comm.size)
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:
