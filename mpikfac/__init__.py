@@ -24,8 +24,9 @@ _EXPORTS = {
     "trace": ("COMMUNICATION", "Event", "Trace"),
     "comm": (
         *("Grid", "agree", "check_survivable", "clock_offset", "device", "leaving"),
-        *("lost_a_rank", "survivors", "together", "world"),
+        *("lost_a_rank", "split", "survivors", "together", "world"),
     ),
+    "curvature": ("serve",),
     "layers": ("covered_shapes",),
     "data_parallel": ("DataParallel",),
     "kfac": ("KFAC",),

@@ -12,11 +12,11 @@ from torch import Tensor
 from mpikfac import decompose, kron
 from mpikfac.arena import Arena
 from mpikfac.background import Background
+from mpikfac.curvature import Curvature
 from mpikfac.plan import Plan
-from mpikfac.troubles import Troubles, all_finite
+from mpikfac.troubles import Troubles, not_finite
 
-# How a factor is decomposed, until it works: in its own dtype or another, and damped how much more.
-ATTEMPTS = ((None, 1.0), (torch.float64, 1.0), (torch.float64, 10.0))
+Blocks = Iterable[tuple[str, Tensor]]
 
 
 class Bases:
@@ -27,6 +27,7 @@ class Bases:
             each worker.
         ready: whether there are any.
         share: the share of the layers whose factors were decomposed last; None for all.
+        stage: what `take` spends its time with.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Bases:
         device: torch.device,
         rounded_to: torch.dtype | None,
         troubles: Troubles,
+        curvature: Curvature | None,
     ) -> None:
         """See `KFAC` for `rounded_to`, its `precondition_dtype`."""
         self.plan = plan
@@ -47,6 +49,8 @@ class Bases:
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
         self.denominators = Arena(plan.denominators(rank), dtype, device)
+        self.stage = "receive bases" if curvature else "decompose"
+        self._curvature = curvature
         self._background = Background(device)
         self.forget()
 
@@ -54,7 +58,7 @@ class Bases:
         """No decompositions, and none on their way."""
         self.ready = False
         self.share: int | None = None
-        self._made: Callable[[], Iterable[tuple[str, Tensor]]] | None = None
+        self._made: Callable[[], Blocks] | None = None
         self._due = 0
         self._damping = math.nan  # equal to none
 
@@ -65,16 +69,12 @@ class Bases:
     ) -> None:
         """Starts to decompose the factors of this rank: triangles, by name; all or a `share`."""
         self.share = share
-        names = [name for name in self._factors if self.plan.in_share(name, share)]
-        if self.delay == 0 or not self.ready:
-            self._due = step
-            blocks = self._blocks(names, factors, step, damping)
-            self._made = lambda: blocks
-        else:
-            self._due = step + self.delay
-            layers = {_layer(name) for name in names}
-            kept = {n: factor.clone() for n, factor in factors.items() if _layer(n) in layers}
-            self._made = self._background.start(self._blocks(names, kept, step, damping))
+        at_once = self.delay == 0 or not self.ready
+        self._due = step if at_once else step + self.delay
+        names = self.plan.decomposed(self.rank, share)
+        chosen = {name: factors[name] for name in names}
+        other_means = self._other_means(names, factors)
+        self._made = self._start(chosen, other_means, damping, at_once)
 
     @property
     def pending(self) -> bool:
@@ -85,10 +85,11 @@ class Bases:
         """Whether decompositions are on their way that are to be used from `step` on."""
         return self.pending and step >= self._due
 
-    def take(self) -> int:
+    def take(self, step: int) -> int:
         """Puts this rank's own decompositions into the arena, waiting for them if need be.
 
-        What was not made stays as it was; at the first time it is NaN, and so are directions.
+        What was not made stays as it was, as does what could not be made; at the first time that
+        is NaN, and so are directions.
 
         Returns:
             How many factors were decomposed.
@@ -98,12 +99,14 @@ class Bases:
         """
         made, self._made = self._made, None
         blocks = dict(made()) if made else {}
-        for name, _ in self.plan.decompositions(self._factors):
-            if name in blocks:
-                self.arena[name].copy_(blocks[name])
-            elif not self.ready:
-                self.arena[name].fill_(torch.nan)
-        return sum(name.endswith((".vectors", ".inverse")) for name in blocks)
+        failed = list(dict.fromkeys(map(_parent, not_finite(blocks))))
+        instead = "the one before is used" if self.ready else "its layer is not preconditioned"
+        self.troubles.note("decomposition", failed, step, instead)
+        for name, block in blocks.items():
+            if not self.ready or _parent(name) not in failed:
+                self.arena[name].copy_(block)
+        whole = (name for name in blocks if name.endswith((".vectors", ".inverse")))
+        return sum(_parent(name) not in failed for name in whole)
 
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
@@ -112,74 +115,57 @@ class Bases:
         if self.rounded is not self.arena:
             self.rounded.flat.copy_(self.arena.flat)
 
+    def _start(
+        self,
+        factors: Mapping[str, Tensor],
+        other_means: Mapping[str, Tensor],
+        damping: float,
+        at_once: bool,
+    ) -> Callable[[], Blocks]:
+        """Has these factors decomposed, here or elsewhere; returns what waits for that."""
+        if self._curvature:
+            return self._curvature.start(factors, other_means, damping, self.share)
+        if at_once:
+            return lambda: self._blocks(factors, other_means, damping)
+        kept = {name: factor.clone() for name, factor in factors.items()}
+        return self._background.start(self._blocks(kept, other_means, damping))
+
     def _blocks(
-        self, names: Iterable[str], factors: Mapping[str, Tensor], step: int, damping: float
+        self, factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float
     ) -> Iterator[tuple[str, Tensor]]:
         """The arena's blocks that change, by name, of one factor after the other."""
-        failed = []
-        tolerance = self.plan.strategy.tolerance if self.ready else 0.0
-        for name in names:
-            if tolerance:
-                renewed, misfit = self._renewed(name, factors, damping)
+        solver, tolerance = self.plan.solver, self.plan.strategy.tolerance
+        for name, packed in factors.items():
+            if tolerance and self.ready:
+                share = decompose.share_of_damping(packed, other_means.get(name), damping)
+                renewed, misfit = self._renewed(name, packed, share)
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            for dtype, more in ATTEMPTS:
-                try:
-                    made = self._decomposition(name, factors, damping * more, dtype)
-                except ArithmeticError:
-                    continue
-                yield from made.items()
-                break
-            else:
-                failed.append(name)
-        instead = "the one before is used" if self.ready else "its layer is not preconditioned"
-        self.troubles.note("decomposition", failed, step, instead)
-
-    def _decomposition(
-        self, name: str, factors: Mapping[str, Tensor], damping: float, dtype: torch.dtype | None
-    ) -> dict[str, Tensor]:
-        """The arena's blocks for a factor, computed in `dtype`, or the factor's own if None.
-
-        Raises:
-            ArithmeticError: they are not finite, or the damped factor is not positive definite.
-        """
-        packed = factors[name].to(dtype or factors[name].dtype)
-        if self.plan.vectors:
-            made = {f"{name}.vector": packed}
-        elif self.plan.solver == "eigen":
-            values, vectors = decompose.eigenbasis(kron.unfold_triangle(packed))
-            made = {f"{name}.values": values, f"{name}.vectors": vectors}
-        else:
-            share = self._share_of_damping(name, factors, damping)
-            inverse = decompose.damped_inverse(kron.unfold_triangle(packed), share)
-            made = {f"{name}.inverse": inverse}
-        made = {key: block.to(factors[name].dtype) for key, block in made.items()}
-        if not all(map(all_finite, made.values())):
-            raise ArithmeticError("the decomposition is not finite")
-        return made
+            yield from decompose.decompositions({name: packed}, other_means, damping, solver)
 
     def _renewed(
-        self, name: str, factors: Mapping[str, Tensor], damping: float
+        self, name: str, packed: Tensor, share: float | Tensor
     ) -> tuple[dict[str, Tensor], float]:
-        """What changes if a factor is not decomposed anew, and how badly the rest fits."""
-        factor = kron.unfold_triangle(factors[name])
+        """What changes if a factor is not decomposed anew, and how badly the rest fits.
+
+        `share` of the damping would be added to it before it is inverted.
+        """
+        factor = kron.unfold_triangle(packed)
         if self.plan.solver == "eigen":
             vectors = self.arena[f"{name}.vectors"]
             values, misfit = decompose.values_in_basis(factor, vectors)
             return {f"{name}.values": values}, misfit
-        factor.diagonal().add_(self._share_of_damping(name, factors, damping))
+        factor.diagonal().add_(share)
         return {}, decompose.error_of_inverse(factor, self.arena[f"{name}.inverse"])
 
-    def _share_of_damping(
-        self, name: str, factors: Mapping[str, Tensor], damping: float
-    ) -> float | Tensor:
-        """What is added to a factor before it is inverted."""
-        if self.plan.solver == "unsplit-inverse":
-            return damping
-        other = f"{_layer(name)}.{'G' if name.endswith('.A') else 'A'}"
-        means = kron.mean_eigenvalue(factors[name]), kron.mean_eigenvalue(factors[other])
-        return decompose.tikhonov_share(*means, damping)
+    def _other_means(
+        self, names: Iterable[str], factors: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Mean eigenvalue of the other factor of each one's layer, where the solver needs it."""
+        if self.plan.solver != "inverse":
+            return {}
+        return {name: kron.mean_eigenvalue(factors[_other(name)]) for name in names}
 
     # -- from gradients to directions ------------------------------------------------------------
 
@@ -235,13 +221,18 @@ class Bases:
         self.refresh()
         if "due" in state:
             names = [name for name, _ in self.plan.decompositions(self._factors)]
-            prefix = "decompositions/"  # those that could not be made are missing
+            prefix = "decompositions/"  # those that nothing was made of are missing
             made = [(n, state[prefix + n]) for n in names if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
             self.share = state.get("share")
 
 
-def _layer(factor: str) -> str:
-    """Name of the layer that a factor belongs to."""
-    return factor.rpartition(".")[0]
+def _parent(name: str) -> str:
+    """The factor that a block of a decomposition belongs to, or the layer of a factor."""
+    return name.rpartition(".")[0]
+
+
+def _other(factor: str) -> str:
+    """The other factor of the layer."""
+    return f"{_parent(factor)}.{'G' if factor.endswith('.A') else 'A'}"

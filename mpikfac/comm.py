@@ -4,7 +4,8 @@ The only importer of mpi4py. Device buffers go to MPI directly when it is CUDA-a
 through pinned host memory. The training calls blocking collectives only: Open MPI makes no progress
 on others unless it is called. The thread that sends beside it does that, sleeping in between: it
 would poll a core that belongs to the computation. Its buffers are the host's, as Open MPI crashes
-in non-blocking reductions of device buffers.
+in non-blocking reductions of device buffers. What goes to curvature ranks and back does not block
+either; it moves on while both sides are in some call of MPI.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ PIECE = 2**22
 # The same for messages beside the computation: how soon an urgent one can overtake.
 SMALL_PIECE = 2**18
 CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
+LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
@@ -283,6 +285,106 @@ def _check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
                 f"ranks_per_node={ranks_per_node}: ranks {first} and {rank} are on different "
                 f"nodes; start ranks node by node, equally many on each, or leave it out"
             )
+
+
+# -- curvature ranks -----------------------------------------------------------------------------
+
+
+def split(
+    comm: MPI.Intracomm, curvature_ranks: int
+) -> tuple[MPI.Intracomm | None, MPI.Intercomm | None]:
+    """The communicator of the ranks that train, and what joins them to the others, the last ones.
+
+    The first is None on those others, the second everywhere if there are none of them:
+
+        training, curvature = mpikfac.split(comm, curvature_ranks=1)
+        if training is None:
+            mpikfac.serve(curvature)
+        else:
+            strategy = Strategy.comm_opt(training.size, delay=1, curvature_ranks=1)
+            kfac = KFAC(model, optimizer, training, strategy, curvature=curvature)
+            ...
+            kfac.close()
+
+    Collective over: comm.
+
+    Raises:
+        ValueError: no rank would train.
+    """
+    if not 0 <= curvature_ranks < comm.size:
+        raise ValueError(
+            f"curvature_ranks={curvature_ranks} must be less than the number of ranks ({comm.size})"
+        )
+    if curvature_ranks == 0:
+        return comm, None
+    first = comm.size - curvature_ranks
+    trains = comm.rank < first
+    team = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
+    curvature = team.Create_intercomm(0, comm, first if trains else 0)
+    return team if trains else None, curvature
+
+
+def tell(curvature: MPI.Intercomm, value: object) -> None:
+    """Gives all curvature ranks training rank 0's `value`, for which they call `told`.
+
+    Collective over: curvature.
+    """
+    curvature.bcast(value, root=MPI.PROC_NULL if curvature.rank else MPI.ROOT)
+
+
+def told(curvature: MPI.Intercomm) -> Any:
+    """What training rank 0 tells this curvature rank.
+
+    Collective over: curvature.
+    """
+    return curvature.bcast(None, root=0)
+
+
+def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
+    """Starts to send `flat`, on the host; returns what waits until it is sent.
+
+    It must not change until then. Collective over: none.
+    """
+    pieces = _pieces(flat.numpy(), 0, len(flat), MAX_COUNT)
+    requests = [comm.Isend(piece, dest=to, tag=tag) for piece in pieces]
+    return lambda: MPI.Request.Waitall(requests)
+
+
+def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
+    """Starts to receive `flat`, on the host; returns what waits until it is there.
+
+    Collective over: none.
+    """
+    pieces = _pieces(flat.numpy(), 0, len(flat), MAX_COUNT)
+    requests = [comm.Irecv(piece, source=source, tag=tag) for piece in pieces]
+    return lambda: MPI.Request.Waitall(requests)
+
+
+def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
+    """Source and tag of each message that comes, in turn, until all training ranks `leave`.
+
+    It has to be received before the next one is asked for. Between two looks the rank sleeps: in a
+    call of MPI it would keep a core busy, perhaps one of a rank that trains.
+
+    Collective over: curvature.
+    """
+    left, status = curvature.Ibarrier(), MPI.Status()
+    while not left.Test():
+        if curvature.Iprobe(status=status):
+            yield status.source, status.tag
+        else:
+            time.sleep(LOOK_EVERY)
+
+
+def leave(curvature: MPI.Intercomm) -> None:
+    """Ends the curvature ranks' `arrivals`, once all training ranks have called this.
+
+    Collective over: curvature.
+    """
+    curvature.Ibarrier().Wait()
+
+
+# -- collectives on arenas -----------------------------------------------------------------------
 
 
 class Grid:

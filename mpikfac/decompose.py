@@ -5,13 +5,61 @@ A factor is symmetric and positive semidefinite, `[n, n]`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 import torch
 from torch import Tensor
 
-from mpikfac.kron import product
+from mpikfac.kron import mean_eigenvalue, product, unfold_triangle
+from mpikfac.troubles import all_finite
 
+# How a factor is decomposed, until it works: in its own dtype or another, and damped how much more.
+ATTEMPTS = ((None, 1.0), (torch.float64, 1.0), (torch.float64, 10.0))
 LEAF = 192  # order up to which a block is left to LAPACK
 TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions that it gives
+
+
+def decompositions(
+    factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float, solver: str
+) -> Iterator[tuple[str, Tensor]]:
+    """The blocks of factors (triangles or vectors, by name), by name, one by one.
+
+    They are NaN where a factor cannot be decomposed.
+
+    Args:
+        other_means: mean eigenvalue `[]` of the other factor of each one's layer, which
+            solver="inverse" needs.
+    """
+    for name, packed in factors.items():
+        for dtype, more in ATTEMPTS:
+            share = share_of_damping(packed, other_means.get(name), damping * more)
+            made = _blocks(packed.to(dtype or packed.dtype), share, solver)
+            made = {kind: block.to(packed.dtype) for kind, block in made.items()}
+            if all(map(all_finite, made.values())):
+                break
+        yield from ((f"{name}.{kind}", block) for kind, block in made.items())
+
+
+def _blocks(packed: Tensor, share: float | Tensor, solver: str) -> dict[str, Tensor]:
+    """What a factor is decomposed into, by kind; NaN where it cannot be decomposed."""
+    if solver == "rank-one":
+        return {"vector": packed}
+    factor = unfold_triangle(packed)
+    try:
+        if solver == "eigen":
+            values, vectors = eigenbasis(factor)
+            return {"values": values, "vectors": vectors}
+        return {"inverse": damped_inverse(factor, share)}
+    except ArithmeticError:
+        nothing = torch.full_like(factor, torch.nan)
+    return {"values": nothing[0], "vectors": nothing} if solver == "eigen" else {"inverse": nothing}
+
+
+def share_of_damping(packed: Tensor, other_mean: Tensor | None, damping: float) -> float | Tensor:
+    """What is added to a factor before it is inverted: all of the damping without `other_mean`."""
+    if other_mean is None:
+        return damping
+    return tikhonov_share(mean_eigenvalue(packed), other_mean, damping)
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:

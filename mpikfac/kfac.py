@@ -18,6 +18,7 @@ from mpikfac.arena import Arena
 from mpikfac.bases import Bases
 from mpikfac.checks import check_count, common_type, describe, groups_of, report_others
 from mpikfac.comm import Grid, agree, broadcast, together
+from mpikfac.curvature import Curvature, check_joins
 from mpikfac.data_parallel import Gradients
 from mpikfac.factors import Factors
 from mpikfac.layers import Layer, Votes, cover
@@ -48,7 +49,7 @@ class KFAC:
     Args:
         model: its `Linear` and `Conv2d` layers are covered; the log lists what is not.
         optimizer: any torch optimizer over the model's parameters whose step needs no closure.
-        comm: the communicator of all ranks.
+        comm: the communicator of all ranks, but for curvature ranks.
         strategy: who computes what; every rank preconditions every layer if None (COMM-OPT).
         damping: Tikhonov damping. This and the next four may be functions of the step.
         factor_every: interval in steps between statistics.
@@ -66,6 +67,7 @@ class KFAC:
         statistics_dtype: round inputs of convolutions to it before they are multiplied.
         precondition_dtype: round gradients and decompositions to it to precondition.
         skip: names of modules that are trained first-order.
+        curvature: what joins `comm` to curvature ranks, of `split`, if the strategy has some.
 
     Raises:
         ValueError: a choice or a layer that cannot work, before any communication.
@@ -101,6 +103,7 @@ class KFAC:
         statistics_dtype: torch.dtype | None = None,
         precondition_dtype: torch.dtype | None = None,
         skip: Iterable[str] = (),
+        curvature: Any = None,
         trace: Trace | None = None,
     ) -> None:
         self.model = model
@@ -129,6 +132,7 @@ class KFAC:
             solver,
             dtype.itemsize,
         )
+        check_joins(curvature, self.plan.strategy.curvature_ranks)
         self._groups = groups_of(self.layers, optimizer)
         self._check_agreement(
             comm,
@@ -144,7 +148,11 @@ class KFAC:
         self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
         self._stepped = self.gradients.stepped(model)
         self.factors = Factors(self.plan, self.grid, dtype, device, self.troubles)
-        self.bases = Bases(self.plan, rank, dtype, device, precondition_dtype, self.troubles)
+        joined = Curvature(self.plan, rank, curvature, self.trace) if curvature else None
+        self.curvature = joined
+        self.bases = Bases(
+            self.plan, rank, dtype, device, precondition_dtype, self.troubles, joined
+        )
         self.directions = Arena(self.plan.directions(rank), dtype, device)
         self.kl_scale = torch.ones(1, dtype=dtype, device=device)
         self._messages = self._planned(rank)
@@ -235,6 +243,14 @@ class KFAC:
         """Removes the hooks from the model, which is then as before, but for its weights."""
         self.recorder.detach()
 
+    def close(self) -> None:
+        """Lets curvature ranks go: there, `serve` returns. No step may follow.
+
+        Collective over: world and its curvature ranks.
+        """
+        if self.curvature:
+            self.curvature.close()
+
     def _begin(self, step: int) -> None:
         self.steps, self.intact = step, not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
@@ -264,7 +280,10 @@ class KFAC:
         self.factors.ready(layer.name)
 
     def _decompose_owned(self) -> None:
-        """Starts to decompose the factors that this rank owns, all or a share of them."""
+        """Starts to decompose the factors that this rank owns, all or a share of them.
+
+        Here, at once or in the background, or on a curvature rank.
+        """
         share = self._share()
         damping = self.settings.at("damping", self.steps)
         self.bases.decompose(self.factors.whole(share), self.steps, damping, share)
@@ -274,8 +293,8 @@ class KFAC:
         if not self.bases.pending:
             return
         self.intact = False
-        with self.trace.stage("decompose"):
-            self.trace.calls["decompositions"] += self.bases.take()
+        with self.trace.stage(self.bases.stage):
+            self.trace.calls["decompositions"] += self.bases.take(self.steps)
         self.grid.exchange(self._messages["bases", self.bases.share], self.bases.arena.flat)
         self.bases.refresh()
 

@@ -1,4 +1,4 @@
-"""Collectives as plain data: which elements of an arena travel, over whom, by which primitive."""
+"""Messages as plain data: which elements of an arena travel, over whom, by which primitive."""
 
 from __future__ import annotations
 
@@ -50,15 +50,16 @@ EVERYWHERE = {"int8": "Alltoall, Allgather", "top-k": "Allgather"}
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of a step as one rank sees it.
+    """One message of a step as one rank sees it.
 
     Attributes:
         stage: the stage of `KFAC.step` that sends it.
-        primitive: the MPI collective, or several in turn.
-        over: "world", "column" or "row", or a part of one as in `levels`.
+        primitive: the MPI collective, or several in turn; or Send or Recv.
+        over: "world", "column" or "row", or a part of one as in `levels`; or "curvature", which
+            joins this rank to curvature ranks.
         spans: where in the stage's arena it is: first and last (exclusive) element, of each
             member's part in turn for Reduce_scatter, Alltoall and Allgatherv.
-        root: the member that a Reduce goes to, or that a Bcast comes from.
+        root: the member that a Reduce or Send goes to, or that a Bcast or Recv comes from.
         size: bytes of all spans as they travel, and of all members' where each sends its own.
         bytes: of these, what this rank hands to MPI.
         wire: bytes that this rank sends if the collective is a ring.
@@ -139,6 +140,15 @@ def gathers(
     if _alike(spans):
         return [to("Allgatherv", _parts(layout, spans, members))]
     return [to("Bcast", [(span.start, span.stop)], span.segment) for span in spans]
+
+
+def across(stage: str, primitive: str, layout: Layout, peer: int, itemsize: int) -> list[Message]:
+    """What is sent to curvature rank `peer`, or comes from there: a layout, unless it is empty."""
+    if layout.size == 0:
+        return []
+    size = layout.size * itemsize
+    sent = size if primitive == "Send" else 0
+    return [Message(stage, primitive, "curvature", ((0, layout.size),), peer, size, sent, sent)]
 
 
 def message(

@@ -19,7 +19,7 @@ from typing import Literal
 
 from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
 from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
-from mpikfac.messages import Codec, Kind, Message, gathers, in_order, message, sums
+from mpikfac.messages import Codec, Kind, Message, across, gathers, in_order, message, sums
 from mpikfac.strategy import Strategy, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
@@ -123,13 +123,17 @@ class Plan:
         free = self.vectors and everywhere
         return free or self.orders[factor] < self.strategy.replicate_below
 
-    def decomposed(self, rank: int) -> list[str]:
-        """Factors that `rank` decomposes: those it owns, then those it decomposes for itself."""
+    def decomposed(self, rank: int, share: int | None = None) -> list[str]:
+        """Factors that `rank` decomposes: those it owns, then those it decomposes for itself.
+
+        Of all layers, or of one share of a refresh.
+        """
         column = self.position(rank)[1]
         own = [
             n for n in self.owners if self.replicated(n) and self.columns_of[_parent(n)] == column
         ]
-        return self.owned(rank) + own
+        names = self.owned(rank) + own
+        return [name for name in names if self.in_share(name, share)]
 
     def decompositions(self, factors: Iterable[str]) -> list[tuple[str, Shape]]:
         """Names and shapes of what these factors are decomposed into."""
@@ -143,6 +147,10 @@ class Plan:
             else:
                 blocks.append((f"{name}.inverse", (order, order)))
         return blocks
+
+    def curvature_rank(self, rank: int) -> int:
+        """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
+        return rank % self.strategy.curvature_ranks
 
     @property
     def vectors(self) -> bool:
@@ -247,6 +255,23 @@ class Plan:
             return lay_out([self._matrices(self.preconditioned(rank))])
         return lay_out(self._matrices(self.preconditioned(c)) for c in range(self.columns))
 
+    def request(self, rank: int, share: int | None = None) -> Layout:
+        """What a curvature rank needs to decompose for `rank`: damping and triangles of factors.
+
+        And, as the inverse solver balances both factors of a layer, the other ones' mean
+        eigenvalues. The damping is a float64, whatever the elements are.
+        """
+        names = self.decomposed(rank, share)
+        if not names:
+            return lay_out([[]])
+        means = len(names) if self.solver == "inverse" else 0
+        numbers = [("damping", (8 // self.itemsize,)), ("other means", (means,))]
+        return lay_out([[*numbers, *self._matrices_of(names, triangle_shape)]])
+
+    def reply(self, rank: int, share: int | None = None) -> Layout:
+        """What comes back of a `request`: decompositions, NaN where there are none."""
+        return lay_out([self.decompositions(self.decomposed(rank, share))])
+
     def memory(self, rank: int) -> dict[str, int]:
         """Bytes of each arena that `rank` keeps, and of what they held for parts of a batch."""
         arenas = {
@@ -275,7 +300,9 @@ class Plan:
         clip: bool = True,
         share: int | None = None,
     ) -> list[Message]:
-        """Collectives of one step in order, as `rank` sees them.
+        """Messages of one step in order, as `rank` sees them.
+
+        A refresh counts as this step's, also where its decompositions are published later.
 
         Args:
             statistics: the step makes new factors (`factor_every`).
@@ -287,6 +314,7 @@ class Plan:
         if refresh if self.late else statistics:
             found += self.reduce_statistics(rank, share if self.late else None)
         if refresh:
+            found += self.send_factors(rank, share) + self.receive_bases(rank, share)
             found += self.publish_bases(rank, share)
         found += self.reduce_gradients(rank)
         found += self.publish_directions(rank)
@@ -301,6 +329,20 @@ class Plan:
         # averages themselves travel.
         codec = self._codec(self.strategy.factor_wire, feedback=not self.late)
         return self._sums("reduce statistics", layout, self._kind(share), rank, codec)
+
+    def send_factors(self, rank: int, share: int | None = None) -> list[Message]:
+        """Factors to the rank that decomposes them, where that is a curvature rank."""
+        if not self.strategy.curvature_ranks:
+            return []
+        layout, peer = self.request(rank, share), self.curvature_rank(rank)
+        return across("send factors", "Send", layout, peer, self.itemsize)
+
+    def receive_bases(self, rank: int, share: int | None = None) -> list[Message]:
+        """Their decompositions from there."""
+        if not self.strategy.curvature_ranks:
+            return []
+        layout, peer = self.reply(rank, share), self.curvature_rank(rank)
+        return across("receive bases", "Recv", layout, peer, self.itemsize)
 
     def publish_bases(self, rank: int, share: int | None = None) -> list[Message]:
         """Decompositions to the workers of a column, of all layers or of one share."""
@@ -486,11 +528,12 @@ def make_plan(
             f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
             f"solver='eigen'"
         )
-    if solver == "rank-one" and (strategy.packing == "square" or strategy.tolerance):
+    unfit = strategy.packing == "square" or strategy.tolerance or strategy.curvature_ranks
+    if solver == "rank-one" and unfit:
         raise ValueError(
             f"solver='rank-one' has vectors, which are neither squares nor decomposed: it needs "
-            f"packing='triangle' and tolerance=0, not packing={strategy.packing!r} and "
-            f"tolerance={strategy.tolerance}"
+            f"packing='triangle', tolerance=0 and curvature_ranks=0, not {strategy.packing!r}, "
+            f"{strategy.tolerance} and {strategy.curvature_ranks}"
         )
     if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
         raise ValueError(

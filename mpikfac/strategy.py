@@ -62,6 +62,8 @@ class Strategy:
         gradient_wire: the same of covered layers' gradients, of preconditioned ones, and with
             update="owner" of weights' changes; or "top-k", the largest of them only.
         top_share: of the numbers, those that travel with "top-k".
+        curvature_ranks: ranks beside those that train, which decompose for them [LBANN]; 0 where
+            each rank decomposes in its own background. The numbers are the same.
     """
 
     workers: int = 1
@@ -84,6 +86,7 @@ class Strategy:
     basis_wire: Wire | None = None
     gradient_wire: Wire | Literal["top-k"] | None = None
     top_share: float = 0.01
+    curvature_ranks: int = 0
 
     def __post_init__(self) -> None:
         one_of("reduction", self.reduction, ("everyone", "owners", "none"))
@@ -105,7 +108,8 @@ class Strategy:
             _check_counts(counts, 1)
         if self.ranks_per_node is not None:
             _check_counts({"ranks_per_node": self.ranks_per_node}, 1)
-        _check_counts({"replicate_below": self.replicate_below, "delay": self.delay}, 0)
+        for name in ("replicate_below", "delay", "curvature_ranks"):
+            _check_counts({name: getattr(self, name)}, 0)
         _check_size("tolerance", self.tolerance)
         self._check_combinations()
 
@@ -142,6 +146,12 @@ class Strategy:
             raise ValueError(
                 f"reduce_at='bases' needs parts=None and a reduction over ranks, "
                 f"not parts={self.parts} and reduction={self.reduction!r}"
+            )
+        if self.curvature_ranks and (self.delay == 0 or self.replicate_below or self.tolerance):
+            raise ValueError(
+                f"curvature_ranks={self.curvature_ranks} needs a delay of at least 1, "
+                f"replicate_below=0 and tolerance=0, not {self.delay}, {self.replicate_below} and "
+                f"{self.tolerance}"
             )
         self._check_wires()
 
@@ -404,6 +414,13 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"workers": "all"},
         settings={"solver": "rank-one", "basis_every": 1},
+    ),
+    "curvature-ranks": Named(
+        "COMM-OPT on all ranks but one, to which owners send factors and which sends back their "
+        "bases, to be used one step later; `P` ranks train",
+        "LBANN",
+        "2 (P-1)/P 4T + (4T/P + (P-1)/P 4F) + 0",
+        choices={"workers": "all", "delay": 1, "curvature_ranks": 1},
     ),
 }
 """Published ways to distribute K-FAC, and combinations of theirs."""

@@ -13,6 +13,8 @@ import torch
 
 COMMUNICATION = (
     "reduce statistics",
+    "send factors",
+    "receive bases",
     "publish bases",
     "reduce gradients",
     "publish gradients",

@@ -1,0 +1,228 @@
+"""Ranks that do not train but decompose: the numbers of those that train, and the plan's bytes."""
+
+from __future__ import annotations
+
+import collections
+import time
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+import mpikfac.comm
+import mpikfac.curvature
+from mpikfac import NAMED, Strategy, Trace, decompose
+
+RANKS = mpikfac.world().size
+STEPS = range(10)  # decompositions at 0, 3, 6 and 9
+OWNERS = {"reduction": "owners", "update": "owner"}
+# Of strategies with so many training ranks.
+CHOICES = {
+    "all workers": lambda ranks: {"workers": ranks},
+    "two owners of a layer": lambda ranks: {"workers": ranks, "colocate": False},
+    "owner-stepped": lambda ranks: OWNERS,
+    "own batch": lambda ranks: {"reduction": "none"},
+    "late to owners": lambda ranks: {"reduce_at": "bases", **OWNERS},
+    "staggered": lambda ranks: {"workers": ranks, "stagger": 3},
+    "in parts": lambda ranks: {"parts": ranks},
+}
+
+pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
+every_number = pytest.mark.parametrize("curvature_ranks", range(1, RANKS))
+
+
+def on_both(comm, curvature_ranks, train, **serving):
+    """What `train(training, curvature)` returns on ranks that train; None on curvature ranks."""
+    training, curvature = mpikfac.split(comm, curvature_ranks)
+    if training is None:
+        return mpikfac.serve(curvature, **serving)
+    return train(training, curvature)
+
+
+def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
+    """K-FAC that decomposes two steps ahead, in the background or on curvature ranks."""
+    model = problem.network().to(dtype)
+    curvature_ranks = curvature.remote_size if curvature else 0
+    strategy = Strategy(**{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)})
+    settings = problem.SETTINGS | settings
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, curvature=curvature, **settings)
+
+
+def run(kfac, steps=STEPS):
+    """Trains on this rank's shards, as one part where batches come in parts; the model's state."""
+    ranks, rank, dtype = kfac.plan.ranks, kfac.grid.world.rank, kfac.votes.dtype
+    for step in steps:
+        images, labels = problem.shards(step, ranks)[rank]
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(kfac.model(images.to(dtype)), labels).backward()
+        if kfac.plan.parts_per_rank:
+            kfac.collect()
+        kfac.step()
+    return problem.state(kfac.model)
+
+
+def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
+    """Oracle: the ranks that train, alone, decomposing in their background; to the last bit."""
+
+    def train(training, curvature):
+        found = trainer(training, curvature, **settings)
+        state = run(found, steps)
+        found.close()
+        expected = trainer(training, **settings)
+        assert torch.equal(state, run(expected, steps))
+        assert found.troubles.counts == expected.troubles.counts
+        return training.allreduce(found.troubles.counts["decomposition"])
+
+    return on_both(comm, curvature_ranks, train)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("name", CHOICES)
+@every_number
+def test_curvature_ranks_change_no_bit(comm, curvature_ranks, name, solver):
+    """Oracle: see `assert_same`."""
+    assert_same(comm, curvature_ranks, choices=CHOICES[name], solver=solver)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_in_single_precision_the_damping_is_not_rounded(comm, solver):
+    """Oracle: see `assert_same`; 0.01 is no float32."""
+    assert_same(comm, 1, solver=solver, dtype=torch.float32)
+
+
+def test_in_messages_of_limited_size(comm, monkeypatch):
+    """Oracle: see `assert_same`."""
+    monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", 1000)
+    assert_same(comm, 1)
+
+
+def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
+    """Oracle: see `assert_same`; a decomposition takes longer than the steps until its use."""
+    make = mpikfac.curvature.decompositions
+
+    def slow(*args):
+        time.sleep(0.3)
+        return make(*args)
+
+    monkeypatch.setattr(mpikfac.curvature, "decompositions", slow)
+    assert_same(comm, 1)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+def test_owners_note_what_curvature_ranks_cannot_decompose(comm, solver, monkeypatch):
+    """Oracle: see `assert_same`; one factor fails at 0, 3 and 6, whose decompositions are taken."""
+    for name in ("eigenbasis", "damped_inverse"):
+        make = getattr(decompose, name)
+
+        def failing(factor, *damping, make=make):
+            if len(factor) == 82:
+                raise ArithmeticError("on purpose")
+            return make(factor, *damping)
+
+        monkeypatch.setattr(decompose, name, failing)
+    assert assert_same(comm, 1, solver=solver) in (3, None)
+
+
+@every_number
+def test_what_is_sent_is_planned(comm, curvature_ranks):
+    """Oracle: the plan's messages of four refreshes; what is received is what is sent."""
+
+    def train(training, curvature):
+        kfac = trainer(training, curvature, choices=lambda n: {"workers": n, "delay": 1})
+        by_name = NAMED["curvature-ranks"].make(training.size, curvature_ranks=curvature_ranks)
+        assert kfac.plan.strategy == by_name
+        run(kfac, range(12))
+        kfac.close()
+        planned = collections.Counter()
+        received = 0
+        for message in kfac.plan.messages(training.rank, False, True):
+            if message.stage in ("send factors", "publish bases"):
+                planned[message.stage] += 4 * message.bytes
+            if message.stage == "receive bases":
+                received = 4 * message.size
+                assert message.root == training.rank % curvature_ranks
+        assert planned["send factors"] > 0
+        assert {stage: kfac.trace.sent[stage] for stage in planned} == planned
+        return received
+
+    trace = Trace()
+    received = on_both(comm, curvature_ranks, train, trace=trace)
+    sent = comm.allreduce(trace.sent["send bases"])
+    assert sent == comm.allreduce(received or 0) > 0
+
+
+@pytest.mark.parametrize("others", range(RANKS))
+def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
+    """Oracle: the uninterrupted run, but for rounding where other ranks train; on its way at 5.
+
+    With as many, to the last bit.
+    """
+
+    def before(training, curvature):
+        kfac = trainer(training, curvature, factor_every=1, basis_every=4)
+        run(kfac, range(5))
+        assert kfac.bases.pending
+        state = {}
+        for share in training.allgather(kfac.state_dict()):
+            state |= share
+        expected = run(kfac, range(5, 10))
+        kfac.close()
+        return state, expected
+
+    state, expected = comm.bcast(on_both(comm, 1, before))
+
+    def after(training, curvature):
+        kfac = trainer(training, curvature, factor_every=1, basis_every=4)
+        kfac.load_state_dict(state)
+        found = run(kfac, range(5, 10))
+        kfac.close()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0 if others == 1 else 1e-10)
+
+    on_both(comm, others, after)
+
+
+def test_a_run_may_end_before_its_last_bases_are_used(comm):
+    """Oracle: curvature ranks are let go."""
+
+    def train(training, curvature):
+        kfac = trainer(training, curvature)
+        run(kfac, range(4))
+        assert kfac.bases.pending
+        kfac.close()
+
+    on_both(comm, 1, train)
+
+
+def test_a_state_is_loaded_over_bases_on_their_way(comm):
+    """Oracle: the run from that state on; what comes for the one before is not used."""
+
+    def train(training, curvature):
+        kfac = trainer(training, curvature, solver="eigen")
+        run(kfac, range(3))
+        state = {name: copied(value) for name, value in kfac.state_dict().items()}
+        expected = run(kfac, range(3, 10))
+        kfac.load_state_dict(state)
+        assert torch.equal(run(kfac, range(3, 10)), expected)
+        kfac.close()
+
+    on_both(comm, 1, train)
+
+
+def copied(value):
+    return value.clone() if torch.is_tensor(value) else value
+
+
+@pytest.mark.parametrize("curvature_ranks", [-1, RANKS])
+def test_some_rank_has_to_train(comm, curvature_ranks):
+    with pytest.raises(ValueError, match=rf"s={curvature_ranks} must be less than .* \({RANKS}\)"):
+        mpikfac.split(comm, curvature_ranks)
+
+
+def test_other_numbers_of_curvature_ranks_are_refused(comm):
+    alone = comm.Split(comm.rank)
+    with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
+        trainer(alone, choices=lambda _: {"curvature_ranks": 1})
+    with pytest.raises(ValueError, match="needs a delay of at least 1 and replicate_below=0, not"):
+        Strategy(curvature_ranks=1)
