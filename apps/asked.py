@@ -43,6 +43,12 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
     return min(ends, default=None)
 
 
+def ignore_signals() -> None:
+    """The signals that ask for the end do nothing from here on."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Requests:
     """What this rank is asked for; to be polled once a step.
 
@@ -100,8 +106,7 @@ class Requests:
 
         A late one would else kill a run that has done what it was asked.
         """
-        for number in SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         self._former.clear()
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ import yaml
 from torch import nn
 
 from mpikfac import (
+    NAMED,
     Job,
     Strategy,
     choose,
@@ -39,7 +40,7 @@ from mpikfac_apps.options import DataOptions, KfacOptions, Options
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 CHOICES = (  # of a strategy
     *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
-    *("stagger", "delay", "tolerance", "sums", "ranks_per_node"),
+    *("stagger", "delay", "tolerance", "sums", "ranks_per_node", "curvature_ranks"),
     *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 USUAL = {"solver": "inverse", "basis_every": 10}  # settings of `KFAC` that a strategy may change
@@ -79,16 +80,25 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     groups = {"data": DataOptions(**given.pop("data")), "kfac": KfacOptions(**given.pop("kfac"))}
     options = Options(**given, **groups)
     _check_bounds(options)
-    _check_conflicts(options, ranks)
-    options.batch = _global_batch(options, ranks)
-    _check_parts(options, ranks)
+    training = _training_ranks(options, ranks)
+    _check_conflicts(options, training)
+    options.batch = _global_batch(options, training)
+    _check_parts(options, training)
     return options
+
+
+def curvature_ranks(options: Options) -> int:
+    """How many of the job's ranks do not train but decompose for the others."""
+    chosen, way = options.kfac.curvature_ranks, NAMED.get(options.kfac.strategy)
+    if options.optimizer != "kfac" or way is None:
+        return 0
+    return way.choices.get("curvature_ranks", 0) if chosen is None else chosen
 
 
 def strategy(
     options: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """How K-FAC is distributed, and those settings that a strategy may change.
+    """How K-FAC is distributed over the ranks that train, and settings that a strategy may change.
 
     Raises:
         ValueError: choices that do not fit together or the number of ranks.
@@ -156,6 +166,17 @@ def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callabl
     if warm:
         rate = schedule.warmup(rate, warm, 1 / ranks if options.scale_lr else 1 / (warm + 1))
     return rate
+
+
+def _training_ranks(options: Options, ranks: int) -> int:
+    spared = curvature_ranks(options)
+    if spared >= ranks:
+        raise ValueError(
+            f"kfac: curvature_ranks={spared} must be less than the number of ranks ({ranks})"
+        )
+    if spared and options.shrink:
+        raise ValueError(f"shrink=true needs kfac.curvature_ranks=0, not {spared}")
+    return ranks - spared
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:

@@ -56,6 +56,8 @@ class KfacOptions:
         fusion: layers that share a message; one number, or that of each message in turn.
         stagger: a refresh of the bases is spread over so many steps, a share of the layers each.
         delay: steps after which a decomposition, made in the background, is used.
+        curvature_ranks: the last so many ranks of the job do not train but decompose for the
+            others; batch and learning rate are those of the ranks that train. Needs delay.
         tolerance: factors are decomposed anew only if the last decomposition is off by more than
             this, relative; 0 for always.
         sums: how owners come to sums: MPI reduces, or (alltoall) they are sent parts and add them.
@@ -95,6 +97,7 @@ class KfacOptions:
     fusion: list[int] | None = None
     stagger: int | None = bounded(None, ">= 1")
     delay: int | None = bounded(None, ">= 0")
+    curvature_ranks: int | None = bounded(None, ">= 0")
     tolerance: float | None = bounded(None, ">= 0")
     sums: Literal["reduce", "alltoall"] | None = None
     ranks_per_node: int | None = bounded(None, ">= 1")

@@ -25,7 +25,7 @@ ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most lo
 SAMPLE = 64
 CHOICES = (
     *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
-    *("reduce_at", "replicate_below", "parts", "sums", "ranks_per_node"),
+    *("reduce_at", "replicate_below", "parts", "sums", "ranks_per_node", "curvature_ranks"),
     *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 STEPS = (
@@ -56,7 +56,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, help=", ".join(models.MODELS))
     add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
-    add("--ranks", type=count, required=True)
+    add("--ranks", type=count, required=True, help="ranks that train")
     add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.NAMED)} (comm-opt)")
     add("--workers", type=count, help="ranks that precondition a layer")
     add("--reduction", choices=("everyone", "owners", "none"))
@@ -74,6 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--basis-wire", choices=("bfloat16", "int8"), help="the same of decompositions")
     add("--gradient-wire", choices=("bfloat16", "int8", "top-k"), help="the same of gradients")
     add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
+    add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
     add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
@@ -117,8 +118,11 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
     """What is planned, in words."""
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
+    spared = strategy.curvature_ranks
+    beside = [f"{number(spared, 'curvature rank')} beside them"] if spared else []
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
+        *beside,
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
         f"colocate={strategy.colocate}, parts={strategy.parts}, "

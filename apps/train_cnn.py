@@ -16,7 +16,7 @@ import platform
 import sys
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac_apps import batches, checkpoints, config, data, models, record
+from mpikfac_apps.asked import ignore_signals
 from mpikfac_apps.guard import Guard
 from mpikfac_apps.metrics import Meter, Speed
 from mpikfac_apps.options import Options
@@ -73,14 +74,64 @@ def read_options(comm: Any, argv: Sequence[str] | None) -> Options | None:
 
 
 def train(comm: Any, options: Options) -> int:
-    """Trains, on fewer ranks from where some are lost if the options allow it; the exit code.
+    """Trains, or decomposes for the ranks that train; the exit code.
 
     Collective over: comm.
     """
     with mpikfac.ending(comm):
+        place = settle(comm, options)
+        training, curvature = mpikfac.split(comm, config.curvature_ranks(options))
+    if curvature is None:
+        return run_training(comm, options, place)
+    code = 0
+    if training is None:
+        assist(comm, curvature, place.device)
+    else:
+        code = run_training(training, options, place, curvature)
+    return comm.bcast(code)
+
+
+class Place(NamedTuple):
+    """Where a rank runs: its device, and the hosts of all ranks."""
+
+    device: torch.device
+    hosts: list[str]
+
+
+def settle(comm: Any, options: Options) -> Place:
+    """Shares the cores and GPUs of nodes among their ranks.
+
+    Collective over: comm.
+    """
+    hosts = share_cores(comm, options.threads)
+    with mpikfac.together(comm, "options"):
+        device = mpikfac.device(comm, options.device)
+        if options.shrink:
+            mpikfac.check_survivable()
+    return Place(device, hosts)
+
+
+def assist(comm: Any, curvature: Any, device: torch.device) -> None:
+    """Decomposes for the ranks that train, until they are done.
+
+    The watchdog and signals are left to them: this rank may have nothing to do for long.
+
+    Collective over: curvature.
+    """
+    with mpikfac.ending(comm, lambda: "curvature"):
+        ignore_signals()
+        mpikfac.serve(curvature, device)
+
+
+def run_training(comm: Any, options: Options, place: Place, curvature: Any = None) -> int:
+    """One training run, on fewer ranks from where some are lost if the options allow it.
+
+    Collective over: comm, and all curvature ranks.
+    """
+    with mpikfac.ending(comm):
         guard = Guard(comm, options)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(comm, options, guard)
+        run = Run(comm, options, guard, place, curvature)
         try:
             return run.train()
         except Exception as error:
@@ -96,14 +147,12 @@ class Run:
     Collective over: world, as are all its methods.
     """
 
-    def __init__(self, comm: Any, options: Options, guard: Guard) -> None:
+    def __init__(
+        self, comm: Any, options: Options, guard: Guard, place: Place, curvature: Any
+    ) -> None:
         self.comm, self.options, self.guard = comm, options, guard
+        self.device, self.curvature = place.device, curvature
         kept_log = record.start_log() if comm.rank == 0 else None
-        hosts = share_cores(comm, options.threads)
-        with mpikfac.together(comm, "options"):
-            self.device = mpikfac.device(comm, options.device)
-            if options.shrink:
-                mpikfac.check_survivable()
         self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
         if checkpoint is not None:
@@ -125,7 +174,7 @@ class Run:
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
-                about = record.environment(hosts, self.device)
+                about = record.environment(place.hosts, self.device)
                 self.record = record.Record(options, about, kept_log, metrics_bytes)
 
     # -- parts -----------------------------------------------------------------------------------
@@ -177,6 +226,7 @@ class Run:
                 for key in KFAC_DTYPES:
                     if name := getattr(options.kfac, key):
                         settings[key] = getattr(torch, name)
+                settings["curvature"] = self.curvature
                 self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -271,6 +321,8 @@ class Run:
         self.guard.requests.ignore_signals()
         self._save(last=True)
         self.guard.enter("end", steps)
+        if self.curvature:
+            self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.note_end(checkpoints.root(self.options))
         self.comm.Barrier()  # while ranks are watched: no one would end MPI's wait for a stuck one
@@ -338,9 +390,10 @@ class Run:
 
     def _summary(self) -> str:
         options = self.options
+        spared = f" and {self.curvature.remote_size} for curvature" if self.curvature else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
-            f"ranks {self.comm.size}, batch {options.batch}, "
+            f"ranks {self.comm.size}{spared}, batch {options.batch}, "
             f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
             f"a checkpoint takes about {checkpoints.megabytes(self.trainer.plan):,.1f} MB"
         )

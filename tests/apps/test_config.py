@@ -58,6 +58,26 @@ BAD = {
         "sums='alltoall' needs reduction='owners' or update='owner', fusion=None and",
     ),
     "workers elsewhere": ("--kfac.workers=2", "workers=2 needs strategy=hybrid, not comm-opt"),
+    "nobody trains": (
+        "--kfac.strategy=curvature-ranks --kfac.curvature_ranks=6",
+        "kfac: curvature_ranks=6 must be less than the number of ranks (6)",
+    ),
+    "no time for curvature ranks": (
+        "--kfac.curvature_ranks=2",
+        "kfac: curvature_ranks=2 needs a delay of at least 1 and replicate_below=0, not 0 and 0",
+    ),
+    "batch of training ranks": (
+        "--kfac.strategy=curvature-ranks",
+        "batch=12 must be a multiple of the number of ranks (5); try 10 or 15",
+    ),
+    "parts of training ranks": (
+        "--kfac.strategy=curvature-ranks --batch=60 --parts=6",
+        "parts=6 must be a multiple of the number of ranks (5)",
+    ),
+    "shrinking with curvature ranks": (
+        "--kfac.strategy=curvature-ranks --batch=60 --shrink=true",
+        "shrink=true needs kfac.curvature_ranks=0, not 1",
+    ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
     "no batch": ("--batch=null", "batch=None and batch_per_rank=None: give one of them"),

@@ -1,0 +1,122 @@
+"""Training runs in which some ranks do not train but decompose for the others."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+import mpikfac
+from launch import kill, launch, processes, start
+from mpikfac_apps import train_cnn
+
+PROGRAM = train_cnn.__file__
+FAULTY = str(Path(__file__).with_name("faulty.py"))
+OPTIONS = (
+    *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
+    *("--kfac.delay=2", "--kfac.basis_every=3"),
+)
+ONE = (*OPTIONS, "--kfac.curvature_ranks=1")
+CLOCKS = {"run/seconds", "run/metrics_bytes"}
+pytestmark = pytest.mark.timeout(300)
+
+
+def trained(ranks, run_dir, *more):
+    """The last checkpoint of a run, without what a clock measured."""
+    job = launch(ranks, PROGRAM, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
+    assert job.returncode == 0, job.stderr
+    saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
+    return {name: saved[name] for name in saved.keys() - CLOCKS}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
+        assert same, name
+
+
+def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
+    """Oracle: two ranks without; also where it stops and goes on with another number of them."""
+    expected = trained(2, tmp_path / "without")
+    parts = tmp_path / "parts"
+    stopped = trained(4, parts, "--kfac.curvature_ranks=2", "--max_steps=4")
+    assert "kfac/due" in stopped  # decompositions of step 3 are on their way
+    assert_equal(trained(3, parts, "--kfac.curvature_ranks=1", "--resume=auto"), expected)
+
+
+# What happens to which rank, where, of two that train and one that does not; the job's code, and
+# what it says.
+ENDS = {
+    "a curvature rank fails": (
+        *("raise", "curvature", 2, 1),
+        ("mpikfac: rank 2 of 3, ", "curvature: RuntimeError: on purpose"),
+    ),
+    "a curvature rank dies": ("kill", "curvature", 2, 137, ()),
+    "a curvature rank hangs": (
+        *("sleep", "curvature", 2, 1),
+        ("mpikfac: no progress for 3 s: ", 'waiting in "receive bases" of step 5'),
+    ),
+    "a training rank fails": (
+        *("raise", "forward", 1, 1),
+        ("mpikfac: rank 1 of 2, ", "step 1: RuntimeError: on purpose"),
+    ),
+    "a training rank leaves": (
+        *("exit", "end", 0, 1),
+        ("mpikfac: rank 0 of 2, ", "SystemExit: 0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
+    """Oracle: by hand: code, who and what; no process is left."""
+    kind, place, rank, code, told = ENDS[case]
+    run_dir = tmp_path / "run"
+    fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
+    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}", timeout=110)
+    assert job.returncode == code, job.stderr
+    lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
+    assert bool(told) == any(all(text in line for text in told) for line in lines), lines
+    assert not left_of(run_dir)
+
+
+def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
+    """Oracle: code and line of a run without curvature ranks."""
+    (tmp_path / "file").touch()
+    job = launch(3, PROGRAM, *ONE, f"--run_dir={tmp_path}", timeout=110)
+    assert job.returncode == 2, job.stderr
+    (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
+    assert "is not empty; give another one" in line
+    assert not left_of(tmp_path)
+
+
+def test_a_signal_to_all_stops_the_run(tmp_path):
+    """Oracle: the chosen code and the checkpoint of a step, at which bases may be on their way."""
+    options = (*ONE, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
+    with start(3, PROGRAM, *options) as job:
+        metrics = tmp_path / "metrics.jsonl"
+        while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
+            time.sleep(0.01)
+        processes(job)[2].send_signal(signal.SIGTERM)  # to the curvature rank alone: nothing
+        time.sleep(0.5)
+        assert job.poll() is None
+        job.send_signal(signal.SIGUSR1)
+        try:
+            output, errors = job.communicate(timeout=110)
+        finally:
+            if job.poll() is None:
+                kill(job)
+    assert job.returncode == 75, errors
+    assert "stopped after" in output
+    assert mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "checkpoints") is not None
+
+
+def left_of(run_dir):
+    """Processes of a run that are still there."""
+    alive = psutil.process_iter(["cmdline"])
+    return [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]
