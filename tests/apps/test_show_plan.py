@@ -76,6 +76,17 @@ def test_messages_of_two_levels_are_listed_by_kind(capsys):
     assert [row[1:-1] for row in rows] == [["1", *["0.15"] * 3], *[["1", *["0.04"] * 3]] * 2]
 
 
+def test_messages_to_a_curvature_rank_are_listed(capsys):
+    """Oracle: one rank's own message is all of its factors, as triangles."""
+    options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-ranks"]
+    assert show_plan.main(options) == 0
+    text = capsys.readouterr().out
+    assert "1 curvature rank beside them" in text
+    triangles = float(words(text, "statistics")[-1])
+    assert float(words(text, "send factors")[-1]) == pytest.approx(triangles, abs=0.01)
+    assert words(text, "receive bases")[:4] == ["receive", "bases", "Recv", "curvature"]
+
+
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
     """Oracle: the network's 38,330 parameters, and 96 numbers of BatchNorm's statistics."""
