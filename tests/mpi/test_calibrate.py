@@ -30,7 +30,7 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     machine = mpikfac.load_machine(str(path))
     assert {sample.ranks for sample in machine.samples} == {*mpikfac.divisors(comm.size)[1:]}
     found = {sample.primitive for sample in machine.samples}
-    collectives = {"Allreduce", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"}
+    collectives = {"Allreduce", "Alltoall", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"}
     assert found - {"Send"} == collectives and ("Send" in found) == (comm.size % 2 == 0)
     for sample in machine.samples:
         assert [size for size, _ in sample.points] == [1024, 4096, 2**16]
