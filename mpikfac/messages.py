@@ -83,13 +83,13 @@ def sums(
     kind: Kind,
     ranks: int,
     itemsize: int,
-    primitive: str = "Reduce_scatter",
+    primitive: str | None = "Reduce_scatter",
     codec: Codec | None = None,
 ) -> list[Message]:
     """What sums an arena over the world: everywhere, or segment r on rank r if it has several.
 
     Neighbouring blocks of one `kind` share a message; those of kind None are left out. Where all
-    segments are of one kind, their sums are one `primitive`, Reduce_scatter or Alltoall.
+    segments are of one kind, their sums are one `primitive`, Reduce_scatter or Alltoall, if given.
     """
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
@@ -101,7 +101,7 @@ def sums(
     if len(layout.bounds) == 2:
         everywhere = EVERYWHERE.get(codec.name, "Allreduce") if codec else "Allreduce"
         return [to(everywhere, [(span.start, span.stop)]) for span in spans]
-    if _alike(spans):
+    if primitive is not None and _alike(spans):
         return [to(primitive, _parts(layout, spans, ranks))]
     if codec and not codec.summable:
         return [to("Alltoall", _parts(layout, [span], ranks)) for span in spans]

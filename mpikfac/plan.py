@@ -399,7 +399,9 @@ class Plan:
         if self.parts_per_rank:
             return in_order(stage, layout, self.ranks, self.itemsize)
         by_owners = self.strategy.sums == "alltoall" or (codec and not codec.summable)
-        primitive = "Alltoall" if by_owners else "Reduce_scatter"
+        primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
+        if self.strategy.overlap:  # what is sent beside the backward pass is cut into pieces
+            primitive = None
         found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive, codec)
         return self._in_levels(found, self.team(rank, "world"), rank)
 

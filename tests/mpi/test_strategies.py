@@ -33,6 +33,7 @@ CHOICES = {
     "late, later": {"reduce_at": "bases", "delay": 2},
     "overlapped": {"overlap": True},
     "overlapped layer by layer": {"overlap": True, "fusion": 1, "workers": RANKS},
+    "overlapped to owners at once": {"overlap": True, "reduction": "owners"},
     "overlapped to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
     "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
     "by Alltoall": {"sums": "alltoall", **OWNERS},
