@@ -12,7 +12,7 @@ from torch import Tensor
 from mpikfac.layout import ALIGNMENT
 from mpikfac.messages import PLACE, Codec
 
-NOT_FINITE = 255  # the exponent of infinity and NaN in a float32
+NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
 
 
 def encode(values: Tensor, codec: Codec, lost: Tensor | None = None) -> Tensor:
@@ -48,23 +48,26 @@ def _to_int8(values: Tensor, _: Codec) -> Tensor:
     """Blocks of the exponent of their largest number, and each number in units of 1/64 of that.
 
     The format is OCP's MXINT8 with shorter blocks: one never spans two layers, whose numbers may be
-    many orders of magnitude apart. Beyond float32's range, numbers become NaN.
+    many orders of magnitude apart. What float32 has no finite number for becomes NaN.
     """
-    blocks = values.view(-1, ALIGNMENT)
-    largest = blocks.abs().amax(1, keepdim=True).float()
+    blocks = values.float().view(-1, ALIGNMENT)
+    finite = blocks.isfinite()
+    blocks = blocks.where(finite, 0)
+    largest = blocks.abs().amax(1, keepdim=True)
     exponents = (largest.view(torch.int32) >> 23).clamp_(min=7)  # units are no subnormal numbers
+    numbers = (blocks * _power(260 - exponents)).round_().clamp_(-127, 127)
     encoded = torch.empty(len(blocks), 1 + ALIGNMENT, dtype=torch.uint8, device=values.device)
     encoded[:, :1] = exponents
-    encoded.view(torch.int8)[:, 1:] = (blocks * _power(260 - exponents)).round_().clamp_(-127, 127)
+    encoded.view(torch.int8)[:, 1:] = numbers.where(finite, NOT_FINITE)
     return encoded.view(-1)
 
 
 def _add_int8(total: Tensor, encoded: Tensor, weight: int) -> None:
     blocks = encoded.view(-1, 1 + ALIGNMENT)
-    exponents = blocks[:, :1].int()
-    units = _power(exponents - 6).masked_fill_(exponents == NOT_FINITE, torch.nan)
+    units = _power(blocks[:, :1].int() - 6).to(total.dtype)
     numbers = blocks.view(torch.int8)[:, 1:].to(total.dtype)
-    total.view(-1, ALIGNMENT).addcmul_(numbers, units.to(total.dtype), value=weight)
+    numbers.masked_fill_(numbers == NOT_FINITE, torch.nan)
+    total.view(-1, ALIGNMENT).addcmul_(numbers, units, value=weight)
 
 
 def _power(exponents: Tensor) -> Tensor:

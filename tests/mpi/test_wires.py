@@ -118,7 +118,7 @@ def sent_by(rank, size):
 def test_with_feedback_the_mean_of_sums_goes_to_the_exact_sum(comm, codec, segments):
     """Oracle: the sum in one process; what the ranks lost stays bounded, so it is 1 / steps off."""
     layout = lay_out([(f"{k}", (64 + 16 * k,))] for k in range(segments))
-    messages = sums("stage", layout, lambda name: 0, comm.size, 8, codec)
+    messages = sums("stage", layout, lambda name: 0, comm.size, 8, "Alltoall", codec)
     grid, size = Grid(comm, 1, Trace()), layout.size
     expected = sum(sent_by(rank, size) for rank in range(comm.size))
     total, errors = torch.zeros(size, dtype=torch.float64), {}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -138,6 +139,32 @@ def test_members_of_a_communicator_agree_on_what_travels_in_it(plan, statistics,
                 assert sum(m.bytes for m in same) == whole[same[0].stage].size * plan.itemsize
             else:
                 assert len({m.bytes for m in same}) == 1
+
+
+def elements(messages):
+    return sum(stop - start for message in messages for start, stop in message.spans)
+
+
+@given(plans(), st.sampled_from(["bfloat16", "int8", "top-k"]), st.sampled_from([None, 1, 2]))
+@settings(max_examples=100)
+def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
+    """Oracle: the messages of the same plan without wires, which hold as many elements."""
+    other = "int8" if wire == "top-k" else wire
+    wires = {"factor_wire": other, "basis_wire": other, "gradient_wire": wire}
+    strategy = replace(plan.strategy, fusion=fusion, ranks_per_node=None, sums="reduce")
+    exact = replace(plan, strategy=strategy)
+    encoded = replace(plan, strategy=replace(strategy, **wires))
+    sent = [encoded.messages(rank, True, True) for rank in range(plan.ranks)]
+    for over in ("world", "column", "row"):
+        team = [[m for m in sent[rank] if m.over == over] for rank in plan.team(0, over)]
+        for same in zip(*team, strict=True):
+            assert (
+                len({(m.stage, m.primitive, m.spans, m.root, m.wire, m.codec) for m in same}) == 1
+            )
+    for rank, messages in enumerate(sent):
+        assert elements(messages) == elements(exact.messages(rank, True, True))
+        not_encoded = {message.stage for message in messages if not message.codec}
+        assert not_encoded <= {"clip", "reduce gradients", "publish weights"}
 
 
 def test_one_rank_sends_nothing():

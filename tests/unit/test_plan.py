@@ -159,6 +159,42 @@ def test_sizes_of_messages():
     assert plan(2, 1, itemsize=8).messages(0, False, False)[1].bytes == 8 * 48
 
 
+def test_sizes_of_encoded_messages():
+    """Oracle: 2 ranks; 224 elements of factors, 176 of gradients, 128 of them of layers, by hand.
+
+    In int8 16 elements take 17 bytes, in bfloat16 an element takes 2, of a quarter's places 4 more.
+    """
+    wires = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
+    strategy = Strategy(2, top_share=0.25, **wires)
+    p = make_plan(LAYERS, 2, strategy, OTHERS, solver="eigen")
+    statistics, bases, covered, others = p.messages(1, True, True)
+    assert statistics.primitive == "Alltoall, Allgather"
+    assert (statistics.bytes, statistics.wire) == (3 * 119, 2 * 119)  # shards of 112 elements
+    assert (bases.bytes, bases.wire) == (2 * 256, 2 * (160 + 256) // 2)
+    assert (covered.primitive, covered.bytes, covered.wire) == ("Allgather", 32 * 8, 32 * 8)
+    assert (others.primitive, others.bytes, others.wire) == ("Allreduce", 4 * 48, 4 * 48)
+    owner = Strategy(1, "owners", "owner", top_share=0.25, **wires)
+    p = make_plan(LAYERS, 2, owner, OTHERS)
+    statistics, covered, others, _, weights, exact = p.messages(1, True, True)
+    assert (statistics.primitive, statistics.bytes) == ("Alltoall", 224 * 17 // 16)
+    assert (covered.primitive, covered.bytes) == ("Alltoall", 32 * 8)
+    assert (weights.primitive, weights.bytes) == ("Allgatherv", 20 * 8)  # of 80 on rank 1
+    assert [m.primitive for m in (others, exact)] == ["Reduce_scatter", "Allgatherv"]
+    assert p.memory(0)["wires"] == 4 * (224 + 3 * 176)
+
+
+def test_what_wires_keep_of_sums_is_what_makes_up_for_them():
+    """Oracle: factors of batches are added up over time, averages and bases are not."""
+
+    def kept(**choices):
+        p = make_plan(LAYERS, 2, Strategy(2, **choices), OTHERS)
+        return [bool(m.codec and m.codec.feedback) for m in p.messages(0, True, True)]
+
+    assert kept(factor_wire="int8", basis_wire="int8", gradient_wire="int8") == [1, 0, 1, 0]
+    assert kept(factor_wire="int8", reduce_at="bases") == [0, 0, 0]
+    assert kept(factor_wire="bfloat16", gradient_wire="bfloat16") == [0, 0, 0, 0]
+
+
 def test_the_digest_tells_any_two_plans_apart():
     """Oracle: plans that differ in one argument each."""
     first, *rest = LAYERS
@@ -251,6 +287,14 @@ def mib(elements):
             "reduction='all' must be one of 'everyone', 'owners', 'none'",
         ),
         (lambda: Strategy(update="all"), "update='all' must be one of 'everyone', 'owner'"),
+        (lambda: Strategy(top_share=0), "top_share=0 must be above 0 and at most 1"),
+        (lambda: Strategy(factor_wire="top-k"), "factor_wire='top-k' must be one of None, 'bfloat"),
+        (
+            lambda: Strategy(basis_wire="int8", parts=4),
+            "basis_wire='int8' needs parts=None, overlap=False, ranks_per_node=None and "
+            "sums='reduce', not 4, False, None and 'reduce'",
+        ),
+        (lambda: Strategy(gradient_wire="int8", ranks_per_node=2), "not None, False, 2 and"),
         (lambda: Strategy(balance="n"), "balance='n' must be one of 'compute', 'memory'"),
         (lambda: Strategy.hybrid(4), "give either workers (None) or fraction (None)"),
         (lambda: Strategy.hybrid(4, 2, 0.5), "give either workers (2) or fraction (0.5)"),
