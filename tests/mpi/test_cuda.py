@@ -14,6 +14,7 @@ import mpikfac
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 
 STEPS, BATCH = 3, 12
+REDUCTIONS = ("everyone", "owners")
 
 
 def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) -> mpikfac.KFAC:
@@ -45,7 +46,7 @@ def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) ->
 
 @pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
 @pytest.mark.parametrize("update", ["everyone", "owner"])
-@pytest.mark.parametrize("reduction", ["everyone", "owners"])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str | None) -> None:
     """Oracle: the same job on the CPU."""
     if aware is not None:
@@ -58,6 +59,23 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
         settings = {"solver": solver}
         expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
         found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
+@pytest.mark.parametrize("update", ["everyone", "owner"])
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
+def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) -> None:
+    """Oracle: the same job on the CPU; what is rounded differs too little to be rounded apart."""
+    if aware is not None:
+        monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
+    cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
+    others = "int8" if wire == "top-k" else wire
+    wires = {"factor_wire": others, "basis_wire": others, "gradient_wire": wire, "top_share": 0.1}
+    for workers, reduction in itertools.product(mpikfac.divisors(comm.size), REDUCTIONS):
+        strategy = mpikfac.Strategy(workers, reduction, update, **wires)
+        expected = train(comm, trainer(comm, cpu, strategy), cpu)
+        found = train(comm, trainer(comm, cuda, strategy), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 
