@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     groups = {"data": DataOptions(**given.pop("data")), "kfac": KfacOptions(**given.pop("kfac"))}
     options = Options(**given, **groups)
     _check_bounds(options)
-    training = _training_ranks(options, ranks)
+    training = training_ranks(options, ranks)
     _check_conflicts(options, training)
     options.batch = _global_batch(options, training)
     _check_parts(options, training)
@@ -93,6 +93,22 @@ def curvature_ranks(options: Options) -> int:
     if options.optimizer != "kfac" or way is None:
         return 0
     return way.choices.get("curvature_ranks", 0) if chosen is None else chosen
+
+
+def training_ranks(options: Options, ranks: int) -> int:
+    """How many of a job's ranks train.
+
+    Raises:
+        ValueError: none is left, or the job is to go on without some.
+    """
+    spared = curvature_ranks(options)
+    if spared >= ranks:
+        raise ValueError(
+            f"kfac: curvature_ranks={spared} must be less than the number of ranks ({ranks})"
+        )
+    if spared and options.shrink:
+        raise ValueError(f"shrink=true needs kfac.curvature_ranks=0, not {spared}")
+    return ranks - spared
 
 
 def strategy(
@@ -166,17 +182,6 @@ def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callabl
     if warm:
         rate = schedule.warmup(rate, warm, 1 / ranks if options.scale_lr else 1 / (warm + 1))
     return rate
-
-
-def _training_ranks(options: Options, ranks: int) -> int:
-    spared = curvature_ranks(options)
-    if spared >= ranks:
-        raise ValueError(
-            f"kfac: curvature_ranks={spared} must be less than the number of ranks ({ranks})"
-        )
-    if spared and options.shrink:
-        raise ValueError(f"shrink=true needs kfac.curvature_ranks=0, not {spared}")
-    return ranks - spared
 
 
 def _config_files(arguments: Sequence[str]) -> list[str]:

@@ -296,7 +296,8 @@ def basis_every(options: Options, ranks: int) -> int:
     """Steps between two decompositions, also where the strategy says it; of SGD the usual."""
     if options.optimizer == "sgd":
         return options.kfac.basis_every or config.USUAL["basis_every"]
-    return config.strategy(options.kfac, ranks, options.parts)[1]["basis_every"]
+    training = config.training_ranks(options, ranks)
+    return config.strategy(options.kfac, training, options.parts)[1]["basis_every"]
 
 
 def _word(value: Any) -> str:

@@ -28,7 +28,7 @@ GROUPS = {
     "statistics": ("statistics",),
     "factor messages": ("reduce statistics",),
     "decomposition": ("decompose",),
-    "basis messages": ("publish bases",),
+    "basis messages": ("send factors", "receive bases", "publish bases"),
     "preconditioning": ("precondition",),
     "gradient messages": ("reduce gradients", "publish gradients", "publish weights", "clip"),
     "optimizer": ("optimizer",),
@@ -250,9 +250,10 @@ def plan_of(cell: Cell) -> mpikfac.Plan:
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
         return mpikfac.make_plan(layers, cell.ranks, strategy, others)
     layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
-    strategy, settings = config.strategy(options.kfac, cell.ranks, options.parts)
-    _, strategy = config.for_machine(options, model, cell.ranks, strategy, settings)
-    return mpikfac.make_plan(layers, cell.ranks, strategy, others, settings["solver"])
+    ranks = config.training_ranks(options, cell.ranks)
+    strategy, settings = config.strategy(options.kfac, ranks, options.parts)
+    _, strategy = config.for_machine(options, model, ranks, strategy, settings)
+    return mpikfac.make_plan(layers, ranks, strategy, others, settings["solver"])
 
 
 def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
@@ -306,7 +307,8 @@ def _numbers(cell: Cell) -> dict[str, Any]:
         del numbers["batch"]
     if cell.options.optimizer == "sgd":
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
-    strategy, settings = config.strategy(cell.options.kfac, cell.ranks, cell.options.parts)
+    ranks = config.training_ranks(cell.options, cell.ranks)
+    strategy, settings = config.strategy(cell.options.kfac, ranks, cell.options.parts)
     choices = dataclasses.asdict(strategy)
     choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
     return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}

@@ -27,7 +27,6 @@ class Bases:
             each worker.
         ready: whether there are any.
         share: the share of the layers whose factors were decomposed last; None for all.
-        stage: what `take` spends its time with.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Bases:
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
         self.denominators = Arena(plan.denominators(rank), dtype, device)
-        self.stage = "receive bases" if curvature else "decompose"
         self._curvature = curvature
         self._background = Background(device)
         self.forget()

@@ -66,8 +66,8 @@ class Curvature:
         self._finish()  # a request that nobody waited for
         if not factors:
             return list
-        with self.trace.stage("send factors"):
-            request = _on_host(self.plan, self.plan.request(self.rank, share))
+        request = _on_host(self.plan, self.plan.request(self.rank, share))
+        with self.trace.stage("send factors", "curvature", request.flat.nbytes):
             request["damping"].view(torch.float64).fill_(damping)
             for mean, other in zip(request["other means"], other_means.values()):
                 mean.copy_(other)
@@ -77,7 +77,6 @@ class Curvature:
             route = self.plan.curvature_rank(self.rank), self.plan.shares.index(share)
             sent = begin_send(self._curvature, request.flat, *route)
             received = begin_receive(self._curvature, reply.flat, *route)
-            self.trace.sent["send factors"] += request.flat.nbytes
 
         def finish() -> None:
             sent()
@@ -85,7 +84,8 @@ class Curvature:
             self._finish = _nothing
 
         def take() -> list[tuple[str, Tensor]]:
-            finish()
+            with self.trace.stage("receive bases", "curvature"):
+                finish()
             return list(reply.items())
 
         self._finish = finish
@@ -118,15 +118,14 @@ def serve(curvature: Any, device: torch.device = CPU, trace: Trace | None = None
         share = plan.shares[tag]
         request = _on_host(plan, plan.request(owner, share))
         reply = _on_host(plan, plan.reply(owner, share))
-        with trace.stage("receive factors"):
+        with trace.stage("receive factors", "curvature"):
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage("decompose"):
             _answer(plan, request, plan.decomposed(owner, share), reply, device)
-        with trace.stage("send bases"):
+        with trace.stage("send bases", "curvature", reply.flat.nbytes):
             # To wait here would let other owners wait, too, for one that computes.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
-            trace.sent["send bases"] += reply.flat.nbytes
     for wait in sending.values():
         wait()
 

@@ -293,7 +293,7 @@ class KFAC:
         if not self.bases.pending:
             return
         self.intact = False
-        with self.trace.stage(self.bases.stage):
+        with self.trace.stage("decompose"):
             self.trace.calls["decompositions"] += self.bases.take(self.steps)
         self.grid.exchange(self._messages["bases", self.bases.share], self.bases.arena.flat)
         self.bases.refresh()

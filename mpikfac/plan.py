@@ -86,7 +86,13 @@ class Plan:
         return divmod(rank, self.columns)
 
     def team(self, rank: int, over: str) -> range:
-        """The ranks that a message of `rank` over that communicator is between."""
+        """The ranks that a message of `rank` over that communicator is between.
+
+        Curvature ranks follow upon those that train.
+        """
+        if over == "curvature":
+            peer = self.ranks + self.curvature_rank(rank)
+            return range(rank, peer + 1, peer - rank)
         row, column = self.position(rank)
         whole, _, level = over.partition(" ")
         team = {

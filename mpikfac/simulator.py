@@ -19,7 +19,8 @@ from mpikfac.plan import Plan
 # The stages of `KFAC.step`, and what comes before it, in order.
 STAGES = (
     *("forward", "backward", "statistics", "reduce statistics"),
-    *("decompose", "publish bases", "gradients", "reduce gradients"),
+    *("decompose", "send factors", "receive bases", "publish bases"),
+    *("gradients", "reduce gradients"),
     *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
 )
 

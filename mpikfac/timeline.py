@@ -70,6 +70,7 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     The n-th of one kind is the same on all of them, as they issue them in one order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
+    teams["curvature"] = f"{rank}"  # no member of a team waits there for another
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
         kind = event.thread, event.name, event.over, teams[event.over.partition(" ")[0]]

@@ -30,7 +30,8 @@ class Event(NamedTuple):
     Attributes:
         start: seconds of `time.perf_counter`, on this rank unless said otherwise.
         over: communicator of its collective, "world", "column" or "row", or a part of one with its
-            number, as "world in node 3"; "" if nothing is sent.
+            number, as "world in node 3"; "curvature" of messages to curvature ranks and from there;
+            "" if nothing is sent.
         bytes: what this rank handed to MPI.
         depth: stages around it on its thread.
         thread: "" for the training itself, otherwise the name of the thread beside it.

@@ -64,7 +64,7 @@ BAD = {
     ),
     "no time for curvature ranks": (
         "--kfac.curvature_ranks=2",
-        "kfac: curvature_ranks=2 needs a delay of at least 1 and replicate_below=0, not 0 and 0",
+        "kfac: curvature_ranks=2 needs a delay of at least 1, replicate_below=0 and tolerance=0, ",
     ),
     "batch of training ranks": (
         "--kfac.strategy=curvature-ranks",

@@ -27,6 +27,7 @@ CHOICES = {
     "late to owners": lambda ranks: {"reduce_at": "bases", **OWNERS},
     "staggered": lambda ranks: {"workers": ranks, "stagger": 3},
     "in parts": lambda ranks: {"parts": ranks},
+    "overlapped": lambda ranks: {"workers": ranks, "overlap": True, "fusion": 1},
 }
 
 pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
@@ -224,5 +225,5 @@ def test_other_numbers_of_curvature_ranks_are_refused(comm):
     alone = comm.Split(comm.rank)
     with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
         trainer(alone, choices=lambda _: {"curvature_ranks": 1})
-    with pytest.raises(ValueError, match="needs a delay of at least 1, replicate_below=0"):
+    with pytest.raises(ValueError, match="needs a delay of at least 1, replicate_below=0 and"):
         Strategy(curvature_ranks=1)
