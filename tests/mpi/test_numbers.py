@@ -99,6 +99,23 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
     assert_alike(comm, kfac)
 
 
+@pytest.mark.parametrize("strategy", ALL, ids=problem.label)
+def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
+    """Oracle: 0, and the gradient by the damping as what it then gives."""
+    kfac = trainer(comm, strategy, solver="rank-one", damping=0.5, kl_clip=None)
+    backward(kfac, comm, 0)
+    if "0.A" in kfac.factors.statistics:
+        kfac.factors.statistics["0.A"][0] = math.nan
+    kfac.step()
+    if "0.A" in kfac.factors.averages:
+        assert not kfac.factors.averages["0.A"].any()
+    if strategy.update == "everyone" and "0" in kfac.plan.preconditioned(comm.rank):
+        expected = kfac.gradients.arena["0"] / 0.5
+        torch.testing.assert_close(kfac.directions["0"], expected)
+    assert total(comm, kfac, "statistics") == 1
+    assert_alike(comm, kfac)
+
+
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
 def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, monkeypatch):
