@@ -271,8 +271,8 @@ class KFAC:
         if not self.factors.parts:
             alone = self.plan.strategy.reduction == "none"
             self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
-        self.intact = False
         self.factors.average(self.settings.at("decay", self.steps), self.steps)
+        self.intact = False  # only now: a sum that fails leaves averages as they were
 
     def _send_statistics(self, layer: Layer) -> None:
         """Sends what the backward pass has just recorded of a layer."""

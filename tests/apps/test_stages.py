@@ -29,7 +29,7 @@ def picture(run):
 
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
     """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; bytes that both files say alike."""
-    chosen = ("--trace_steps=3", "--kfac.placement=mem_opt", "--kfac.basis_every=3")
+    chosen = ("--trace_steps=3", "--kfac.strategy=mem-opt", "--kfac.basis_every=3")
     job = launch(2, PROGRAM, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     log = (tmp_path / "log.txt").read_text()
