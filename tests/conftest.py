@@ -1,8 +1,11 @@
-"""Settings of all tests: one thread per process, and property tests that draw the same examples."""
+"""Settings of all tests: one thread per process, property tests that draw the same examples."""
 
 from __future__ import annotations
 
+import signal
+
 import hypothesis
+import pytest
 import torch
 
 torch.set_num_threads(1)
@@ -10,3 +13,11 @@ torch.set_num_threads(1)
 # Under MPI every rank must draw the same examples; a loaded machine must not fail a deadline.
 hypothesis.settings.register_profile("mpikfac", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("mpikfac")
+
+SIGTERM = signal.getsignal(signal.SIGTERM)
+
+
+@pytest.fixture(autouse=True)
+def former_signals():
+    """A run that is complete ignores SIGTERM; what a later test starts would, too."""
+    signal.signal(signal.SIGTERM, SIGTERM)

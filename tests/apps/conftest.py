@@ -1,22 +1,10 @@
 from __future__ import annotations
 
-import signal
-
 import pytest
 import yaml
 from problem import SETTINGS, network, run, sgd
 
 import mpikfac
-from mpikfac_apps.asked import SIGNALS
-
-
-@pytest.fixture(autouse=True)
-def former_signals():
-    """A run that is complete ignores signals, and so would all that a later test starts."""
-    former = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
-    for number, handler in former.items():
-        signal.signal(number, handler)
 
 
 @pytest.fixture
