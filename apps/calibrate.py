@@ -3,15 +3,16 @@
     mpirun -n 4 python -m mpi4py apps/calibrate.py --out machine.json --model resnet20
 
 Everything is measured while all ranks do the same, as in training: ranks may share cores, and
-communicators the link of a node. It runs on the CPU.
+communicators the link of a node. Other work shows in it: use an idle machine. It runs on the CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -25,11 +26,13 @@ from mpikfac_apps import models, record, show_plan
 from mpikfac_apps.command import Parser
 from mpikfac_apps.train_cnn import share_cores
 
-SIZES = [2**k for k in range(10, 27, 2)]  # bytes of a message, 1 KiB to 64 MiB
-ORDERS = [2**k for k in range(5, 13)]  # of factors and products, 32 to 4096
-LONGEST = 1.0  # seconds after which no larger message or factor is tried
+ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
+PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
+ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
+SOLVERS = ("inverse", "rank-one")
+LONGEST = 0.5  # seconds after which no larger message or factor is tried
 BUDGET = 0.1  # seconds for the repetitions of one measurement
-STEPS_BUDGET = 15.0  # seconds for the steps of one network
+STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
 STAGE = "calibrate"
 
 
@@ -110,7 +113,14 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
     Collective over: comm.
     """
     hosts = share_cores(comm, None)
+    networks = [Network(name, options.batch_per_rank) for name in options.model]
+    visit(comm, networks)
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
+    visit(comm, networks)
+    orders = sorted({order for network in networks for order in network.orders})
+    inverse = ladder(comm, orders, lambda a: mpikfac.damped_inverse(a, 0.03))
+    eigen = ladder(comm, orders, mpikfac.eigenbasis)
+    visit(comm, networks)
     levels = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1]
     across = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes > 1]
     return mpikfac.Machine(
@@ -119,14 +129,8 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
         between=across[-1] if across else None,
         ranks_per_node=max(map(hosts.count, hosts)) if across else None,
         samples=tuple(samples),
-        decompositions={
-            "inverse": ladder(comm, lambda a: mpikfac.damped_inverse(a, 0.03)),
-            "eigen": ladder(comm, mpikfac.eigenbasis),
-        },
-        products=tuple(
-            (order, 2 * order**3 / seconds) for order, seconds in ladder(comm, lambda a: a @ a)
-        ),
-        networks=tuple(network(comm, name, options.batch_per_rank) for name in options.model),
+        decompositions={"inverse": inverse, "eigen": eigen},
+        networks=tuple(network.seconds(comm) for network in networks),
         about=record.environment(hosts, torch.device("cpu")),
     )
 
@@ -153,41 +157,61 @@ def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> li
         return []  # like neighbours
     sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
     grid = mpikfac.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
-    primitives = ["Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast"]
-    primitives += ["Send"] if size == 2 else []
+    kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
+    kinds += [("Send", None)] if size == 2 else []
+    kinds += ENCODED if size == comm.size else []
     return [
         mpikfac.Sample(
-            primitive, size, nodes, sharing if nodes > 1 else 1, curve(comm, grid, primitive)
+            primitive,
+            size,
+            nodes,
+            sharing if nodes > 1 else 1,
+            curve(comm, grid, primitive, mpikfac.Codec(codec) if codec else None),
+            codec,
         )
-        for primitive in primitives
+        for primitive, codec in kinds
     ]
 
 
-def curve(comm: Any, grid: mpikfac.Grid, primitive: str) -> tuple[tuple[float, float], ...]:
+def curve(
+    comm: Any, grid: mpikfac.Grid, primitive: str, codec: mpikfac.Codec | None
+) -> tuple[tuple[float, float], ...]:
     """Bytes and seconds of a collective of all groups, up to where it takes long.
 
     Collective over: comm.
     """
     points: list[tuple[float, float]] = []
-    for size in SIZES:
-        seconds = seconds_of(comm, collective(grid, primitive, size))
+    for elements in ELEMENTS:
+        size, work = collective(grid, primitive, elements, codec)
+        seconds = seconds_of(comm, work)
         points.append((size, seconds / 2 if primitive == "Send" else seconds))
         if seconds > LONGEST:
             break
     return tuple(points)
 
 
-def collective(grid: mpikfac.Grid, primitive: str, size: int) -> Callable[[], object]:
-    """The work of one collective over a buffer of `size` bytes, done as in training."""
-    group = grid.world
-    flat = torch.zeros(size // 4)
+def collective(
+    grid: mpikfac.Grid, primitive: str, elements: int, codec: mpikfac.Codec | None
+) -> tuple[int, Callable[[], object]]:
+    """Bytes of a collective over about so many elements, and its work, done as in training.
+
+    Members are roots in turn: in a row, messages of one root would overtake one another.
+    """
+    group, ranks = grid.world, grid.world.size
+    part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
+    flat = torch.zeros(part * ranks)
     if primitive == "Send":
-        return lambda: there_and_back(group, flat.numpy())
-    bounds = [len(flat) * rank // group.size for rank in range(group.size + 1)]
-    in_parts = primitive in ("Reduce_scatter", "Alltoall", "Allgatherv")
-    spans = tuple(zip(bounds, bounds[1:])) if in_parts else ((0, len(flat)),)
-    message = mpikfac.Message(STAGE, primitive, "world", spans, 0, size, size, size)
-    return lambda: grid.exchange([message], flat)
+        return flat.nbytes, lambda: there_and_back(group, flat.numpy())
+    spans = [(0, len(flat))]
+    if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
+        spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
+    roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
+    messages = [
+        mpikfac.message(STAGE, primitive, "world", spans, ranks, 4, group.rank, root, codec)
+        for root in roots
+    ]
+    turns = itertools.cycle(messages)
+    return messages[0].size, lambda: grid.exchange([next(turns)], flat)
 
 
 def there_and_back(pair: Any, buffer: Any) -> None:
@@ -203,58 +227,99 @@ def there_and_back(pair: Any, buffer: Any) -> None:
 # -- computations --------------------------------------------------------------------------------
 
 
-def ladder(comm: Any, work: Callable[[Tensor], object]) -> tuple[tuple[float, float], ...]:
+def ladder(
+    comm: Any, orders: Sequence[int], work: Callable[[Tensor], object]
+) -> tuple[tuple[float, float], ...]:
     """Orders and seconds of what is done to a factor, up to where it takes long.
 
     Collective over: comm.
     """
     points: list[tuple[float, float]] = []
-    for order in ORDERS:
+    for order in orders:
+        if points and points[-1][1] * (order / points[-1][0]) ** 3 > LONGEST:
+            break
         a = torch.randn(order, 2 * order)
         factor = a @ a.T / (2 * order)
         points.append((order, seconds_of(comm, lambda: work(factor))))  # noqa: B023 (used at once)
-        if 8 * points[-1][1] > LONGEST:
-            break
     return tuple(points)
 
 
-def network(comm: Any, name: str, batch: int) -> mpikfac.Network:
-    """A network's seconds, of steps that each rank takes by itself, at the same time.
-
-    Every other step takes new factors; the first one, with the decompositions, does not count.
+def visit(comm: Any, networks: Sequence[Network]) -> None:
+    """Looks at all networks once more.
 
     Collective over: comm.
     """
-    classes, channels, size = image_shape(name)
-    torch.manual_seed(0)
-    model = models.build(name, classes, channels).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-    alone = comm.Split(comm.rank)
-    kfac = mpikfac.KFAC(model, optimizer, alone, damping=0.03, factor_every=2, basis_every=10**9)
-    images = torch.randn(batch, channels, size, size)
-    labels = torch.randint(classes, (batch,))
-    steps: list[dict[str, float]] = []
-    deadline = time.monotonic() + STEPS_BUDGET
-    while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
-        comm.Barrier()
-        steps.append(timed_step(model, kfac, images, labels))
-    plain, factors = (
-        {part: median(step[part] for step in steps[first::2]) for part in steps[0]}
-        for first in (3, 2)
-    )
-    both = factors["backward"] + factors["others"] - plain["backward"] - plain["others"]
-    mine = {
-        "forward": plain["forward"],
-        "backward": plain["backward"],
-        "statistics": max(0.0, both),
-        "gradients": plain["others"],
-        "optimizer": plain["optimizer"],
-        "precondition": plain["precondition"],
-    }
-    everyone = comm.allgather(mine)
-    return mpikfac.Network(
-        name, batch, **{part: max(seconds[part] for seconds in everyone) for part in mine}
-    )
+    for network in networks:
+        for solver in SOLVERS:
+            network.look(comm, solver)
+
+
+class Network:
+    """Times of a network's training steps, that each rank takes by itself, at the same time.
+
+    Attributes:
+        orders: of its factors.
+    """
+
+    def __init__(self, name: str, batch: int) -> None:
+        self.name, self.batch = name, batch
+        layers, _ = show_plan.shapes_of(name)
+        self.orders = {order for layer in layers for order in (layer.inputs, layer.outputs)}
+        self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
+        self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
+
+    def look(self, comm: Any, solver: str) -> None:
+        """Takes some steps. Every other one takes new factors; the first one does not count.
+
+        Collective over: comm.
+        """
+        classes, channels, size = image_shape(self.name)
+        torch.manual_seed(0)
+        model = models.build(self.name, classes, channels).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
+        alone = comm.Split(comm.rank)
+        settings = {"factor_every": 2, "basis_every": 10**9, "solver": solver}
+        kfac = mpikfac.KFAC(model, optimizer, alone, damping=0.03, **settings)
+        images = torch.randn(self.batch, channels, size, size)
+        labels = torch.randint(classes, (self.batch,))
+        steps: list[dict[str, float]] = []
+        deadline = time.monotonic() + STEPS_BUDGET
+        while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
+            comm.Barrier()
+            steps.append(timed_step(model, kfac, images, labels))
+        self._plain[solver] += steps[3::2]
+        self._factors[solver] += steps[2::2]
+
+    def seconds(self, comm: Any) -> mpikfac.Network:
+        """Medians of all steps so far, on the rank where they are longest.
+
+        Collective over: comm.
+        """
+        plain, factors, statistics = {}, {}, {}
+        for solver in SOLVERS:
+            plain[solver] = medians(self._plain[solver])
+            factors[solver] = medians(self._factors[solver])
+            more = [factors[solver][part] - plain[solver][part] for part in ("backward", "others")]
+            statistics[solver] = max(0.0, sum(more))
+        matrices, vectors = SOLVERS
+        mine = {
+            "forward": plain[matrices]["forward"],
+            "backward": plain[matrices]["backward"],
+            "statistics": statistics[matrices],
+            "gradients": plain[matrices]["others"],
+            "optimizer": plain[matrices]["optimizer"],
+            "precondition": plain[matrices]["precondition"],
+            "vector_statistics": statistics[vectors],
+            "vector_precondition": plain[vectors]["precondition"],
+        }
+        everyone = comm.allgather(mine)
+        slowest = {part: max(seconds[part] for seconds in everyone) for part in mine}
+        return mpikfac.Network(self.name, self.batch, **slowest)
+
+
+def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each part of a step."""
+    return {part: median(step[part] for step in steps) for part in steps[0]}
 
 
 def timed_step(

@@ -19,6 +19,7 @@ from mpikfac_apps.command import Parser, show, table
 
 SOLVERS = ("inverse", "eigen", "unsplit-inverse")
 STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
+BOUNDED = ("delayed", "event-driven")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,7 +59,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def counts(text: str) -> list[int]:
     """Positive numbers, separated by commas."""
-    return [show_plan.count(part) for part in text.split(",")]
+    return list(dict.fromkeys(show_plan.count(part) for part in text.split(",")))
 
 
 def names(text: str) -> list[str]:
@@ -78,10 +79,10 @@ def near_root(ranks: int) -> int:
 
 
 def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[dict[str, Any]]:
-    """A row for each strategy and number of ranks.
+    """A row for each strategy and number of ranks; why, where nothing can be said of it.
 
     Raises:
-        ValueError: the machine has no times of the model, or an option is out of bounds.
+        ValueError: nothing can be said of any.
     """
     covered = show_plan.shapes_of(options.model, options.classes)
     first_order = show_plan.shapes_of(
@@ -94,29 +95,38 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
         options.basis_every,
         options.stragglers,
     )
-    rows = []
+    rows: list[dict[str, Any]] = []
     for ranks in options.ranks:
         for name in options.strategy:
             layers, others = first_order if name == "sgd" else covered
-            strategy, solver = strategy_of(name, ranks, options.solver)
-            plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
-            found = mpikfac.simulate(plan, machine, job)
-            rows.append({"strategy": name, "ranks": ranks, **found.as_dict()})
+            row: dict[str, Any] = {"strategy": name, "ranks": ranks}
+            try:
+                strategy, solver = strategy_of(name, ranks, options.solver)
+                strategy = mpikfac.tuned(strategy, layers, others, ranks, machine, job, solver)
+                plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
+                row |= {"workers": strategy.workers}
+                row |= mpikfac.simulate(plan, machine, job).as_dict()
+            except ValueError as error:
+                row |= {"left_out": str(error)}
+            rows.append(row)
+    if all("left_out" in row for row in rows):
+        raise ValueError(rows[0]["left_out"])
     return rows
 
 
 def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
-    """The strategy of that name, and the solver, which may be its own."""
+    """The strategy of that name, and the solver: as asked, but where factors are vectors."""
     if name == "sgd":
         return mpikfac.Strategy.mem_opt(), SOLVERS[0]
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
     strategy, settings = mpikfac.named(name, ranks, **workers)
-    return strategy, settings.get("solver", "inverse") if solver == "own" else solver
+    own = settings.get("solver", "inverse")
+    return strategy, own if solver == "own" or own == "rank-one" else solver
 
 
 def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
     """What is predicted, in words."""
-    return [
+    lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "
         f"solver {options.solver}, "
         f"factors every {options.factor_every} steps, bases every {options.basis_every}",
@@ -124,20 +134,27 @@ def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
         "Milliseconds of a step: the mean; without new factors, with them, with new bases, too;",
         "  of the mean, comm: nothing but communication, wait: for ranks that compute longer.",
         "MiB: kept beside the model, on the fullest rank; sent by a rank in a mean step",
+        "* at most: as if no core were free for the background, and all factors had changed",
     ]
+    if machine.between is None:
+        lines.append("  The machine is one node: so many ranks are taken to be on one, too")
+    return lines
 
 
 def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
     """The table for one number of ranks."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
+    left_out = []
     for row in rows:
-        if row["ranks"] == ranks:
+        if row["ranks"] == ranks and "left_out" in row:
+            left_out.append(f"{row['strategy']} is left out: {row['left_out']}")
+        elif row["ranks"] == ranks:
             steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(show_plan.mib, sizes))
-            lines.append((row["strategy"], *cells))
-    return [show_plan.number(ranks, "rank"), *table(lines)]
+            lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
+    return [show_plan.number(ranks, "rank"), *table(lines), *left_out]
 
 
 if __name__ == "__main__":

@@ -30,17 +30,14 @@ from mpikfac.encoded import Encoded
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.layout import Layout
 from mpikfac.levels import BETWEEN_NODES, IN_NODE
-from mpikfac.messages import Message
+from mpikfac.messages import PIECE, Message
 from mpikfac.outbox import PAUSE, Outbox
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
 SUMMABLE = (torch.float32, torch.float64)
 MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
-# Elements that are reduced at once: MPI's temporaries stay small and in cache, which is faster than
-# a reduction of everything and takes less memory.
-PIECE = 2**22
-# The same for messages beside the computation: how soon an urgent one can overtake.
+# Like `PIECE`, for messages beside the computation: how soon an urgent one can overtake.
 SMALL_PIECE = 2**18
 CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
 LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do

@@ -13,23 +13,38 @@ from collections.abc import Iterable
 from statistics import NormalDist
 
 from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
-from mpikfac.messages import Message
+from mpikfac.messages import PIECE, Message
 from mpikfac.plan import Plan
 
+IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
 DRAWS = 512  # points of the quadrature over the slowest rank
-PIECE = 2**24  # bytes that `comm.Grid.sum_in_order` passes on at once
+CHAINED = 4 * PIECE  # bytes that a sum in order passes on at once, in float32
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Seconds of a collective of `rank`, from when all its members have come to it."""
+    """Seconds of a collective of `rank`, from when all its members have come to it.
+
+    The member that gets most bounds a sum that is made in parts. A gather of unequal parts takes
+    hardly longer than one of equal ones.
+    """
     ranks, nodes, sharing = placed(plan.team(rank, message.over), plan, machine)
-    # One stage may be two collectives, one after the other: "Send, Bcast".
-    primitives = message.primitive.split(", ")
-    return sum(
-        collective_seconds(name, message.size, ranks, machine, nodes, sharing)
-        for name in primitives
-    )
+    codec = message.codec.name if message.codec else None
+
+    def seconds(primitive: str, size: float) -> float:
+        return collective_seconds(primitive, size, ranks, machine, nodes, sharing, codec)
+
+    counts = [stop - start for start, stop in message.spans]
+    per_element = message.size / max(1, sum(counts))
+    if message.primitive == "Reduce_scatter" and sum(counts) > PIECE:
+        return sum(seconds("Reduce", per_element * count) for count in counts)
+    if message.primitive in ("Reduce_scatter", "Alltoall"):
+        return seconds(message.primitive, per_element * len(counts) * max(counts))
+    if message.primitive == "Send, Bcast":
+        return seconds("Send", message.size) + seconds("Bcast", message.size)
+    if message.over == "curvature" and message.primitive == "Send":
+        return seconds("Recv", message.size)
+    return seconds(message.primitive, message.size)
 
 
 def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
@@ -46,7 +61,7 @@ def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
     """How many ranks these are, on how many nodes, and how many such communicators leave a node."""
-    per_node = machine.ranks_per_node or plan.ranks
+    per_node = machine.ranks_per_node or ranks.stop
     nodes = len({rank // per_node for rank in ranks})
     together = math.ceil(len(ranks) / nodes)  # members on one node
     sharing = math.ceil(min(per_node, plan.ranks) / together) if nodes > 1 else 1
@@ -54,21 +69,30 @@ def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
 
 
 def collective_seconds(
-    primitive: str, size: int, ranks: int, machine: Machine, nodes: int = 1, sharing: int = 1
+    primitive: str,
+    size: float,
+    ranks: int,
+    machine: Machine,
+    nodes: int = 1,
+    sharing: int = 1,
+    codec: str | None = None,
 ) -> float:
     """Seconds of a collective over `ranks` ranks on `nodes` nodes.
 
     Args:
-        size: bytes of the whole buffer.
+        size: bytes of the whole buffer, as they travel.
         sharing: communicators that do the same at once and share the link of a node.
+        codec: how numbers are encoded; to do so costs nothing if it was not measured.
     """
     if ranks == 1 or size == 0:
         return 0.0
     if primitive == "Send":  # piece by piece along a chain of all ranks
-        pieces = math.ceil(size / PIECE)
-        piece = _hop_seconds(min(size, PIECE), machine, nodes, sharing)
+        pieces = math.ceil(size / CHAINED)
+        piece = _hop_seconds(min(size, CHAINED), machine, nodes, sharing)
         return (ranks - 2 + pieces) * piece
-    sample = nearest(machine, primitive, ranks, nodes, sharing)
+    if primitive == "Recv":
+        return _hop_seconds(size, machine, nodes, sharing)
+    sample = nearest(machine, primitive, ranks, nodes, sharing, codec)
     if sample is not None:
         return _scaled(sample, size, ranks, sharing)
     level = machine.between if nodes > 1 and machine.between else machine.inside
@@ -84,7 +108,12 @@ def level_of(sample: Sample) -> Level:
 
 
 def nearest(
-    machine: Machine, primitive: str, ranks: int, nodes: int, sharing: int
+    machine: Machine,
+    primitive: str,
+    ranks: int,
+    nodes: int,
+    sharing: int,
+    codec: str | None = None,
 ) -> Sample | None:
     """The measurement to start from: on one node or on several, as asked, of the nearest size."""
 
@@ -94,24 +123,28 @@ def nearest(
     alike = [
         sample
         for sample in machine.samples
-        if sample.primitive == primitive and (sample.nodes > 1) == (nodes > 1)
+        if (sample.primitive, sample.codec) == (primitive, codec)
+        and (sample.nodes > 1) == (nodes > 1)
     ]
+    if codec and not alike:
+        return nearest(machine, primitive, ranks, nodes, sharing)
     return min(alike, key=distance, default=None)
 
 
 def steps(primitive: str, ranks: int) -> int:
     """Messages one after the other in a collective of small messages."""
-    return math.ceil(math.log2(ranks)) * (2 if primitive == "Allreduce" else 1)
+    return math.ceil(math.log2(ranks)) * (2 if primitive in ("Allreduce", IN_SHARDS) else 1)
 
 
 def wire(primitive: str, ranks: int) -> float:
     """Bytes that a rank sends in a ring, per byte of the whole buffer."""
     share = (ranks - 1) / ranks
-    shares = {"Allreduce": 2 * share} | dict.fromkeys(IN_PARTS, share)
+    twice = dict.fromkeys(("Allreduce", IN_SHARDS), 2 * share)
+    shares = twice | dict.fromkeys(IN_PARTS, share)
     return shares.get(primitive, 1)
 
 
-def _scaled(sample: Sample, size: int, ranks: int, sharing: int) -> float:
+def _scaled(sample: Sample, size: float, ranks: int, sharing: int) -> float:
     """A measured time for another number of ranks: latency by steps, the rest by wire bytes."""
     line = fitted(sample.points)
     largest = sample.points[-1][0]
@@ -125,7 +158,7 @@ def _scaled(sample: Sample, size: int, ranks: int, sharing: int) -> float:
     return latency * longer + (seconds - latency) * moved
 
 
-def _hop_seconds(size: int, machine: Machine, nodes: int, sharing: int) -> float:
+def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> float:
     """Seconds of one message from a rank to the next."""
     sample = nearest(machine, "Send", 2, nodes, sharing)
     if sample is not None:
@@ -136,6 +169,8 @@ def _hop_seconds(size: int, machine: Machine, nodes: int, sharing: int) -> float
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
     """Seconds of the decompositions of a refresh on `rank`, of all layers or of a share."""
+    if plan.vectors:
+        return 0.0
     factors = (name for name in plan.decomposed(rank) if plan.in_share(name, share))
     orders = (plan.orders[name] for name in factors)
     return sum(machine.decomposition(plan.solver, order) for order in orders)
@@ -145,19 +180,36 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
     """Seconds in which `rank` preconditions its layers.
 
     Its share of a measurement of all layers, or product by product.
+
+    Raises:
+        ValueError: nothing is known of vectors, which the plan has.
     """
+    if plan.vectors:
+        if network.vector_precondition is None:
+            raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
+        mine = sum(sum(plan.orders[f"{n}.{k}"] for k in "AG") for n in plan.preconditioned(rank))
+        return network.vector_precondition * mine / sum(plan.orders.values())
     times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
-    mine = list(_products(plan, plan.preconditioned(rank)))
+    products = list(_products(plan, plan.preconditioned(rank)))
     if network.precondition is None:
-        return times * sum(flops / interpolated(machine.products, order) for order, flops in mine)
+        rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
+        return times * sum(flops / rate for flops, rate in rates)
     everything = sum(flops for _, flops in _products(plan, (layer.name for layer in plan.layers)))
-    return times * network.precondition * sum(flops for _, flops in mine) / everything
+    return times * network.precondition * sum(flops for _, flops in products) / everything
 
 
-def statistics_share(plan: Plan, rank: int) -> float:
-    """Which part of a batch's statistics `rank` takes, by the elements of its factors."""
-    total = sum(order**2 for order in plan.orders.values())
-    return sum(plan.orders[name] ** 2 for name in plan.recorded(rank)) / total if total else 0.0
+def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
+    """Seconds in which `rank` takes its statistics of a batch, by the elements of its factors.
+
+    Raises:
+        ValueError: nothing is known of vectors, which the plan has.
+    """
+    seconds = network.vector_statistics if plan.vectors else network.statistics
+    if seconds is None:
+        raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
+    power = 1 if plan.vectors else 2
+    recorded = sum(plan.orders[name] ** power for name in plan.recorded(rank))
+    return seconds * recorded / sum(order**power for order in plan.orders.values())
 
 
 def stepped_share(plan: Plan, rank: int) -> float:

@@ -16,6 +16,12 @@ from typing import Any
 import numpy as np
 
 Point = tuple[float, float]
+PRIMITIVES = (
+    *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
+    *("Allgather", "Alltoall, Allgather"),
+)
+"""What `Sample` knows of, by their names in `Message`."""
+OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ class Sample:
         nodes: nodes that they sit on.
         sharing: communicators of the same kind that leave a node at once.
         points: bytes of the whole buffer, ascending, and median seconds of the slowest rank.
+        codec: how numbers were encoded, which is part of the seconds.
     """
 
     primitive: str
@@ -45,6 +52,7 @@ class Sample:
     nodes: int
     sharing: int
     points: tuple[Point, ...]
+    codec: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,8 @@ class Network:
         statistics: what a step with new factors takes in addition.
         gradients: they are read, checked, clipped and written back.
         precondition: all layers on one rank, with inverses; None: `Machine.products` says it.
+        vector_statistics: like statistics, of factors that are squares of vectors.
+        vector_precondition: like precondition, with such factors; None: not known.
     """
 
     model: str
@@ -67,6 +77,8 @@ class Network:
     gradients: float
     optimizer: float
     precondition: float | None = None
+    vector_statistics: float | None = None
+    vector_precondition: float | None = None
 
 
 @dataclass(frozen=True)
@@ -80,14 +92,15 @@ class Machine:
         between: None where there is one node.
         samples: collectives as measured; levels say what was not.
         decompositions: by solver: order and seconds of one factor, ascending.
-        products: order and rate of a matrix product, in operations per second, ascending.
+        products: order and rate of a matrix product, in operations per second, ascending; empty
+            where preconditioning was measured.
     """
 
     name: str
     inside: Level
     networks: tuple[Network, ...]
     decompositions: Mapping[str, tuple[Point, ...]]
-    products: tuple[Point, ...]
+    products: tuple[Point, ...] = ()
     ranks_per_node: int | None = None
     between: Level | None = None
     samples: tuple[Sample, ...] = ()
@@ -114,8 +127,9 @@ class Machine:
         nearest = min(known, key=lambda network: abs(math.log(network.batch / batch)))
         ratio = batch / nearest.batch
         values = asdict(nearest) | {"batch": batch}
-        for part in ("forward", "backward", "statistics"):
-            values[part] *= ratio
+        for part in ("forward", "backward", "statistics", "vector_statistics"):
+            if values[part] is not None:
+                values[part] *= ratio
         return Network(**values)
 
     def decomposition(self, solver: str, order: int) -> float:
@@ -151,15 +165,26 @@ def machine_from_json(text: str) -> Machine:
     if values.get("between") is not None:
         values["between"] = _level(values["between"], "between")
     per_node = values.get("ranks_per_node")
-    if per_node is not None and (type(per_node) is not int or per_node < 1):
-        raise ValueError(f"ranks_per_node={per_node!r} must be a whole number of at least 1")
-    values["networks"] = tuple(_network(entry) for entry in values["networks"])
-    values["samples"] = tuple(_sample(entry) for entry in values.get("samples", ()))
-    values["products"] = _points(values["products"], "products")
+    if per_node is not None:
+        _check_count("ranks_per_node", per_node)
+    if (per_node is None) != (values.get("between") is None):
+        raise ValueError(
+            f"ranks_per_node={per_node} and between={values.get('between')} go together: give both "
+            f"where there are several nodes, else neither"
+        )
+    values["networks"] = tuple(_network(entry) for entry in _list(values, "networks"))
+    values["samples"] = tuple(_sample(entry) for entry in _list(values, "samples"))
+    if values.get("products"):
+        values["products"] = _points(values["products"], "products")
+    if not isinstance(values["decompositions"], dict):
+        raise ValueError(f"decompositions is {values['decompositions']!r}, not an object by solver")
     values["decompositions"] = {
         solver: _points(points, f"decompositions.{solver}")
         for solver, points in values["decompositions"].items()
     }
+    for network in values["networks"]:
+        if network.precondition is None and not values.get("products"):
+            raise ValueError(f"give products, or precondition of model={network.model!r}")
     return Machine(**values)
 
 
@@ -203,7 +228,9 @@ def fitted(points: Sequence[Point]) -> Level:
     if latency <= 0:  # noise: the smallest message bounds it from above, a line through it is best
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
-    return Level(float(latency), float(1 / per_byte) if per_byte > 0 else math.inf)
+    # Where latency is all that is seen, the bandwidth is at least that of the largest message.
+    per_byte = max(per_byte, seconds[-1] / size[-1] * 1e-3)
+    return Level(float(latency), float(1 / per_byte))
 
 
 def _level(entry: Any, key: str) -> Level:
@@ -217,16 +244,34 @@ def _level(entry: Any, key: str) -> Level:
 def _network(entry: Any) -> Network:
     values = _checked(entry, Network, "networks")
     for key, value in values.items():
-        optional = key == "precondition" and value is None
-        if key != "model" and not optional and not _is_number(value):
+        left_out = key in OPTIONAL and value is None
+        if key not in ("model", "batch") and not left_out and not _is_number(value):
             raise ValueError(f"networks.{key}={value!r} must be a finite number of at least 0")
+    _check_count("networks.batch", values["batch"])
     return Network(**values)
 
 
 def _sample(entry: Any) -> Sample:
     values = _checked(entry, Sample, "samples")
     values["points"] = _points(values["points"], f"samples.{values['primitive']}")
+    for key in ("ranks", "nodes", "sharing"):
+        _check_count(f"samples.{key}", values[key])
+    if values["primitive"] not in PRIMITIVES:
+        known = ", ".join(PRIMITIVES)
+        raise ValueError(f"samples.primitive={values['primitive']!r} must be one of {known}")
     return Sample(**values)
+
+
+def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
+    found = values.get(key, ())
+    if not isinstance(found, (list, tuple)):
+        raise ValueError(f"{key} is {found!r}, not a list")
+    return found
+
+
+def _check_count(key: str, value: Any) -> None:
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:

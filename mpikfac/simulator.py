@@ -51,11 +51,13 @@ class Event(NamedTuple):
         kind: "compute"; "message", which computes nothing; "urgent" or "beside", a message that is
             sent beside the computations that follow, urgent ones first; "wait", for urgent ones,
             or "wait for all" of them.
+        ready: of a message beside the backward pass, after which part of that it is sent.
     """
 
     stage: str
     seconds: float
     kind: Literal["compute", "message", "urgent", "beside", "wait", "wait for all"] = "compute"
+    ready: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,9 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
 def sequence(
     compute: Mapping[str, float], messages: Sequence[Event], overlap: bool = False
 ) -> list[Event]:
-    """Computations and messages in the order of a step; a message of an unknown stage at once.
+    """Computations and messages in the order of a step.
 
-    With `overlap` the backward pass comes in slices, after each of which some messages are ready,
-    those of the last layers first.
+    With `overlap` the backward pass comes in slices, after each of which some messages are ready.
     """
     found: list[Event] = []
     sent = [message for message in messages if message.kind in ("urgent", "beside")]
@@ -227,22 +228,20 @@ def sequence(
         messages = [message for message in messages if message not in sent]
     left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
     for message in messages:
-        at = STAGES.index(message.stage) if message.stage in STAGES else 0
-        while left and STAGES.index(left[0].stage) < at:
+        while left and STAGES.index(left[0].stage) < STAGES.index(message.stage):
             found.append(left.pop(0))
         found.append(message)
     return found + left
 
 
 def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
-    """The backward pass in as many slices as a stage has messages, and the messages."""
-    stages = {message.stage for message in messages}
-    queues = [[m for m in reversed(messages) if m.stage == stage] for stage in sorted(stages)]
-    slices = max(map(len, queues))
-    for index in range(slices):
+    """The backward pass, in slices, and its messages when they are ready."""
+    done = 0.0
+    for ready in sorted({1.0, *(message.ready for message in messages)}):
         for stage in BACKWARD:
-            yield Event(stage, compute.get(stage, 0.0) / slices)
-        yield from (queue[index] for queue in queues if index < len(queue))
+            yield Event(stage, compute.get(stage, 0.0) * (ready - done))
+        done = ready
+        yield from (message for message in messages if message.ready == ready)
 
 
 def _of_shares(
@@ -269,11 +268,15 @@ def _step(
     parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
     slowest = costmodel.expected_slowest(job.stragglers, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
+    if refresh and plan.strategy.curvature_ranks:
+        compute["decompose"] = 0.0
+        compute["decompose"] = _awaited(plan, machine, share, sum(compute.values()))
     overlap = plan.strategy.overlap
     if overlap:
         messages.append(Event("reduce gradients", 0.0, "wait"))
         if statistics and refresh:
-            messages.insert(0, Event("decompose", 0.0, "wait for all"))
+            messages.append(Event("decompose", 0.0, "wait for all"))
+        messages.sort(key=lambda event: STAGES.index(event.stage))
     events = sequence(compute, messages, overlap)
     seconds, exposed = play(events, compute["forward"] if overlap and not refresh else 0.0)
     stages: dict[str, float] = {}
@@ -293,14 +296,37 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
     if plan.strategy.overlap:
         kinds = {"reduce gradients": "urgent"}
         kinds |= {} if plan.late else {"reduce statistics": "beside"}
-    return [
-        Event(
-            message.stage,
-            costmodel.message_seconds(message, plan, rank, machine),
-            kinds.get(message.stage, "message"),
-        )
-        for message in messages
-    ]
+    found = []
+    for message in messages:
+        seconds = costmodel.message_seconds(message, plan, rank, machine)
+        if kind := kinds.get(message.stage):
+            found.append(Event(message.stage, seconds, kind, _ready(message, plan, rank)))
+        else:
+            found.append(Event(message.stage, seconds, "message"))
+    return found
+
+
+def _ready(message: Message, plan: Plan, rank: int) -> float:
+    """Which part of the backward pass a message has to wait for, as if layers took equally long."""
+    gradients = message.stage == "reduce gradients"
+    layout = plan.gradients() if gradients else plan.statistics(rank)
+    layers = [layer.name for layer in plan.layers]
+    parents = (
+        name if gradients else name.rpartition(".")[0]
+        for name, offset in layout.offsets.items()
+        if any(start <= offset < stop for start, stop in message.spans)
+    )
+    first = min((layers.index(name) for name in parents if name in plan.covered), default=0)
+    return 1 - first / len(layers)
+
+
+def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
+    """Seconds in which ranks wait for bases from curvature ranks, which have `delay` steps."""
+    loads = [0.0] * plan.strategy.curvature_ranks
+    for rank in sorted(set(plan.owners.values())):
+        seconds = costmodel.decompose_seconds(plan, rank, machine, share)
+        loads[plan.curvature_rank(rank)] += seconds
+    return max(0.0, max(loads) - plan.strategy.delay * step)
 
 
 def _computations(
@@ -323,7 +349,7 @@ def _computations(
         found["precondition"] = costmodel.precondition_seconds(plan, rank, machine, network)
         statistics, refresh = kind
         if statistics:
-            found["statistics"] = network.statistics * costmodel.statistics_share(plan, rank)
+            found["statistics"] = costmodel.statistics_seconds(plan, rank, machine, network)
         if refresh:
             found["decompose"] = costmodel.decompose_seconds(plan, rank, machine, share)
     return found

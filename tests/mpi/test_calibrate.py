@@ -10,8 +10,7 @@ from mpikfac_apps import calibrate
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(calibrate, "SIZES", [1024, 4096, 2**16])
-    monkeypatch.setattr(calibrate, "ORDERS", [4, 8])
+    monkeypatch.setattr(calibrate, "ELEMENTS", [256, 1024, 2**14])
     monkeypatch.setattr(calibrate, "BUDGET", 1e-3)
     monkeypatch.setattr(calibrate, "STEPS_BUDGET", 0.0)
 
@@ -29,21 +28,29 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     comm.Barrier()
     machine = mpikfac.load_machine(str(path))
     assert {sample.ranks for sample in machine.samples} == {*mpikfac.divisors(comm.size)[1:]}
-    found = {sample.primitive for sample in machine.samples}
+    found = {sample.primitive for sample in machine.samples if sample.codec is None}
     collectives = {"Allreduce", "Alltoall", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"}
     assert found - {"Send"} == collectives and ("Send" in found) == (comm.size % 2 == 0)
+    assert {sample.codec for sample in machine.samples} == {None, "bfloat16", "int8"}
     for sample in machine.samples:
-        assert [size for size, _ in sample.points] == [1024, 4096, 2**16]
+        of_each = {None: 4, "bfloat16": 2, "int8": 17 / 16}[sample.codec]
+        sizes = [of_each * elements for elements in (256, 1024, 2**14)]
+        assert [size for size, _ in sample.points] == pytest.approx(sizes, rel=0.1)
         assert (sample.nodes, sample.sharing) == (1, 1)
     assert machine.ranks_per_node is None and machine.between is None
     (network,) = machine.networks
     assert (network.model, network.batch) == ("digits_cnn", 4)
     assert min(network.forward, network.backward, network.gradients, network.optimizer) > 0
+    assert min(network.precondition, network.vector_precondition) > 0
     assert machine.about["ranks"] == comm.size and machine.about["packages"]
     layers, others = mpikfac.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
-    plan = mpikfac.make_plan(layers, comm.size, mpikfac.Strategy.comm_opt(comm.size), others)
-    prediction = mpikfac.simulate(plan, machine, mpikfac.Job("digits_cnn", 4))
-    assert prediction.mean.seconds > prediction.mean.exposed > 0
+    orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})
+    assert [order for order, _ in machine.decompositions["eigen"]] == orders
+    strategy = mpikfac.Strategy.comm_opt(comm.size)
+    for solver in ("inverse", "rank-one"):
+        plan = mpikfac.make_plan(layers, comm.size, strategy, others, solver)
+        prediction = mpikfac.simulate(plan, machine, mpikfac.Job("digits_cnn", 4))
+        assert prediction.mean.seconds > prediction.mean.exposed > 0
 
 
 @pytest.mark.parametrize(
@@ -60,7 +67,7 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
     if comm.size != ranks:
         assert comm.size < ranks  # nothing to lay out on fewer
         return
-    monkeypatch.setattr(calibrate, "SIZES", [1024])
+    monkeypatch.setattr(calibrate, "ELEMENTS", [256])
     samples = calibrate.message_samples(comm, list(hosts), size, distance)
     assert {(sample.nodes, sample.sharing) for sample in samples} == {placed}
     assert {sample.ranks for sample in samples} == {size}

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+import mpikfac
 from mpikfac import LayerShape, Level, Machine, Network, Sample, Strategy, costmodel, make_plan
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
@@ -77,9 +78,9 @@ def test_the_slower_level_bounds_a_message_and_links_are_shared():
 
 def test_a_chain_passes_pieces_on():
     """Oracle: 3 pieces over 3 hops leave the first rank at 0, 1, 2 and arrive at the last at 5."""
-    size = 3 * costmodel.PIECE
+    size = 3 * costmodel.CHAINED
     seconds = costmodel.collective_seconds("Send", size, 4, MACHINE)
-    assert seconds == pytest.approx(5 * costmodel.PIECE)
+    assert seconds == pytest.approx(5 * costmodel.CHAINED)
     plan = make_plan(LAYERS, 4, Strategy(4, parts=4))
     message = plan.messages(0, False, False)[0]
     both = costmodel.message_seconds(message, plan, 0, MACHINE)
@@ -150,11 +151,62 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
 
 def test_shares_of_a_rank():
     """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16."""
+
+    def statistics(plan):
+        return costmodel.statistics_seconds(plan, 0, MACHINE, MACHINE.networks[0])
+
     alone = make_plan(LAYERS, 2, Strategy(reduction="none", update="owner"))
-    assert costmodel.statistics_share(alone, 0) == pytest.approx(116 / 284)
+    assert statistics(alone) == pytest.approx(0.5 * 116 / 284)
     assert costmodel.stepped_share(alone, 0) == pytest.approx(48 / 128)
     shared = make_plan(LAYERS, 2, Strategy())
-    assert costmodel.statistics_share(shared, 0) == costmodel.stepped_share(shared, 0) == 1
+    assert (statistics(shared), costmodel.stepped_share(shared, 0)) == (0.5, 1)
+
+
+def test_vectors_have_times_of_their_own():
+    """Oracle: nothing to decompose; orders 14 of 38 on rank 0; refused where nothing is known."""
+    plan = make_plan(LAYERS, 2, Strategy(), solver="rank-one")
+    network = dataclasses.replace(
+        MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
+    )
+    assert costmodel.decompose_seconds(plan, 0, MACHINE) == 0
+    assert costmodel.statistics_seconds(plan, 0, MACHINE, network) == 2
+    found = [costmodel.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
+    assert sorted(found) == pytest.approx([14, 24])
+    for part in (costmodel.statistics_seconds, costmodel.precondition_seconds):
+        with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
+            part(plan, 0, MACHINE, MACHINE.networks[0])
+
+
+def test_the_largest_part_bounds_a_sum_and_not_a_gather():
+    """Oracle: 3 of 4 elements are one member's: as 6 elements, of which a ring sends half."""
+    plan = make_plan(LAYERS, 2, Strategy())
+    message = mpikfac.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
+    assert costmodel.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
+    message = dataclasses.replace(message, primitive="Allgatherv")
+    assert costmodel.message_seconds(message, plan, 0, MACHINE) == pytest.approx(8)
+
+
+def test_large_sums_in_parts_are_one_for_each_member():
+    """Oracle: as `comm.Grid` makes them, past so many elements."""
+    plan = make_plan(LAYERS, 2, Strategy())
+    count = costmodel.PIECE
+    message = mpikfac.Message(
+        "s", "Reduce_scatter", "world", ((0, count), (count, 2 * count)), -1, 8 * count, 0, 0
+    )
+    found = costmodel.message_seconds(message, plan, 0, MACHINE)
+    assert found == 2 * costmodel.collective_seconds("Reduce", 4 * count, 2, MACHINE)
+
+
+def test_what_encodes_is_part_of_what_was_measured():
+    """Oracle: the points of that codec; without any, those of numbers as they are."""
+    plain, slow = Sample("Allreduce", 2, 1, 1, MEASURED), ((1.0, 7.0), (1e6, 7.0))
+    machine = measured(plain, Sample("Allreduce", 2, 1, 1, slow, "bfloat16"))
+
+    def seconds(codec):
+        return costmodel.collective_seconds("Allreduce", 100, 2, machine, codec=codec)
+
+    assert seconds("bfloat16") == pytest.approx(7)
+    assert seconds("int8") == seconds(None) == pytest.approx(MEASURED[0][1])
 
 
 def test_the_slowest_of_two():

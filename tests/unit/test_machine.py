@@ -70,6 +70,7 @@ def test_published_machines_name_the_source_of_every_number(name):
     machine = mpikfac.load_machine(name)
     keys = {f"networks.{f.name}" for f in dataclasses.fields(Network)} - {
         *("networks.model", "networks.batch", "networks.precondition"),
+        *("networks.vector_statistics", "networks.vector_precondition"),
     }
     keys |= {f"{level}.{part}" for level in ("inside", "between") for part in Level.__annotations__}
     keys |= {f"decompositions.{solver}" for solver in machine.decompositions}
@@ -77,6 +78,12 @@ def test_published_machines_name_the_source_of_every_number(name):
     assert all(len(source) > 10 for source in machine.sources.values())
     assert machine.between and all(network.precondition is None for network in machine.networks)
     assert not machine.samples
+
+
+BARE = {"model": "a", "batch": 1} | dict.fromkeys(
+    ("forward", "backward", "statistics", "gradients", "optimizer"), 1.0
+)
+SAMPLE = {"primitive": "Bcast", "ranks": 2, "nodes": 1, "sharing": 1, "points": [[1, 1]]}
 
 
 def changed(**values):
@@ -95,7 +102,13 @@ def changed(**values):
         (changed(between={"latency": "1", "bandwidth": 1}), "between.latency='1' must be a finite"),
         (changed(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least 1"),
         (changed(products=[[1]]), "products must be a list of pairs of numbers"),
-        (changed(products=[]), "products must be pairs of positive numbers"),
+        (changed(products=[], networks=[BARE]), "give products, or precondition of model='a'"),
+        (changed(networks=None), "networks is None, not a list"),
+        (changed(networks=[BARE | {"batch": 0}]), "networks.batch=0 must be a whole number"),
+        (changed(decompositions=[]), "decompositions is [], not an object by solver"),
+        (changed(between=None), "ranks_per_node=4 and between=None go together"),
+        (changed(samples=[SAMPLE | {"ranks": "4"}]), "samples.ranks='4' must be a whole number"),
+        (changed(samples=[SAMPLE | {"primitive": "AllReduce"}]), "must be one of Allreduce, "),
         (changed(products=[[2, 1], [1, 1]]), "the first ones ascending"),
         (changed(decompositions={"eigen": [[1, -1]]}), "decompositions.eigen must be pairs"),
         (changed(networks=[{"model": "a"}]), "networks lacks the key 'batch'"),

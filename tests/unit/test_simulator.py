@@ -89,12 +89,12 @@ def test_messages_beside_computations_cost_what_does_not_fit(events, end, expose
 
 
 def test_a_step_is_played_in_the_order_of_its_stages():
-    """Oracle: `KFAC.step`; a message of a stage that is not known goes where it stands."""
+    """Oracle: `KFAC.step`."""
     seconds = {"forward": 1.0, "decompose": 2.0, "optimizer": 3.0}
-    messages = [message(1), *(Event(stage, 1, "message") for stage in ("publish gradients", "new"))]
+    messages = [message(1), Event("publish gradients", 1, "message")]
     order = [event.stage for event in simulator.sequence(seconds, messages)]
     assert order == [
-        *("forward", "reduce statistics", "decompose", "publish gradients", "new", "optimizer"),
+        *("forward", "reduce statistics", "decompose", "publish gradients", "optimizer"),
     ]
 
 
@@ -158,8 +158,8 @@ def test_what_the_next_step_may_wait_for_is_hidden_in_it():
 
 def test_an_overlapped_backward_pass_sends_the_last_layers_first():
     """Oracle: by hand: two slices, gradients and factors of the last layer after the first."""
-    sums = [Event("reduce gradients", n, "urgent") for n in (1, 2)]
-    sums += [Event("reduce statistics", n, "beside") for n in (3, 4)]
+    sums = [Event("reduce gradients", n, "urgent", 1.5 - n / 2) for n in (1, 2)]
+    sums += [Event("reduce statistics", n, "beside", 2.5 - n / 2) for n in (3, 4)]
     seconds = {"forward": 1.0, "backward": 2.0, "statistics": 4.0, "optimizer": 1.0}
     found = simulator.sequence(seconds, [*sums, WAIT], overlap=True)
     slices = [("backward", 1.0), ("statistics", 2.0)]
@@ -167,6 +167,37 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
     order += [*slices, ("reduce gradients", 1), ("reduce statistics", 3)]
     order += [("reduce gradients", 0), ("optimizer", 1.0)]
     assert [(event.stage, event.seconds) for event in found] == order
+
+
+def test_an_overlapped_message_waits_for_the_first_of_its_layers():
+    """Oracle: 3 layers take a third of the backward pass each; the rest is there in the end."""
+    plan = make_plan(LAYERS, 2, Strategy(2, fusion=(1, 2), overlap=True), OTHERS)
+    events = simulator._timed(plan.messages(0, True, False), plan, 0, MACHINE)
+    found = {(event.stage, event.kind): [] for event in events}
+    for event in events:
+        found[event.stage, event.kind].append(event.ready)
+    assert found["reduce statistics", "beside"] == pytest.approx([1, 2 / 3])
+    assert sorted(found["reduce gradients", "urgent"]) == pytest.approx([2 / 3, 1, 1])
+
+
+def test_gradients_are_awaited_before_they_are_preconditioned():
+    """Oracle: `KFAC.step`; a slow network, and one worker, which sends what it preconditioned."""
+    machine = dataclasses.replace(MACHINE, inside=Level(1e-15, 1.0))
+    plan = make_plan(LAYERS, 2, Strategy(1, fusion=1, overlap=True), OTHERS)
+    step = mpikfac.simulate(plan, machine, JOB).ordinary
+    sums, directions = (step.stages[name] for name in ("reduce gradients", "publish gradients"))
+    assert step.seconds == pytest.approx(
+        1.0 + 0.5 + sums + directions + 0.3 + 0.2 + step.stages["precondition"], rel=0.01
+    )
+
+
+def test_bases_of_curvature_ranks_are_awaited_if_they_take_longer_than_their_delay():
+    """Oracle: n^3 of all layers (2312) by hand, times a second; a step computes for 3.6 s."""
+    slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
+    for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
+        strategy = Strategy(2, delay=2, curvature_ranks=1)
+        found = mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
+        assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
 
 def test_overlapped_messages_are_hidden():
