@@ -7,9 +7,9 @@ all: plans of thousands of ranks take seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from mpikfac import costmodel
 from mpikfac.machine import Machine
@@ -23,9 +23,8 @@ STAGES = (
     *("gradients", "reduce gradients"),
     *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
 )
-
-
 BACKWARD = ("backward", "statistics")
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -130,8 +129,8 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
 
 
 def cheapest(
-    plans: Mapping[str, Plan], machine: Machine, job: Job, memory: int | None = None
-) -> str:
+    plans: Mapping[Name, Plan], machine: Machine, job: Job, memory: int | None = None
+) -> Name:
     """The name of the plan whose mean step is shortest, of those within `memory` bytes per rank.
 
     Raises:

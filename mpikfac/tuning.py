@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mpikfac import costmodel
 from mpikfac.layout import Shape
 from mpikfac.machine import Machine
-from mpikfac.plan import LayerShape, Plan, Solver, make_plan
+from mpikfac.plan import LayerShape, Solver, make_plan
 from mpikfac.simulator import Job, cheapest
-from mpikfac.strategy import NAMED, Strategy
+from mpikfac.strategy import NAMED, Strategy, divisors
 
 Others = Sequence[tuple[str, Shape]]
 
@@ -28,19 +28,29 @@ def choose(
     Of those that train as one process with the joined batch does, without stale bases; each is
     `tuned` first.
     """
-    strategies: dict[str, Strategy] = {}
-    for name, way in NAMED.items():
-        if not way.same or way.choices.get("delay") or "workers" not in way.choices:
-            continue
-        strategy = way.make(ranks)
-        if job.basis_every % strategy.stagger == 0:
-            strategies[name] = tuned(strategy, layers, others, ranks, machine, job, solver)
-    plans: Mapping[str, Plan] = {
-        name: make_plan(layers, ranks, strategy, others, solver)
-        for name, strategy in strategies.items()
+    strategies = {
+        (name, strategy.workers): tuned(strategy, layers, others, ranks, machine, job, solver)
+        for name, strategy in _candidates(ranks)
+        if job.basis_every % strategy.stagger == 0
+    }
+    plans = {
+        key: make_plan(layers, ranks, strategy, others, solver)
+        for key, strategy in strategies.items()
     }
     best = cheapest(plans, machine, job)
-    return best, strategies[best]
+    return best[0], strategies[best]
+
+
+def _candidates(ranks: int) -> Iterator[tuple[str, Strategy]]:
+    for name, way in NAMED.items():
+        if way.same and not way.choices.get("delay"):
+            every = [{}] if "workers" in way.choices else _between(ranks)
+            yield from ((name, way.make(ranks, **workers)) for workers in every)
+
+
+def _between(ranks: int) -> list[dict[str, int]]:
+    """The numbers of workers that are neither COMM-OPT nor MEM-OPT."""
+    return [{"workers": count} for count in divisors(ranks)[1:-1]]
 
 
 def tuned(

@@ -95,7 +95,9 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
     """Oracle: predictions of all that train as one process does."""
     name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, "inverse")
     found = mpikfac.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
-    for other in ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late"):
-        plan = make_plan(LAYERS, 4, mpikfac.NAMED[other].make(4), ())
+    others = ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late")
+    rivals = [mpikfac.NAMED[other].make(4) for other in others]
+    for rival in (*rivals, mpikfac.NAMED["hybrid"].make(4, workers=2)):
+        plan = make_plan(LAYERS, 4, rival, ())
         assert found <= mpikfac.simulate(plan, MACHINE, JOB).mean.seconds
     assert mpikfac.NAMED[name].same
