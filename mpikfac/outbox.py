@@ -46,10 +46,13 @@ class Outbox:
 
     def put(self, number: int, urgency: int, pieces: Sequence[Piece]) -> None:
         """Message `number` is ready on this rank."""
+        letter = Letter(urgency, list(pieces))
         with self._changed:
             if number in self._letters:
                 raise ValueError(f"message {number} is on its way already")
-            self._letters[number] = Letter(urgency, list(pieces))
+            self._letters[number] = letter
+            if self._error is not None:  # nobody is left to send it: `wait` says why
+                letter.sent.set()
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
@@ -80,8 +83,8 @@ class Outbox:
                 else:
                     time.sleep(PAUSE)
         except BaseException as error:  # it is for the thread that waits
-            self._error = error
             with self._changed:
+                self._error = error
                 for letter in self._letters.values():
                     letter.sent.set()
 

@@ -94,12 +94,13 @@ def test_a_number_is_free_again_once_it_was_waited_for(line, outbox):
     line.let_through(1)
 
 
-def test_what_the_thread_meets_is_raised_where_it_is_waited_for(outbox):
-    """Oracle: the error itself."""
+def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox):
+    """Oracle: the error itself, for one that is put when the thread has ended, too; or a hang."""
 
     def broken():
         raise OSError("the line is cut")
 
-    outbox.put(0, 0, [broken])
-    with pytest.raises(OSError, match="the line is cut"):
-        outbox.wait(0)
+    for number in (0, 1):
+        outbox.put(number, 0, [broken])
+        with pytest.raises(OSError, match="the line is cut"):
+            outbox.wait(number)
