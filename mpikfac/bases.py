@@ -26,7 +26,7 @@ class Bases:
         arena: eigenvalues and eigenvectors, damped inverses, or vectors as they are; a segment for
             each worker.
         ready: whether there are any.
-        share: the share of the layers whose factors were decomposed last; None for all.
+        share: the share of the layers to be published next; None for all.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Bases:
             made = list(self._made())
             self._made = lambda: made
             state |= {f"decompositions/{name}": block for name, block in made}
-            state |= {"due": self._due} | ({} if self.share is None else {"share": self.share})
+            state["due"] = self._due
         return state
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
@@ -207,10 +207,13 @@ class Bases:
         made = [name for name, _ in self.plan.decompositions(self._factors)]
         on_their_way = {f"decompositions/{name}": self.arena[name] for name in made}
         needed |= {name: block for name, block in on_their_way.items() if name in names}
-        return needed | {"solver": ""} | {name: 0 for name in ("due", "share") if name in names}
+        return needed | {"solver": ""} | ({"due": 0} if "due" in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what this rank holds from the state of all; nothing from another solver's."""
+        """Takes what this rank holds from the state of all; nothing from another solver's.
+
+        What is on its way is published with all the rest, as shares may have been dealt otherwise.
+        """
         self.forget()
         if state.get("solver") != self.plan.solver:
             return
@@ -223,7 +226,6 @@ class Bases:
             made = [(n, state[prefix + n]) for n in names if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
-            self.share = state.get("share")
 
 
 def _parent(name: str) -> str:

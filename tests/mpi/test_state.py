@@ -70,6 +70,31 @@ def test_any_strategy_goes_on_with_anothers_state(comm, solver):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize(
+    ("stagger", "begun", "layers", "other"), [(3, 8, "0", 1), (3, 8, "0", 2), (2, 6, "05", 3)]
+)
+def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
+    comm, stagger, begun, layers, other
+):
+    """Oracle: on all ranks, what was begun before the state was saved, and is due after it.
+
+    Its layers are of another share then, or of several.
+    """
+
+    def fresh(stagger):
+        strategy = Strategy(RANKS, delay=1, stagger=stagger)
+        return trainer(comm, strategy, factor_every=1, basis_every=12)
+
+    first, second = fresh(stagger), fresh(other)
+    problem.run(first, comm, range(begun + 1))
+    state = whole_state(comm, first)
+    second.load_state_dict(state)
+    problem.run(second, comm, [begun + 1])
+    for name, block in second.bases.arena.items():
+        kind = "decompositions" if name[0] in layers else "bases"
+        assert torch.equal(block, state[f"kfac/{kind}/{name}"]), name
+
+
 @pytest.mark.parametrize("fewer", range(1, RANKS))
 @pytest.mark.parametrize(
     ("strategy", "optimizer"),
