@@ -61,12 +61,16 @@ class Parts:
         self._taken += 1
 
     def take(self) -> Tensor:
-        """All parts, `[count, size]`; from here on they are collected anew.
+        """All parts, `[count, size]`, which the next ones overwrite.
 
         Raises:
             ValueError: some are missing.
         """
         if self._kept is None or self._taken < self._count:
             raise ValueError(f"step() needs {self._count} parts; collect() took {self._taken}")
-        self._taken = 0
+        self.clear()
         return self._kept
+
+    def clear(self) -> None:
+        """Forgets those that were added; from here on parts are collected anew."""
+        self._taken = 0

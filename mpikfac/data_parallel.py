@@ -59,7 +59,11 @@ class Gradients:
                 block.keep()
 
     def discard(self) -> None:
-        """Takes running statistics back to those after the last step."""
+        """Forgets collected parts; running statistics are those after the last step again."""
+        self.parts.clear()
+        self._take_back()
+
+    def _take_back(self) -> None:
         for block in self.blocks:
             if isinstance(block, Statistic):
                 block.leave()
@@ -99,7 +103,7 @@ class Gradients:
         """Keeps the gradients of one part of this rank's share, and makes room for the next."""
         self.read()
         self.parts.add()
-        self.discard()
+        self._take_back()
 
     def reduce(self) -> None:
         """Averages the arena over ranks: everywhere, or each block on the rank that steps it.
@@ -276,4 +280,5 @@ class DataParallel:
             found = needed_state(self.model, self.optimizer, self._stepped, state)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
+        self.gradients.discard()
         self.steps, self.intact = int(found["trainer/steps"]), True

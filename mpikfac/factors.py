@@ -54,6 +54,7 @@ class Factors:
     def forget(self, identity: bool) -> None:
         """No averages, or the identity as the average so far."""
         self.settle()
+        self.parts.clear()
         self.statistics.flat.zero_()
         self.averages.flat.zero_()
         self.weight = 1.0 if identity else 0.0

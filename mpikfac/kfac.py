@@ -217,12 +217,15 @@ class KFAC:
         Collective over: world.
 
         Raises:
-            ValueError: with `update="owner"`, where the owner of a layer has to step it, or with
-                `overlap`, where gradients are sent before the caller can average them.
+            ValueError: with `update="owner"`, where the owner of a layer has to step it, with
+                `overlap`, where gradients are sent before the caller can average them, or with
+                `parts`, which are added up in order here.
         """
-        if self.gradients.owner_updates or self.plan.strategy.overlap:
+        strategy = self.plan.strategy
+        if self.gradients.owner_updates or strategy.overlap or strategy.parts is not None:
             raise ValueError(
-                "with update='owner' or overlap=True gradients are not the caller's; call step()"
+                "with update='owner', overlap=True or parts gradients are not the caller's; "
+                "call step()"
             )
         self.gradients.read()
         self._refresh_curvature()
@@ -232,11 +235,19 @@ class KFAC:
         self._check_directions()
         self._clip()
         self.gradients.write(self.layers, self.directions)
+        self.gradients.keep()
         self._begin(self.steps + 1)
 
     def discard(self) -> None:
-        """Forgets the passes since the last step, of a batch that is not to be stepped with."""
+        """Forgets the passes since the last step, of a batch that is not to be stepped with.
+
+        Raises:
+            ValueError: with `overlap`, where the backward pass has sent what it made.
+        """
+        if self.plan.strategy.overlap:
+            raise ValueError("with overlap=True a batch is sent as it is made; call step()")
         self.recorder.clear()
+        self.factors.parts.clear()
         self.gradients.discard()
 
     def detach(self) -> None:
@@ -360,9 +371,9 @@ class KFAC:
 
     def _forget_curvature(self) -> None:
         """No statistics, no bases, and averages at their start."""
+        self.factors.forget(self.start == "identity")  # once no thread adds them up any more
         self.recorder.clear()
         self.bases.forget()
-        self.factors.forget(self.start == "identity")
         self.grid.encoded.forget()
 
     def _check_agreement(self, comm: Any, **choices: object) -> None:
@@ -421,6 +432,7 @@ class KFAC:
             found |= self._needed_curvature(state)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
+        self.gradients.discard()
         self._forget_curvature()
         kept = {n.removeprefix("kfac/"): v for n, v in found.items() if n.startswith("kfac/")}
         if "average_weight" in kept:

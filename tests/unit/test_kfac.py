@@ -273,9 +273,10 @@ def test_precondition_leaves_the_step_to_the_caller(comm):
     assert torch.equal(problem.state(two), problem.state(one))
 
 
-def test_precondition_refuses_owners_that_step(comm):
+@pytest.mark.parametrize("choice", [{"update": "owner"}, {"overlap": True}, {"parts": 1}])
+def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy(update="owner"))
+    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy(**choice))
     learn(kfac, 0)
     with pytest.raises(ValueError, match="gradients are not the caller's; call step"):
         kfac.precondition()

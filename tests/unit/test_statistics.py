@@ -317,6 +317,49 @@ def test_a_discarded_batch_leaves_no_trace(comm):
     assert torch.equal(stepped(True), stepped(False))
 
 
+def test_discarded_parts_leave_no_trace(comm):
+    """Oracle: the same step without the part that was discarded or loaded over, to the last bit."""
+
+    def stepped(forget=None):
+        kfac = trainer(comm, problem.network().train(), strategy=mpikfac.Strategy(parts=2))
+        state = copy.deepcopy(kfac.state_dict())
+        for step in ([] if forget is None else [2]) + [0, 1]:
+            kfac.optimizer.zero_grad()
+            learn(kfac, problem.batch(step))
+            kfac.collect()
+            if step == 2:
+                forget(kfac, state)
+        kfac.step()
+        return parameters_and_means(kfac.model)
+
+    for forget in (lambda kfac, _: kfac.discard(), lambda kfac, state: kfac.load_state_dict(state)):
+        assert torch.equal(stepped(forget), stepped())
+
+
+def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
+    """Oracle: these, after `precondition` and a batch that is discarded."""
+    kfac = trainer(comm, problem.network().train())
+    learn(kfac, problem.batch(0))
+    kfac.precondition()
+    expected = parameters_and_means(kfac.model)
+    learn(kfac, problem.batch(1))
+    assert not torch.equal(parameters_and_means(kfac.model), expected)
+    kfac.discard()
+    assert torch.equal(parameters_and_means(kfac.model), expected)
+
+
+def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
+    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy(overlap=True))
+    with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
+        kfac.discard()
+
+
+def parameters_and_means(model):
+    """All of a model's state but for counts of batches, which are not K-FAC's."""
+    state = model.state_dict()
+    return torch.cat([v.flatten() for name, v in state.items() if "num_batches" not in name])
+
+
 def test_copies_of_a_model_record_nothing(comm):
     """Oracle: the original's factors, after a copy and a saved model have trained on other data."""
     kfac, alone = trainer(comm, problem.network()), trainer(comm, problem.network())
