@@ -99,7 +99,8 @@ class Bases:
         blocks = dict(made()) if made else {}
         failed = list(dict.fromkeys(map(_parent, not_finite(blocks))))
         instead = "the one before is used" if self.ready else "its layer is not preconditioned"
-        self.troubles.note("decomposition", failed, step, instead)
+        tried = list(map(_parent, blocks))
+        self.troubles.note("decomposition", failed, step, instead, tried)
         for name, block in blocks.items():
             if not self.ready or _parent(name) not in failed:
                 self.arena[name].copy_(block)

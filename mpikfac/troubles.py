@@ -27,11 +27,19 @@ class Troubles:
         self.counts: Counter[str] = Counter()
         self._streaks: dict[str, dict[str, int]] = {}
 
-    def note(self, kind: str, names: Collection[str], step: int, instead: str) -> None:
-        """Counts that `names`, and no others of that kind, went wrong at `step`.
+    def note(
+        self,
+        kind: str,
+        names: Collection[str],
+        step: int,
+        instead: str,
+        tried: Collection[str] | None = None,
+    ) -> None:
+        """Counts that `names`, and no others of those that were `tried`, went wrong at `step`.
 
         Args:
             instead: what is done about it, for the log.
+            tried: those of that kind whose turn it was; all if None.
 
         Raises:
             UserError: one of them has gone wrong more than `TOLERATED` times in a row.
@@ -39,7 +47,9 @@ class Troubles:
         before = self._streaks.get(kind, {})
         if not names and not before:
             return
-        self._streaks[kind] = streaks = {name: before.get(name, 0) + 1 for name in names}
+        streaks = {name: before.get(name, 0) + 1 for name in names}
+        waiting = {} if tried is None else {n: k for n, k in before.items() if n not in tried}
+        self._streaks[kind] = waiting | streaks
         self.counts[kind] += len(names)
         for name, times in streaks.items():
             if times > TOLERATED:

@@ -205,6 +205,22 @@ def test_too_many_in_a_row_end_the_run(comm, update):
         kfac.step()
 
 
+def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
+    """Oracle: the first decomposition and the first turns of its share; layers refreshed between.
+
+    With two shares a factor's turn comes every sixth step, at 3 and 9 and so on.
+    """
+    alone = comm.Split(comm.rank)
+    kfac = trainer(alone, Strategy(1, stagger=2), basis_every=6)
+    fail_at(monkeypatch, order=kfac.plan.orders["0.A"])
+    assert kfac.plan.shares_of["0"] == 1
+    last = 3 + 6 * (TOLERATED - 1)
+    problem.run(kfac, alone, range(last))
+    assert kfac.troubles.counts["decomposition"] == TOLERATED
+    with pytest.raises(UserError, match=rf"rank 0, step {last}: the decomposition of '0.A'"):
+        problem.run(kfac, alone, [last])
+
+
 def test_running_statistics_are_taken_back(comm):
     """Oracle: mean and variance before a batch that is not finite on one rank."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))

@@ -34,6 +34,18 @@ def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
         troubles.note("statistics", ["a"], 9, "")
 
 
+def test_a_streak_outlasts_what_was_tried_in_between():
+    """Oracle: by hand: "b" is tried at other steps than "a", and works at the last but one."""
+    troubles = Troubles(rank=0)
+    for step in range(TOLERATED):
+        troubles.note("decomposition", ["a"], step, "", tried=["a", "c"])
+        troubles.note("decomposition", ["b"], step, "", tried=["b"])
+    troubles.note("decomposition", [], TOLERATED, "", tried=["b"])
+    troubles.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
+    with pytest.raises(UserError, match=rf"the decomposition of 'a' was .* {TOLERATED + 1} times"):
+        troubles.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_found(bad):
     blocks = {"a": torch.ones(3), "b": torch.tensor([1.0, bad]), "c": torch.tensor([])}
