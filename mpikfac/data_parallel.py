@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from mpikfac.arena import Arena, Parts
 from mpikfac.checks import Block, common_type, describe
@@ -46,11 +47,17 @@ class Gradients:
         changing = plan.gradients() if plan.publishes_changes else lay_out([])
         self._before = Arena(changing, dtype, device)
         self._beside = None
+        self._hooks: list[RemovableHandle] = []
         if plan.strategy.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
             self._beside = grid.beside(self._to_reduce, layout, flat, urgency=0)
             self._send_early()
         self.keep()
+
+    def detach(self) -> None:
+        """Removes the hooks that send gradients early."""
+        for hook in self._hooks:
+            hook.remove()
 
     def keep(self) -> None:
         """Makes the present running statistics those that `discard` goes back to."""
@@ -80,11 +87,9 @@ class Gradients:
     def _send_early(self) -> None:
         """From now on a block's gradient is sent as soon as the backward pass has made it."""
         for block in self.blocks:
-            made: list[Tensor] = []
+            on_gradient = partial(self._on_gradient, block, [])
             for parameter in block.parameters:
-                parameter.register_post_accumulate_grad_hook(
-                    partial(self._on_gradient, block, made)
-                )
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(on_gradient))
 
     def _on_gradient(self, block: Block, made: list[Tensor], parameter: Tensor) -> None:
         made.append(parameter)

@@ -253,6 +253,7 @@ class KFAC:
     def detach(self) -> None:
         """Removes the hooks from the model, which is then as before, but for its weights."""
         self.recorder.detach()
+        self.gradients.detach()
 
     def close(self) -> None:
         """Lets curvature ranks go: there, `serve` returns. No step may follow.

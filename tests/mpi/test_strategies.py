@@ -130,6 +130,19 @@ def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_se
     kfac.step()
 
 
+def test_a_detached_model_sends_nothing(comm):
+    """Oracle: by hand: two backward passes are no step's, and are not refused."""
+    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    problem.run(kfac, comm, [0])
+    kfac.detach()
+    kfac.factors.settle()
+    kfac.trace.clear()
+    images, labels = problem.shards(0, comm.size)[comm.rank]
+    for _ in range(2):
+        F.cross_entropy(kfac.model(images), labels).backward()
+    assert not kfac.trace.sent
+
+
 @pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
 def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     """Oracle: the run that was not interrupted; at step 2 there are factors, and no bases."""
