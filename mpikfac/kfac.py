@@ -298,7 +298,9 @@ class KFAC:
         """
         share = self._share()
         damping = self.settings.at("damping", self.steps)
-        self.bases.decompose(self.factors.whole(share), self.steps, damping, share)
+        factors = self.factors.whole(share)
+        self.intact = False  # a state from here on would hold what this step began
+        self.bases.decompose(factors, self.steps, damping, share)
 
     def _publish_bases(self) -> None:
         """Sends decompositions to the other workers of their layers."""

@@ -60,6 +60,25 @@ def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
     assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
 
 
+@pytest.mark.parametrize(("stop", "intact"), [(3, False), (5, True)])
+def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop, intact):
+    """Oracle: by hand: steps 3 and 5 take no statistics; 3 begins a refresh, 5 does not.
+
+    At both the first sum over ranks that fails is that of gradients.
+    """
+
+    def fail():
+        raise OSError("a rank was lost")
+
+    kfac = trainer(comm, delay=1)
+    problem.run(kfac, comm, range(stop))
+    assert kfac.intact
+    monkeypatch.setattr(kfac.gradients, "reduce", fail)
+    with pytest.raises(OSError, match="a rank was lost"):
+        problem.run(kfac, comm, [stop])
+    assert kfac.intact == intact
+
+
 def test_bases_rounded_to_bfloat16_are_as_published(comm):
     """Oracle: the bases in the model's dtype; directions differ by rounding only."""
     exact, rounded = trainer(comm), trainer(comm, precondition_dtype=torch.bfloat16)
