@@ -321,7 +321,7 @@ class Run:
         self.guard.requests.ignore_signals()
         self._save(last=True)
         self.guard.enter("end", steps)
-        if self.curvature:
+        if self.options.optimizer == "kfac":
             self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.note_end(checkpoints.root(self.options))

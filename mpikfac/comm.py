@@ -507,6 +507,14 @@ class Grid:
 
         return Beside(messages, layout, send, wait)
 
+    def close(self) -> None:
+        """Ends the thread that sends beside the computation, if there is one, once all is sent.
+
+        Collective over: world.
+        """
+        if self._outbox is not None:
+            self._outbox.close()
+
     def _in_common(self, numbers: Sequence[int]) -> list[int]:
         """Those of the outbox's `numbers` that all ranks have."""
         mine = bytearray(self._numbered)

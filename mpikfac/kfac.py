@@ -256,10 +256,14 @@ class KFAC:
         self.gradients.detach()
 
     def close(self) -> None:
-        """Lets curvature ranks go: there, `serve` returns. No step may follow.
+        """Ends the thread that sends, and lets curvature ranks go: there, `serve` returns.
+
+        What is on its way is sent and kept first. No step may follow.
 
         Collective over: world and its curvature ranks.
         """
+        self.factors.settle()
+        self.grid.close()
         if self.curvature:
             self.curvature.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import threading
 from dataclasses import replace
 
 import problem
@@ -141,6 +142,17 @@ def test_a_detached_model_sends_nothing(comm):
     for _ in range(2):
         F.cross_entropy(kfac.model(images), labels).backward()
     assert not kfac.trace.sent
+
+
+def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
+    """Oracle: the threads before; the last factors, which were on their way, in the averages."""
+    before = threading.active_count()
+    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    problem.run(kfac, comm, range(3))
+    assert threading.active_count() == before + (RANKS > 1)
+    kfac.close()
+    assert threading.active_count() == before
+    assert kfac.factors.settled
 
 
 @pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
