@@ -97,12 +97,6 @@ def report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
         log.warning("not trained, as the optimizer does not have them: %s", forgotten)
 
 
-def check_count(name: str, value: object, least: int) -> None:
-    """Raises ValueError unless `value` is a whole number of at least `least`."""
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
 def _digest(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 

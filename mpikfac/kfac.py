@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from mpikfac import kron
 from mpikfac.arena import Arena
 from mpikfac.bases import Bases
-from mpikfac.checks import check_count, common_type, describe, groups_of, report_others
+from mpikfac.checks import common_type, describe, groups_of, report_others
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.curvature import Curvature, check_joins
 from mpikfac.data_parallel import Gradients
@@ -34,7 +34,7 @@ from mpikfac.state import (
     model_state,
     needed_state,
 )
-from mpikfac.strategy import Strategy, one_of
+from mpikfac.strategy import Strategy, check_count, one_of
 from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
@@ -53,7 +53,7 @@ class KFAC:
         strategy: who computes what; every rank preconditions every layer if None (COMM-OPT).
         damping: Tikhonov damping. This and the next four may be functions of the step.
         factor_every: interval in steps between statistics.
-        basis_every: interval in steps between decompositions.
+        basis_every: interval in steps between decompositions; a multiple of `stagger`.
         decay: of the running average of factors, in [0, 1).
         kl_clip: bound on a step's squared Fisher norm; None for no bound.
         solver: "inverse", damped inverses with the damping split between A and G, in which a change
@@ -106,9 +106,11 @@ class KFAC:
         curvature: Any = None,
         trace: Trace | None = None,
     ) -> None:
+        strategy = strategy or Strategy.comm_opt(comm.size)
         self.model = model
         self.optimizer = optimizer
         self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip)
+        self.settings.due("basis_every", 0, strategy.stagger)  # refused here, not at some step
         self.normalization = normalization
         self.start = start
         self.trace = trace or Trace()
@@ -127,7 +129,7 @@ class KFAC:
         self.plan = make_plan(
             [layer.shape for layer in self.layers],
             comm.size,
-            strategy or Strategy.comm_opt(comm.size),
+            strategy,
             [(other.name, tuple(other.tensor.shape)) for other in self.others],
             solver,
             dtype.itemsize,

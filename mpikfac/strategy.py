@@ -48,9 +48,9 @@ class Strategy:
             owners their parts, which these add in order of ranks.
         ranks_per_node: ranks r // ranks_per_node share a node, whose ranks first add up what leaves
             it, and hand on to each other what comes to it once; None for one level.
-        delay: steps after which decompositions are used. They are made in the background
-            meanwhile, and used no earlier where they are done before: results do not depend on
-            timing.
+        delay: steps after which decompositions are used, or fewer where the next refresh begins
+            before. They are made in the background meanwhile, and used no earlier where they are
+            done before: results do not depend on timing.
         stagger: a refresh is spread over so many steps, each with a share of the layers.
         tolerance: a refresh decomposes a factor only if what there is of it is off by more than
             this, relative: eigenvectors by the norm of what they leave off the diagonal, inverses
@@ -102,14 +102,15 @@ class Strategy:
         one_of("gradient_wire", self.gradient_wire, (None, "bfloat16", "int8", "top-k"))
         if not 0 < self.top_share <= 1:
             raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
-        counts = {"workers": self.workers, "stagger": self.stagger}
-        for number in self.fusion if isinstance(self.fusion, tuple) else (self.fusion,):
-            counts |= {"fusion": number} if number is not None else {}
-            _check_counts(counts, 1)
+        check_count("workers", self.workers, 1)
+        check_count("stagger", self.stagger, 1)
+        several = self.fusion if isinstance(self.fusion, tuple) and self.fusion else (self.fusion,)
+        for number in several if self.fusion is not None else ():
+            check_count("fusion", number, 1)
         if self.ranks_per_node is not None:
-            _check_counts({"ranks_per_node": self.ranks_per_node}, 1)
+            check_count("ranks_per_node", self.ranks_per_node, 1)
         for name in ("replicate_below", "delay", "curvature_ranks"):
-            _check_counts({name: getattr(self, name)}, 0)
+            check_count(name, getattr(self, name), 0)
         _check_size("tolerance", self.tolerance)
         self._check_combinations()
 
@@ -124,6 +125,8 @@ class Strategy:
                     f"{name}={getattr(self, name)} needs reduction='everyone' and "
                     f"update='everyone', not {self.reduction!r} and {self.update!r}"
                 )
+        if self.parts is not None and self.packing == "square":
+            raise ValueError(f"parts={self.parts} needs packing='triangle', not 'square'")
         if self.overlap and (self.parts is not None or self.packing == "square"):
             raise ValueError(
                 f"overlap=True needs parts=None and packing='triangle', "
@@ -234,10 +237,14 @@ def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
 
 
-def _check_counts(counts: Mapping[str, Any], least: int) -> None:
-    for name, value in counts.items():
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
+def check_count(name: str, value: object, least: int) -> None:
+    """Returns if `value` is a whole number of at least `least`.
+
+    Raises:
+        ValueError: it is not; the text calls it `name`.
+    """
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
 
 
 def _check_size(name: str, value: Any) -> None:

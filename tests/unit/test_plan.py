@@ -267,7 +267,19 @@ def mib(elements):
             (lambda bad=bad: Strategy(tolerance=bad), f"tolerance={bad!r} must be a finite number")
             for bad in (-0.1, float("nan"), float("inf"), True, "0.1")
         ),
-        (lambda: Strategy(0), "workers=0 must be a whole number of at least 1"),
+        *(
+            (lambda fusion=fusion: Strategy(0, fusion=fusion), "workers=0 must be a whole number")
+            for fusion in (None, 1, (), (1, 2))
+        ),
+        (lambda: Strategy(stagger=0, fusion=()), "stagger=0 must be a whole number of at least 1"),
+        *(
+            (lambda fusion=fusion: Strategy(fusion=fusion), f"fusion={shown} must be a whole")
+            for fusion, shown in ((0, 0), ((), ()), ((2, 0), 0), ("3", "'3'"))
+        ),
+        (
+            lambda: Strategy(parts=4, packing="square"),
+            "parts=4 needs packing='triangle', not 'square'",
+        ),
         (lambda: Strategy(ranks_per_node=0), "ranks_per_node=0 must be a whole number of at least"),
         (
             lambda: make_plan(LAYERS, 6, Strategy(ranks_per_node=4)),
