@@ -125,7 +125,8 @@ class Gradients:
         if self._beside is not None:
             self._beside.wait()
             return
-        self.arena.flat /= self.plan.ranks
+        if self.plan.ranks > 1:
+            self.arena.flat /= self.plan.ranks
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
     def check(self, troubles: Troubles, step: int) -> None:

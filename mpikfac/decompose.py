@@ -5,7 +5,7 @@ A factor is symmetric and positive semidefinite, `[n, n]`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from mpikfac.kron import mean_eigenvalue, product, unfold_triangle
 from mpikfac.troubles import all_finite
 
-# How a factor is decomposed, until it works: in its own dtype or another, and damped how much more.
-ATTEMPTS = ((None, 1.0), (torch.float64, 1.0), (torch.float64, 10.0))
 LEAF = 192  # order up to which a block is left to LAPACK
 TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions that it gives
 
@@ -31,13 +29,19 @@ def decompositions(
             solver="inverse" needs.
     """
     for name, packed in factors.items():
-        for dtype, more in ATTEMPTS:
+        for dtype, more in _attempts(packed.dtype, solver):
             share = share_of_damping(packed, other_means.get(name), damping * more)
-            made = _blocks(packed.to(dtype or packed.dtype), share, solver)
+            made = _blocks(packed.to(dtype), share, solver)
             made = {kind: block.to(packed.dtype) for kind, block in made.items()}
             if all(map(all_finite, made.values())):
                 break
         yield from ((f"{name}.{kind}", block) for kind, block in made.items())
+
+
+def _attempts(own: torch.dtype, solver: str) -> Iterable[tuple[torch.dtype, float]]:
+    """How a factor is decomposed, until it works: in which dtype, and damped how much more."""
+    more = 10.0 if "inverse" in solver else 1.0  # no damping is in other decompositions
+    return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])
 
 
 def _blocks(packed: Tensor, share: float | Tensor, solver: str) -> dict[str, Tensor]:

@@ -54,9 +54,9 @@ class Encoded:
         total = flat.new_zeros(length)
         for part in self._passed(comm.Alltoall, parts, parts.numel()).view(parts.shape):
             add_decoded(total, part, codec)
-        missing = torch.zeros_like(total)
+        missing = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, missing)
-        if codec.feedback:  # this rank adds it to its next part
+        if missing is not None:  # this rank adds it to its next part
             start = min(span[0] + comm.rank * length, span[1])
             lost = self.lost[message.stage][start : min(start + length, span[1])]
             lost += missing[: len(lost)]

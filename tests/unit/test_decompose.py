@@ -141,3 +141,24 @@ def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
     """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
     share = decompose.tikhonov_share(torch.tensor(a), torch.tensor(g), 0.04)
     assert share.item() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("solver", "tried"),
+    [("eigen", [torch.float32, torch.float64]), ("inverse", [torch.float32] + 2 * [torch.float64])],
+)
+@pytest.mark.parametrize("own", [torch.float32, torch.float64])
+def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own):
+    """Oracle: by hand: another dtype, and more damping where there is some."""
+    seen = []
+
+    def failing(factor, *damping):
+        seen.append((factor.dtype, *map(float, damping)))
+        raise ArithmeticError("on purpose")
+
+    for name in ("eigenbasis", "damped_inverse"):
+        monkeypatch.setattr(decompose, name, failing)
+    made = dict(decompose.decompositions({"0.A": torch.ones(3, 1, dtype=own)}, {}, 0.1, solver))
+    assert all(block.isnan().all() for block in made.values())
+    assert len(set(seen)) == len(seen)
+    assert [dtype for dtype, *_ in seen] == tried[own == torch.float64 :]
