@@ -13,7 +13,7 @@ from mpikfac import decompose, kron
 from mpikfac.arena import Arena
 from mpikfac.background import Background
 from mpikfac.curvature import Curvature
-from mpikfac.plan import Plan
+from mpikfac.plan import BLOCKS, Plan, parent
 from mpikfac.troubles import Troubles, not_finite
 
 Blocks = Iterable[tuple[str, Tensor]]
@@ -44,6 +44,7 @@ class Bases:
         self.rank = rank
         self.delay = plan.strategy.delay
         self._factors = plan.decomposed(rank)
+        self._applied = next(iter(BLOCKS[plan.solver]))
         self.troubles = troubles
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
@@ -97,15 +98,15 @@ class Bases:
         """
         made, self._made = self._made, None
         blocks = dict(made()) if made else {}
-        failed = list(dict.fromkeys(map(_parent, not_finite(blocks))))
+        failed = list(dict.fromkeys(map(parent, not_finite(blocks))))
         instead = "the one before is used" if self.ready else "its layer is not preconditioned"
-        tried = list(map(_parent, blocks))
+        tried = list(map(parent, blocks))
         self.troubles.note("decomposition", failed, step, instead, tried)
         for name, block in blocks.items():
-            if not self.ready or _parent(name) not in failed:
+            if not self.ready or parent(name) not in failed:
                 self.arena[name].copy_(block)
-        whole = (name for name in blocks if name.endswith((".vectors", ".inverse")))
-        return sum(_parent(name) not in failed for name in whole)
+        anew = () if self.plan.vectors else (n for n in blocks if n.endswith(f".{self._applied}"))
+        return sum(parent(name) not in failed for name in anew)
 
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
@@ -136,26 +137,26 @@ class Bases:
         solver, tolerance = self.plan.solver, self.plan.strategy.tolerance
         for name, packed in factors.items():
             if tolerance and self.ready:
-                share = decompose.share_of_damping(packed, other_means.get(name), damping)
-                renewed, misfit = self._renewed(name, packed, share)
+                added = decompose.added_damping(packed, other_means.get(name), damping)
+                renewed, misfit = self._renewed(name, packed, added)
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
             yield from decompose.decompositions({name: packed}, other_means, damping, solver)
 
     def _renewed(
-        self, name: str, packed: Tensor, share: float | Tensor
+        self, name: str, packed: Tensor, added: float | Tensor
     ) -> tuple[dict[str, Tensor], float]:
         """What changes if a factor is not decomposed anew, and how badly the rest fits.
 
-        `share` of the damping would be added to it before it is inverted.
+        `added` is the damping in its inverse.
         """
         factor = kron.unfold_triangle(packed)
         if self.plan.solver == "eigen":
             vectors = self.arena[f"{name}.vectors"]
             values, misfit = decompose.values_in_basis(factor, vectors)
             return {f"{name}.values": values}, misfit
-        factor.diagonal().add_(share)
+        factor.diagonal().add_(added)
         return {}, decompose.error_of_inverse(factor, self.arena[f"{name}.inverse"])
 
     def _other_means(
@@ -179,8 +180,7 @@ class Bases:
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
-        kind = {"eigen": "vectors", "rank-one": "vector"}.get(self.plan.solver, "inverse")
-        a, g = self.rounded[f"{name}.A.{kind}"], self.rounded[f"{name}.G.{kind}"]
+        a, g = (self.rounded[f"{name}.{side}.{self._applied}"] for side in "AG")
         if self.plan.solver == "eigen":
             return kron.precondition(gradient, a, g, self.denominators[name])
         if self.plan.vectors:
@@ -229,11 +229,6 @@ class Bases:
             self._due = int(state["due"])
 
 
-def _parent(name: str) -> str:
-    """The factor that a block of a decomposition belongs to, or the layer of a factor."""
-    return name.rpartition(".")[0]
-
-
 def _other(factor: str) -> str:
     """The other factor of the layer."""
-    return f"{_parent(factor)}.{'G' if factor.endswith('.A') else 'A'}"
+    return f"{parent(factor)}.{'G' if factor.endswith('.A') else 'A'}"

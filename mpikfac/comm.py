@@ -231,7 +231,7 @@ def survivors(comm: MPI.Intracomm, *grids: Grid) -> MPI.Intracomm:
     Collective over: the ranks of comm that are left.
     """
     for grid in grids:
-        for part in grid.parts:
+        for part in grid.communicators:
             part.Revoke()
     comm.Revoke()
     return cast(MPI.Intracomm, comm.Shrink())
@@ -419,7 +419,7 @@ class Grid:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @property
-    def parts(self) -> list[MPI.Intracomm]:
+    def communicators(self) -> list[MPI.Intracomm]:
         """All its communicators."""
         quiet = [self._quiet] if self._outbox is not None else []
         return [*self._teams.values(), *quiet]

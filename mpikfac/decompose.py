@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.kron import mean_eigenvalue, product, unfold_triangle
+from mpikfac.plan import BLOCKS, Solver
 from mpikfac.troubles import all_finite
 
 LEAF = 192  # order up to which a block is left to LAPACK
@@ -18,7 +19,7 @@ TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions th
 
 
 def decompositions(
-    factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float, solver: str
+    factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float, solver: Solver
 ) -> Iterator[tuple[str, Tensor]]:
     """The blocks of factors (triangles or vectors, by name), by name, one by one.
 
@@ -30,21 +31,21 @@ def decompositions(
     """
     for name, packed in factors.items():
         for dtype, more in _attempts(packed.dtype, solver):
-            share = share_of_damping(packed, other_means.get(name), damping * more)
-            made = _blocks(packed.to(dtype), share, solver)
+            added = added_damping(packed, other_means.get(name), damping * more)
+            made = _blocks(packed.to(dtype), added, solver)
             made = {kind: block.to(packed.dtype) for kind, block in made.items()}
             if all(map(all_finite, made.values())):
                 break
         yield from ((f"{name}.{kind}", block) for kind, block in made.items())
 
 
-def _attempts(own: torch.dtype, solver: str) -> Iterable[tuple[torch.dtype, float]]:
+def _attempts(own: torch.dtype, solver: Solver) -> Iterable[tuple[torch.dtype, float]]:
     """How a factor is decomposed, until it works: in which dtype, and damped how much more."""
-    more = 10.0 if "inverse" in solver else 1.0  # no damping is in other decompositions
+    more = 10.0 if "inverse" in BLOCKS[solver] else 1.0  # others hold no damping
     return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])
 
 
-def _blocks(packed: Tensor, share: float | Tensor, solver: str) -> dict[str, Tensor]:
+def _blocks(packed: Tensor, added: float | Tensor, solver: Solver) -> dict[str, Tensor]:
     """What a factor is decomposed into, by kind; NaN where it cannot be decomposed."""
     if solver == "rank-one":
         return {"vector": packed}
@@ -53,13 +54,13 @@ def _blocks(packed: Tensor, share: float | Tensor, solver: str) -> dict[str, Ten
         if solver == "eigen":
             values, vectors = eigenbasis(factor)
             return {"values": values, "vectors": vectors}
-        return {"inverse": damped_inverse(factor, share)}
+        return {"inverse": damped_inverse(factor, added)}
     except ArithmeticError:
-        nothing = torch.full_like(factor, torch.nan)
-    return {"values": nothing[0], "vectors": nothing} if solver == "eigen" else {"inverse": nothing}
+        sizes = {block: (len(factor),) * dimensions for block, dimensions in BLOCKS[solver].items()}
+        return {block: factor.new_full(size, torch.nan) for block, size in sizes.items()}
 
 
-def share_of_damping(packed: Tensor, other_mean: Tensor | None, damping: float) -> float | Tensor:
+def added_damping(packed: Tensor, other_mean: Tensor | None, damping: float) -> float | Tensor:
     """What is added to a factor before it is inverted: all of the damping without `other_mean`."""
     if other_mean is None:
         return damping

@@ -114,13 +114,8 @@ class KFAC:
         self.normalization = normalization
         self.start = start
         self.trace = trace or Trace()
-        one_of("normalization", normalization, NORMALIZATIONS)
-        one_of("start", start, ("first", "identity"))
-        one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
-        one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
-        check_count("subsample", subsample, 1)
-        if solver == "rank-one":
-            _check_vectors(start, statistics_dtype, precondition_dtype)
+        dtypes = statistics_dtype, precondition_dtype
+        _check_choices(solver, normalization, start, subsample, *dtypes)
 
         self.layers, self.others = cover(model, skip, statistics_dtype)
         dtype, device = common_type([*self.layers, *self.others])
@@ -463,10 +458,21 @@ class KFAC:
         return fitting(state, like)
 
 
-def _check_vectors(
-    start: str, statistics_dtype: torch.dtype | None, precondition_dtype: torch.dtype | None
+def _check_choices(
+    solver: str,
+    normalization: str,
+    start: str,
+    subsample: int,
+    statistics_dtype: torch.dtype | None,
+    precondition_dtype: torch.dtype | None,
 ) -> None:
-    if (start, statistics_dtype, precondition_dtype) != ("first", None, None):
+    one_of("normalization", normalization, NORMALIZATIONS)
+    one_of("start", start, ("first", "identity"))
+    one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
+    one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
+    check_count("subsample", subsample, 1)
+    plain = (start, statistics_dtype, precondition_dtype) == ("first", None, None)
+    if solver == "rank-one" and not plain:
         raise ValueError(
             f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
             f"start='first', statistics_dtype=None and precondition_dtype=None, not {start!r}, "

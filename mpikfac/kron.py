@@ -116,9 +116,9 @@ def precondition_by_vectors(
 
 
 def kl_scale(divergence: Tensor, kl_clip: float) -> Tensor:
-    """Factor `[]` that keeps a step's squared Fisher norm at `kl_clip` at most.
+    """Factor `[1]` that keeps a step's squared Fisher norm at `kl_clip` at most.
 
     Args:
-        divergence: sum over layers of `lr^2 <direction, gradient>`, `[]` [SC20, eq. 18].
+        divergence: sum over layers of `lr^2 <direction, gradient>`, `[1]` [SC20, eq. 18].
     """
     return torch.sqrt(kl_clip / divergence.abs()).clamp_(max=1.0)

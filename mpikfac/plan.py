@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -23,6 +23,16 @@ from mpikfac.messages import Codec, Kind, Message, across, gathers, in_order, me
 from mpikfac.strategy import Strategy, one_of
 
 Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
+
+BLOCKS: Mapping[Solver, Mapping[str, int]] = {
+    "eigen": {"vectors": 2, "values": 1},
+    "inverse": {"inverse": 2},
+    "unsplit-inverse": {"inverse": 2},
+    "rank-one": {"vector": 1},
+}
+"""What a solver makes of a factor: blocks, and how many dimensions of its order they have.
+
+The first is what gradients are multiplied by."""
 
 
 @dataclass(frozen=True)
@@ -136,23 +146,18 @@ class Plan:
         """
         column = self.position(rank)[1]
         own = [
-            n for n in self.owners if self.replicated(n) and self.columns_of[_parent(n)] == column
+            n for n in self.owners if self.replicated(n) and self.columns_of[parent(n)] == column
         ]
         names = self.owned(rank) + own
         return [name for name in names if self.in_share(name, share)]
 
     def decompositions(self, factors: Iterable[str]) -> list[tuple[str, Shape]]:
         """Names and shapes of what these factors are decomposed into."""
-        blocks: list[tuple[str, Shape]] = []
-        for name in factors:
-            order = self.orders[name]
-            if self.vectors:
-                blocks.append((f"{name}.vector", (order,)))
-            elif self.solver == "eigen":
-                blocks += [(f"{name}.vectors", (order, order)), (f"{name}.values", (order,))]
-            else:
-                blocks.append((f"{name}.inverse", (order, order)))
-        return blocks
+        return [
+            (f"{name}.{block}", (self.orders[name],) * dimensions)
+            for name in factors
+            for block, dimensions in BLOCKS[self.solver].items()
+        ]
 
     def curvature_rank(self, rank: int) -> int:
         """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
@@ -184,7 +189,7 @@ class Plan:
 
     def in_share(self, factor: str, share: int | None) -> bool:
         """Whether a factor is decomposed with that share of the layers; all are with None."""
-        return share is None or self.shares_of[_parent(factor)] == share
+        return share is None or self.shares_of[parent(factor)] == share
 
     @property
     def late(self) -> bool:
@@ -357,7 +362,7 @@ class Plan:
         kind, layout = self._kind(share), self.bases(rank)
         codec = self._codec(self.strategy.basis_wire, feedback=False)
         return self._gathers(
-            "publish bases", "column", layout, lambda n: kind(_parent(n)), rank, codec
+            "publish bases", "column", layout, lambda n: kind(parent(n)), rank, codec
         )
 
     def reduce_gradients(self, rank: int) -> list[Message]:
@@ -479,7 +484,7 @@ class Plan:
 
     def _by_share(self, factors: Iterable[str]) -> list[str]:
         """In model order, those first that are refreshed first."""
-        return sorted(factors, key=lambda name: self.shares_of[_parent(name)])
+        return sorted(factors, key=lambda name: self.shares_of[parent(name)])
 
     def _matrices(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
         orders = self.orders
@@ -502,7 +507,7 @@ class Plan:
         fused = self._fused()
 
         def kind(factor: str) -> Hashable:
-            return fused[_parent(factor)] if self.in_share(factor, share) else None
+            return fused[parent(factor)] if self.in_share(factor, share) else None
 
         return kind
 
@@ -526,7 +531,7 @@ def make_plan(
     Raises:
         ValueError: a choice that cannot work, with what would.
     """
-    one_of("solver", solver, ("eigen", "inverse", "unsplit-inverse", "rank-one"))
+    one_of("solver", solver, tuple(BLOCKS))
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     strategy.check_ranks(ranks)
@@ -620,6 +625,6 @@ def _work(layer: LayerShape) -> int:
     return sum(order**3 for _, order in layer.factors)
 
 
-def _parent(name: str) -> str:
+def parent(name: str) -> str:
     """The layer of a factor, or the factor of a block of its decomposition."""
     return name.rpartition(".")[0]

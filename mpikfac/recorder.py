@@ -53,8 +53,7 @@ class Recorder:
         self.trace = trace
         self._counts: dict[str, Count] = {}
         self._finished: set[str] = set()
-        names = {name.rpartition(".")[0] for name in statistics}
-        self.layers = [layer for layer in layers if layer.name in names]
+        self.layers = [layer for layer in layers if any(n in statistics for n in layer.factors)]
         self._hooks = [model.register_forward_pre_hook(self._on_pass)]
         self._hooks += [
             layer.module.register_forward_hook(partial(self._on_forward, layer), with_kwargs=True)

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "moments": {"torch", "kron"},
     "convolution": {"torch", "kron", "moments"},
     "kron": {"torch"},
-    "decompose": {"torch", "kron", "troubles"},
+    "decompose": {"torch", "kron", "plan", "troubles"},
     "background": {"torch"},
     "curvature": {"torch", "arena", "comm", "decompose", "layout", "plan", "trace"},
     "bases": {

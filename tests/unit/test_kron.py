@@ -110,5 +110,5 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
 )
 def test_the_kl_clip_is_its_formula(divergence, scale):
     """Oracle: min(1, sqrt(kl_clip / |divergence|)) at kl_clip 0.001 [SC20, eq. 18]."""
-    found = kron.kl_scale(torch.tensor(divergence, dtype=torch.float64), 0.001)
+    found = kron.kl_scale(torch.tensor([divergence], dtype=torch.float64), 0.001)
     assert found.item() == pytest.approx(scale)
