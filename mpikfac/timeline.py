@@ -51,7 +51,9 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
     """Seconds of each event in which a member of its collective had not come to it yet, by rank.
 
-    Starts and ends are by one clock. An event that sends nothing never waits.
+    Starts and ends are by one clock. An event that sends nothing never waits, and of threads beside
+    the training it is not known: what they send is under way when the recording starts, and ranks
+    are not equally far with it.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -59,7 +61,10 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
         for name, event in zip(names, events):
             arrived[name] = max(arrived.get(name, event.start), event.start)
     return [
-        [min(arrived[n], e.end) - e.start if e.over else 0.0 for n, e in zip(names, events)]
+        [
+            min(arrived[n], e.end) - e.start if e.over and not e.thread else 0.0
+            for n, e in zip(names, events)
+        ]
         for names, events in zip(named, ranks)
     ]
 
