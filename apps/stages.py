@@ -68,13 +68,25 @@ class Recording:
             self._write(ranks)
 
     def _write(self, ranks: list[mpikfac.timeline.Recorded]) -> None:
+        """Prints the table, and writes the files unless there are those of more steps."""
         means = mpikfac.timeline.stage_means(ranks, self.columns)
         lines = table(mpikfac.timeline.stage_table(means))
         first, last = means["steps"][0], means["steps"][-1]
         log.info("steps %d to %d, means over ranks, in ms:\n%s", first, last, "\n".join(lines))
+        if _steps(self.directory / "stages.json") > len(means["steps"]):
+            log.info("stages.json and trace.json.gz are of more steps, from an earlier start: kept")
+            return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
         try:
             (self.directory / "stages.json").write_text(json.dumps(means, indent=1) + "\n")
             (self.directory / "trace.json.gz").write_bytes(gzip.compress(picture.encode()))
         except OSError as error:
             log.warning("stages.json and trace.json.gz cannot be written: %s", error)
+
+
+def _steps(path: Path) -> int:
+    """Of how many steps the means in a file are; 0 if there are none."""
+    try:
+        return len(json.loads(path.read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

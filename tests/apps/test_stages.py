@@ -75,6 +75,20 @@ def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
     assert (tmp_path / "stages.json").read_bytes() == before
 
 
+def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path):
+    """Oracle: the files of the first start; the second one has 1 step after its warm-up."""
+    chosen = ("--trace_steps=2", f"--run_dir={tmp_path}", "--epochs=2")
+    assert train_cnn.main([*QUICK, *chosen, "--max_steps=9"]) == 0
+    files = [tmp_path / "stages.json", tmp_path / "trace.json.gz"]
+    before = [path.read_bytes() for path in files]
+    assert json.loads(before[0])["steps"] == [2, 3]
+    assert train_cnn.main([*QUICK, *chosen, "--resume=auto"]) == 0
+    assert [path.read_bytes() for path in files] == before
+    log = (tmp_path / "log.txt").read_text()
+    assert "steps 11 to 11, means over ranks" in log
+    assert "stages.json and trace.json.gz are of more steps, from an earlier start: kept" in log
+
+
 def test_a_run_that_is_stopped_leaves_the_steps_that_it_took(tmp_path, monkeypatch):
     """Oracle: a signal that comes in step 3 and is told to all in step 4."""
     step = train_cnn.Run.step
