@@ -41,7 +41,7 @@ COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator
 CHOICES = (  # of a strategy
     *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
     *("stagger", "delay", "tolerance", "sums", "ranks_per_node", "curvature_ranks"),
-    *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
+    *("overlap", "factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 USUAL = {"solver": "inverse", "basis_every": 10}  # settings of `KFAC` that a strategy may change
 WORDS = {
@@ -142,7 +142,16 @@ def strategy(
         choices["workers"] = ranks  # until the model is known: see `for_machine`
         return Strategy(**choices), {**USUAL, **given}
     chosen, settings = named(options.strategy, ranks, **choices)
-    return chosen, {**USUAL, **settings, **given}
+    settings = {**USUAL, **settings, **given}
+    if settings["basis_every"] % chosen.stagger:
+        raise ValueError(
+            f"basis_every={settings['basis_every']} must be a multiple of stagger={chosen.stagger}"
+        )
+    if options.top_share is not None and chosen.gradient_wire != "top-k":
+        raise ValueError(
+            f"top_share={options.top_share} needs gradient_wire=top-k, not {chosen.gradient_wire}"
+        )
+    return chosen, settings
 
 
 def for_machine(
@@ -193,32 +202,56 @@ def _config_files(arguments: Sequence[str]) -> list[str]:
 def _check_file(path: str) -> None:
     """Refuses what the YAML parser would let pass: duplicate keys, and groups that are values."""
     try:
-        document = yaml.compose(Path(path).read_text(), Loader=yaml.SafeLoader)
+        document = composed(Path(path).read_text(), f"config={path}, ")
     except OSError as error:
         raise ValueError(f"config={path} cannot be read: {error.strerror}") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1
-        raise ValueError(f"config={path}, line {line} is no YAML: {error.problem}") from error
-    except (yaml.reader.ReaderError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ValueError(f"config={path} is no YAML: {error.reason}") from error
     _check_keys(document, path, "")
+
+
+def composed(text: str, where: str = "") -> yaml.Node | None:
+    """A YAML document in which every key is given once, nested or dotted.
+
+    Raises:
+        ValueError: it is none; one line that begins with `where`.
+    """
+    try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{where}line {line} is no YAML: {error.problem}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{where}line {line} is no YAML: {error.reason}") from error
+    seen = set()
+    for key, line in _keys(document):
+        if key in seen:
+            raise ValueError(f"{where}line {line}: {key} is given twice; give it once")
+        seen.add(key)
+    return document
+
+
+def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
+    """Dotted key and line of all that a document gives, groups included."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            key = f"{group}{name.value}"
+            yield key, name.start_mark.line + 1
+            yield from _keys(value, f"{key}.")
 
 
 def _check_keys(node: yaml.Node | None, path: str, group: str) -> None:
     if not isinstance(node, yaml.MappingNode):
         name = group.rstrip(".") or "the file"
         raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
-    seen = set()
     for name, value in node.value:
         key = group + str(name.value)
-        where = f"config={path}, line {name.start_mark.line + 1}"
-        if key in seen:
-            raise ValueError(f"{where}: {key} is given twice; give it once")
-        seen.add(key)
         if any(known.startswith(f"{key}.") for known in OPTIONS):
             _check_keys(value, path, f"{key}.")
         elif key not in OPTIONS:
-            raise ValueError(f"{where}: {_unknown(key)}")
+            line = name.start_mark.line + 1
+            raise ValueError(f"config={path}, line {line}: {_unknown(key)}")
 
 
 def _unknown(key: str) -> str:
@@ -291,12 +324,10 @@ def _check_conflicts(options: Options, ranks: int) -> None:
         raise ValueError(
             "data.path=null: cifar10 needs the directory in which its archive was unpacked"
         )
-    for key in ("size", "classes"):
+    for key, name in (("path", "cifar10"), ("size", "synthetic"), ("classes", "synthetic")):
         value = getattr(options.data, key)
-        if value is not None and options.data.name != "synthetic":
-            raise ValueError(
-                f"data.{key}={value} needs data.name=synthetic, not {options.data.name}"
-            )
+        if value is not None and options.data.name != name:
+            raise ValueError(f"data.{key}={value} needs data.name={name}, not {options.data.name}")
     _check_schedule(options)
     if options.optimizer == "kfac":
         try:
@@ -323,6 +354,10 @@ def _check_schedule(options: Options) -> None:
         raise ValueError(
             f"decay_epochs={epochs} with schedule={options.schedule}: step needs epochs at which "
             "to decay, and the other schedules take []"
+        )
+    if options.schedule != "step" and options.decay_factor != Options.decay_factor:
+        raise ValueError(
+            f"decay_factor={options.decay_factor} needs schedule=step, not {options.schedule}"
         )
     if any(later <= earlier for earlier, later in zip(epochs, epochs[1:])):
         raise ValueError(f"decay_epochs={epochs} must increase")

@@ -60,6 +60,7 @@ class KfacOptions:
             others; batch and learning rate are those of the ranks that train. Needs delay.
         tolerance: factors are decomposed anew only if the last decomposition is off by more than
             this, relative; 0 for always.
+        overlap: sums are sent beside the backward pass, in messages as fusion or machine says.
         sums: how owners come to sums: MPI reduces, or (alltoall) they are sent parts and add them.
         ranks_per_node: consecutive ranks that share a node: they add up what leaves it, and pass on
             to each other what comes to it.
@@ -99,6 +100,7 @@ class KfacOptions:
     delay: int | None = bounded(None, ">= 0")
     curvature_ranks: int | None = bounded(None, ">= 0")
     tolerance: float | None = bounded(None, ">= 0")
+    overlap: bool | None = None
     sums: Literal["reduce", "alltoall"] | None = None
     ranks_per_node: int | None = bounded(None, ">= 1")
     factor_wire: Literal["bfloat16", "int8"] | None = None

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mpikfac_apps import config
 from mpikfac_apps.models import MODELS
@@ -82,6 +84,7 @@ BAD = {
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
     "no batch": ("--batch=null", "batch=None and batch_per_rank=None: give one of them"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
+    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10, not digits"),
     "wrong data": ("--data.size=16", "data.size=16 needs data.name=synthetic, not digits"),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
@@ -89,6 +92,15 @@ BAD = {
     ),
     "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: step needs"),
     "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: step needs epochs"),
+    "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
+    "unused share": (
+        "--kfac.gradient_wire=int8 --kfac.top_share=0.1",
+        "kfac: top_share=0.1 needs gradient_wire=top-k, not int8",
+    ),
+    "shares of an interval": (
+        "--kfac.strategy=staggered --kfac.basis_every=4",
+        "kfac: basis_every=4 must be a multiple of stagger=5",
+    ),
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
     "resume": ("--resume=yes", "resume=yes must be never, auto or a checkpoint's directory"),
     "missing file": ("--config=none.yaml", "config=none.yaml cannot be read: No such file"),
@@ -96,8 +108,15 @@ BAD = {
     "missing group file": ("--kfac=none.yaml", "kfac='none.yaml' must be a file of options"),
     "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
     "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
-    "control character": ("lr: \x07\n", "bad.yaml is no YAML: special characters are not"),
+    "control character": (
+        "a:\nlr: \x07\n",
+        "bad.yaml, line 2 is no YAML: special characters are not",
+    ),
     "duplicate key": ("lr: 1\nlr: 2\n", "bad.yaml, line 2: lr is given twice; give it once"),
+    "dotted duplicate": (
+        "kfac.decay: 0\nkfac:\n  decay: 0\n",
+        "bad.yaml, line 3: kfac.decay is given twice; give it once",
+    ),
     "nested duplicate": ("kfac: {decay: 0, decay: 0}\n", "line 1: kfac.decay is given twice"),
     "value for a group": ("kfac: 3\n", "bad.yaml: kfac must hold lines of the form `key: value`"),
     "list for a file": ("- 1\n", "bad.yaml: the file must hold lines of the form `key: value`"),
@@ -129,7 +148,8 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_configurations_of_the_project_are_valid(path, ranks):
     """Oracle: the optimizer in the file's name; a batch that the ranks can share."""
-    options = config.parse([f"--config={path}", "--data.path=somewhere"], ranks)
+    where = ["--data.path=somewhere"] if path.stem.startswith("cifar10") else []
+    options = config.parse([f"--config={path}", *where], ranks)
     assert options.optimizer in path.stem
     assert options.batch % ranks == 0
 
@@ -175,6 +195,17 @@ def test_strategies_by_name(given, workers):
     options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
     strategy, _ = config.strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
+
+
+def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
+    """Oracle: the same options; defaults of what is not used are no mistake."""
+    given = config.parse(["--batch=12", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(dataclasses.asdict(given)))
+    again = config.parse([f"--config={file}"], RANKS)
+    assert again == given
+    strategy, _ = config.strategy(again.kfac, RANKS)
+    assert (strategy.overlap, strategy.fusion) == (True, 3)
 
 
 def rates(ranks, steps, **chosen):
