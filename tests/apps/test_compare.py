@@ -38,7 +38,7 @@ def test_curves_are_written_as_png(tmp_path):
     [
         (None, "metrics.jsonl is missing; give the run_dir of a run"),
         ("", "metrics.jsonl holds no complete epoch yet"),
-        ('{"step": 1}\n{"st', "metrics.jsonl, line 2 is no JSON"),
+        ('{"step": 1}\n{"st\n', "metrics.jsonl, line 2 is no JSON"),
     ],
 )
 def test_a_run_that_cannot_be_read_ends_with_code_2_and_one_line(
@@ -48,4 +48,21 @@ def test_a_run_that_cannot_be_read_ends_with_code_2_and_one_line(
         (tmp_path / "metrics.jsonl").write_text(content)
     assert compare.main([str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpikfac compare: ")
     assert message in line
+
+
+def test_a_run_that_writes_a_line_at_this_moment_is_read_up_to_it(tmp_path, capsys):
+    run = run_of(tmp_path / "run", [0.5, 0.6])
+    with open(f"{run}/metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 4')
+    assert compare.main([run]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["2", "3.0", "60.00%", "60.00%"]
+
+
+def test_a_wrong_argument_is_one_line(capsys):
+    with pytest.raises(SystemExit) as leave:
+        compare.main(["run", "--target", "97"])
+    assert leave.value.code == 2
+    text = "mpikfac compare: --target 97.0 must be a fraction above 0 and at most 1\n"
+    assert capsys.readouterr().err == text
