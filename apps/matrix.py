@@ -17,11 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 import mpikfac
-from mpikfac_apps import config
+from mpikfac_apps import config, models
 from mpikfac_apps.options import Options
+from mpikfac_apps.show_plan import number
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
@@ -48,6 +50,7 @@ class Cell:
         chosen: options that its strategy and its axes set.
         arguments: the command line of all its options, but for the study's own.
         options: the same, checked.
+        plan: how it communicates.
     """
 
     strategy: str
@@ -58,12 +61,14 @@ class Cell:
     chosen: Mapping[str, Any]
     arguments: tuple[str, ...]
     options: Options
+    plan: mpikfac.Plan
 
     @property
     def directory(self) -> str:
         """A name that changes with any option: whatever is there belongs to this cell.
 
-        Cells of SGD that differ in settings of K-FAC are one run.
+        Cells of SGD that differ in settings of K-FAC are one run, but for `kfac.basis_every`, which
+        its metrics go by.
         """
         given, usual = (flattened(dataclasses.asdict(o)) for o in (self.options, Options()))
         unused = ("run_dir", "kfac.") if self.options.optimizer == "sgd" else ("run_dir",)
@@ -140,29 +145,8 @@ def slug(name: str) -> str:
 
 
 def _loaded(text: str) -> Any:
-    try:
-        _check_twice(yaml.compose(text, Loader=yaml.SafeLoader))
-        return yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ValueError(f"line {line} is no YAML: {error.problem}") from error
-    except yaml.reader.ReaderError as error:
-        raise ValueError(f"is no YAML: {error.reason}") from error
-
-
-def _check_twice(node: yaml.Node | None) -> None:
-    """Refuses keys that are given twice, of which YAML would drop one."""
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _check_twice(item)
-    if isinstance(node, yaml.MappingNode):
-        seen = set()
-        for name, value in node.value:
-            if name.value in seen:
-                line = name.start_mark.line + 1
-                raise ValueError(f"line {line}: {name.value} is given twice; give it once")
-            seen.add(name.value)
-            _check_twice(value)
+    config.composed(text)
+    return yaml.safe_load(text)
 
 
 def _checked(asked: Any) -> dict[str, Any]:
@@ -248,13 +232,13 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
         usable, refused = [], []
         for ranks in asked["matrix"]["ranks"]:
             variant, label = _labels(asked["matrix"], strategy, ranks, axes)
-            chosen = {**NAMED, **asked["strategies"]}[strategy] | axes
+            chosen = _chosen(strategy, asked["strategies"].get(strategy, {}) | axes)
             try:
-                arguments, options = _run_of(asked, chosen, ranks)
+                run = _run_of(asked, chosen, ranks)
             except ValueError as error:
                 refused.append((label, str(error)))
                 continue
-            usable.append(Cell(strategy, ranks, axes, variant, label, chosen, arguments, options))
+            usable.append(Cell(strategy, ranks, axes, variant, label, chosen, *run))
         if not usable:
             label, why = refused[-1]
             raise ValueError(f"{label}: {why}")
@@ -270,10 +254,18 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
         yield strategy, dict(zip(others, values))
 
 
+def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of a strategy: what is known by its name, where the study does not say otherwise."""
+    known = dict(NAMED.get(strategy, {}))
+    if "kfac.workers" in own:
+        known.pop("kfac.fraction", None)
+    return known | own
+
+
 def _run_of(
     asked: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
-) -> tuple[tuple[str, ...], Options]:
-    """Arguments and options of a run; its metrics and its trace are over whole refresh intervals.
+) -> tuple[tuple[str, ...], Options, mpikfac.Plan]:
+    """Arguments, options and plan of a run; its metrics and trace are over whole intervals.
 
     Raises:
         ValueError: the training program would refuse them.
@@ -283,7 +275,29 @@ def _run_of(
     arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
     interval = shown_interval(config.parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
-    return tuple(arguments), config.parse(arguments, ranks)
+    options = config.parse(arguments, ranks)
+    return tuple(arguments), options, _plan_of(options, ranks)
+
+
+def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
+    """The plan by which a run communicates.
+
+    Raises:
+        ValueError: there is none.
+    """
+    channels = 1 if options.data.name == "digits" else 3
+    with torch.device("meta"):  # shapes without numbers
+        model = models.build(options.model, options.data.classes or 10, channels)
+    if options.optimizer == "sgd":
+        every = [name for name, module in model.named_modules() if not any(module.children())]
+        layers, others = mpikfac.covered_shapes(model, every)
+        strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
+        return mpikfac.make_plan(layers, ranks, strategy, others)
+    layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
+    training = config.training_ranks(options, ranks)
+    strategy, settings = config.strategy(options.kfac, training, options.parts)
+    _, strategy = config.for_machine(options, model, training, strategy, settings)
+    return mpikfac.make_plan(layers, training, strategy, others, settings["solver"])
 
 
 def shown_interval(options: Options, ranks: int) -> int:
@@ -310,7 +324,7 @@ def _labels(
     several = {key: value for key, value in axes.items() if len(matrix[key]) > 1}
     seed = several.pop("seed", None)
     variant = ", ".join([strategy, *(f"{short(key)} {value}" for key, value in several.items())])
-    label = f"{variant} on {ranks} {'rank' if ranks == 1 else 'ranks'}"
+    label = f"{variant} on {number(ranks, 'rank')}"
     return variant, label if seed is None else f"{label}, seed {seed}"
 
 

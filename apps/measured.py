@@ -10,17 +10,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 import mpikfac
-from mpikfac_apps import cells, config, models, show_plan
-from mpikfac_apps.matrix import Cell, Study, basis_every, flattened
+from mpikfac_apps import cells, config, curves, show_plan
+from mpikfac_apps.curves import Curve
+from mpikfac_apps.matrix import STOPPED, Cell, Study, basis_every, flattened
 
 GROUPS = {
     "forward": ("forward",),
@@ -53,21 +53,6 @@ RESOLVED = {
 
 
 @dataclass(frozen=True)
-class Curve:
-    """Test accuracy (0 to 1) of a run after each epoch, and when that was."""
-
-    steps: list[int] = field(default_factory=list)
-    epochs: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-
-    def reached(self, target: float) -> float | None:
-        """Seconds of training until the first evaluation at or above `target`."""
-        pairs = zip(self.seconds, self.accuracy)
-        return next((seconds for seconds, accuracy in pairs if accuracy >= target), None)
-
-
-@dataclass(frozen=True)
 class Measured:
     """A cell and what is known of it.
 
@@ -79,7 +64,8 @@ class Measured:
         train_loss: mean over the first epoch, None before it has ended.
         step_seconds: mean of each interval between two lines of metrics.
         communication: share of the time in collectives, waiting included; None if not measured.
-        stages: means over the traced steps, by rank and stage; empty without a trace.
+        stages: means over the traced steps, by rank and stage; empty without a trace of whole
+            intervals between two decompositions.
         traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
         counted: bytes that a rank handed to MPI in such a step, the mean; None without a trace of
             whole intervals, or if messages cross its edges.
@@ -113,9 +99,9 @@ class Measured:
 
     @property
     def state(self) -> str:
-        """How far it got, in a word or two."""
-        if self.result is None:
-            return "interrupted" if self.curve.steps else "not run"
+        """How far it got: what has begun is running, or was stopped before its end."""
+        if self.result is None or self.result.code == STOPPED:
+            return "begun" if self.environment else "not run"
         return "complete" if self.complete else "failed"
 
     @property
@@ -138,7 +124,8 @@ class Measured:
     def crowded(self) -> bool:
         """Whether ranks shared cores on the machine that the study was run on."""
         hosts = self.environment.get("ranks_per_host", {})
-        return len(hosts) == 1 and self.result is not None and self.cell.ranks > self.result.cores
+        cores = self.result.cores if self.result else None
+        return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
 
     @cached_property
     def breakdown(self) -> dict[str, float]:
@@ -165,15 +152,19 @@ def read(study: Study, directory: Path) -> list[Measured]:
 
 def _measured(cell: Cell, directory: Path) -> Measured:
     run = directory / "run"
-    rows = _rows(run / "metrics.jsonl")
+    rows: list[dict[str, Any]] = []
+    with suppress(ValueError):  # there are none, or they are damaged: then it is not complete
+        rows = curves.read(run)
     means = _json(run / "stages.json")
-    planned = _planned(cell, plan_of(cell))
+    if len(means.get("steps", ())) % basis_every(cell.options, cell.ranks):
+        means = {}  # of a run that was too short
+    planned = _planned(cell)
     return Measured(
         cell=cell,
         run=run,
         result=cells.result(directory),
         environment=_json(run / "environment.json"),
-        curve=_curve(rows),
+        curve=curves.curve(rows),
         train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
         step_seconds=_step_seconds(cell, rows),
         communication=_mean([row["communication"] for row in rows if "communication" in row]),
@@ -184,18 +175,6 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     )
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Lines of metrics; the last one of a run that was cut off may be half a line."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(errors="replace").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return rows
-
-
 def _json(path: Path) -> dict[str, Any]:
     """What a file holds; empty if there is none, or half of one."""
     try:
@@ -203,12 +182,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, json.JSONDecodeError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _curve(rows: Sequence[Mapping[str, Any]]) -> Curve:
-    ends = [row for row in rows if "test_accuracy" in row]
-    columns = ("step", "epoch", "seconds", "test_accuracy")
-    return Curve(*([row[column] for row in ends] for column in columns))
 
 
 def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -238,27 +211,9 @@ def _mean(numbers: Sequence[float]) -> float | None:
 # -- what was planned ----------------------------------------------------------------------------
 
 
-def plan_of(cell: Cell) -> mpikfac.Plan:
-    """The plan by which the run communicates."""
-    options = cell.options
-    channels = 1 if options.data.name == "digits" else 3
-    with torch.device("meta"):  # shapes without numbers
-        model = models.build(options.model, options.data.classes or 10, channels)
-    if options.optimizer == "sgd":
-        every = [name for name, module in model.named_modules() if not any(module.children())]
-        layers, others = mpikfac.covered_shapes(model, every)
-        strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
-        return mpikfac.make_plan(layers, cell.ranks, strategy, others)
-    layers, others = mpikfac.covered_shapes(model, options.kfac.skip)
-    ranks = config.training_ranks(options, cell.ranks)
-    strategy, settings = config.strategy(options.kfac, ranks, options.parts)
-    _, strategy = config.for_machine(options, model, ranks, strategy, settings)
-    return mpikfac.make_plan(layers, ranks, strategy, others, settings["solver"])
-
-
-def _planned(cell: Cell, plan: mpikfac.Plan) -> dict[str, Any]:
+def _planned(cell: Cell) -> dict[str, Any]:
     """Bytes per step and in memory; of a large job from some of its ranks."""
-    kfac = cell.options.kfac
+    kfac, plan = cell.options.kfac, cell.plan
     every = kfac.factor_every, basis_every(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *every))
     period, ranks = kinds.total(), show_plan.looked_at(plan)

@@ -1,7 +1,7 @@
 """The pictures of a study's report, each as the bytes of an SVG file.
 
-Every function takes what was measured and leaves out cells that lack what it shows; it returns None
-if none is left.
+Every function takes complete cells and leaves out those that lack what it shows; it returns None if
+none is left.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 from mpikfac_apps.measured import GROUPS, OTHER, WAITING, Measured
+from mpikfac_apps.show_plan import number
 
 WIDTH = 11.0  # inches, of every picture
 MIB = 2**20
@@ -59,11 +60,11 @@ def breakdown(all_cells: Sequence[Measured]) -> bytes | None:
     height = rows * (0.24 * len(variants) + 0.6) + 0.8
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        axes = figure.subplots(rows, min(3, len(ranks)), sharey=True, squeeze=False).flat
+        axes = figure.subplots(rows, min(3, len(ranks)), sharey=True, squeeze=False).ravel()
         for panel, count in zip(axes, ranks):
             _bars(panel, [cell for cell in cells if cell.cell.ranks == count], variants)
-            panel.set(title=_of_ranks(count), xlabel="ms per step")
-        for panel in list(axes)[len(ranks) :]:
+            panel.set(title=number(count, "rank"), xlabel="ms per step")
+        for panel in axes[len(ranks) :]:
             panel.remove()
         keys = [Patch(facecolor=c, edgecolor="#999", linewidth=0.4) for c in COLOURS.values()]
         figure.legend(keys, COLOURS, loc="outside lower center", ncols=6)
@@ -212,7 +213,7 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> bytes | None:
         for row, count in zip(grid, ranks):
             for cell in (cell for cell in cells if cell.cell.ranks == count):
                 _three_curves(row, cell, _style(cell.cell.variant, all_cells))
-            row[0].set(title=_of_ranks(count), ylabel="test accuracy (%)")
+            row[0].set(title=number(count, "rank"), ylabel="test accuracy (%)")
             for panel in row:
                 if target is not None:
                     panel.axhline(100 * target, color="#666", linewidth=0.8, linestyle=":")
@@ -317,10 +318,6 @@ def _ranks(cells: Sequence[Measured]) -> list[int]:
 
 def _variants(cells: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(cell.cell.variant for cell in cells))
-
-
-def _of_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
 
 
 def _plain(axis: Axis) -> None:

@@ -9,15 +9,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import jinja2
 
 import mpikfac
-from mpikfac_apps import measured, pictures
+from mpikfac_apps import config, measured, pictures
 from mpikfac_apps.matrix import Study, basis_every, flattened
 from mpikfac_apps.measured import WAITING, Measured
 from mpikfac_apps.options import Options
+from mpikfac_apps.show_plan import number
 
 MIB = 2**20
 NONE = "\N{EN DASH}"
@@ -56,9 +58,9 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         columns=COLUMNS,
         groups=_table(cells, target, letters, predictions),
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed"],
-        unfinished=[c.cell.label for c in cells if c.state in ("not run", "interrupted")],
+        unfinished=[c.cell.label for c in cells if c.state in ("not run", "begun")],
         variants=_variants(cells, letters),
-        pictures=list(_pictures(cells, target, predictions)),
+        pictures=list(_pictures([c for c in cells if c.complete], target, predictions)),
         shared=_shared(cells),
     )
     path = directory / "report.html"
@@ -121,23 +123,23 @@ def _table(
             mib(cell.wire),
             mib(cell.memory),
             percent(cell.accuracy),
-            f"{reached:.1f}" if reached is not None else "never" if cell.complete else NONE,
+            f"{reached[1]:.1f}" if reached else "never" if cell.complete else NONE,
         ]
         groups.setdefault(cell.cell.ranks, []).append(row)
-    return [(_of_ranks(ranks), rows) for ranks, rows in groups.items()]
+    return [(number(ranks, "rank"), rows) for ranks, rows in groups.items()]
 
 
 def _name(cell: Measured) -> str:
     """A cell's name under the number of its ranks, and its state if it is not complete."""
-    name = cell.cell.label.replace(f" on {_of_ranks(cell.cell.ranks)}", "")
+    name = cell.cell.label.replace(f" on {number(cell.cell.ranks, 'rank')}", "")
     return name if cell.complete else f"{name} ({cell.state})"
 
 
 def _baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """First-order training that is like `cell` otherwise."""
+    """Complete first-order training that is like `cell` otherwise."""
     for other in cells:
         alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
-        if alike and other.cell.options.optimizer == "sgd":
+        if alike and other.cell.options.optimizer == "sgd" and other.complete:
             return other
     return None
 
@@ -191,10 +193,10 @@ def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, 
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
         every = options.kfac.factor_every, basis_every(options, ranks)
+        training = config.training_ranks(options, ranks)
         with suppress(ValueError):  # no times of that network or batch
-            job = mpikfac.Job(options.model, (options.batch or 0) // ranks, *every)
-            plan = measured.plan_of(cell.cell)
-            found[cell.cell.label] = mpikfac.simulate(plan, machine, job).mean.seconds
+            job = mpikfac.Job(options.model, (options.batch or 0) // training, *every)
+            found[cell.cell.label] = mpikfac.simulate(cell.cell.plan, machine, job).mean.seconds
     return found
 
 
@@ -206,17 +208,16 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     known = [cell.environment for cell in cells if cell.environment]
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-    jobs = [cell.result.seconds for cell in cells if cell.result]
-    yield "time of all jobs", f"{sum(jobs) / 60:.1f} min"
+    jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells may share a run
+    yield "time of jobs, each one's last start", f"{sum(jobs.values()) / 60:.1f} min"
     if known:
         begun = sorted(about["started"] for about in known)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
     for key, name in (("ranks_per_host", "hosts"), ("device", "device"), ("commit", "commit")):
         if values := _distinct(about.get(key) for about in known):
             yield name, values
-    cores = {str(cell.result.cores) for cell in cells if cell.result}
-    if cores:
-        yield "cores where it was started", ", ".join(sorted(cores))
+    if cores := _distinct(cell.result.cores for cell in cells if cell.result):
+        yield "cores where it was started", cores
     if threads := _distinct(about.get("threads_per_rank") for about in known):
         yield "threads per rank", threads
     versions = [{"python": a.get("python"), **a.get("packages", {})} for a in known]
@@ -244,38 +245,46 @@ def findings(
         return
     most = max(cell.cell.ranks for cell in done)
     kfac = [c for c in done if c.cell.options.optimizer == "kfac" and c.cell.ranks == most]
-    if len(kfac) > 1:
+    if len({cell.cell.variant for cell in kfac}) > 1:
         yield from _about_pace(done, kfac)
         yield from _about_size(kfac)
     if target:
         yield from _about_learning(done, target)
     yield from _about_numbers(done, letters)
     yield from _about_bytes(done)
-    crowded = sorted({cell.cell.ranks for cell in done if cell.crowded})
+    crowded = [cell for cell in done if cell.crowded]
     if crowded:
-        cores = done[-1].result.cores if done[-1].result else 0
+        ranks = sorted({cell.cell.ranks for cell in crowded})
+        cores = _distinct(cell.result.cores for cell in crowded if cell.result)
         yield (
-            f"On {listed(map(str, crowded))} ranks there were fewer cores than ranks ({cores}): "
+            f"On {listed(map(str, ranks))} ranks there were fewer cores than ranks ({cores}): "
             "what grows with the ranks is the wait for a core more than any message. Compare "
             "strategies at one number of ranks; scaling takes a core for each rank."
         )
-    busy = [cell.result.others for cell in done if cell.result and cell.result.others > BUSY]
+    others = [(cell.result.others or 0.0) if cell.result else 0.0 for cell in done]
+    busy = [share for share in others if share > BUSY]
     if busy:
         yield (
             f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
             f"of the machine's cores, up to {percent(max(busy), 0)}: their times tell little."
         )
-    if all(cell.cell.axes.get("seed") is None for cell in cells):
+    if len({(cell.cell.variant, cell.cell.ranks) for cell in cells}) == len(cells):
         yield "Each cell was run once: read differences within the ranges of the table as noise."
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    quick, slow = (f(kfac, key=lambda cell: cell.step) for f in (min, max))
-    base = _baseline(done, quick)
-    ratio = f", {quick.step / base.step:.2f} times SGD's" if base else ""
+    """The quickest and the slowest variant, by the median over seeds."""
+    paces: dict[str, list[float]] = {}
+    for cell in kfac:
+        paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
+    middle = {variant: median(steps) for variant, steps in paces.items()}
+    quick, slow = (f(middle, key=lambda variant: middle[variant]) for f in (min, max))
+    bases = [_baseline(done, cell) for cell in kfac if cell.cell.variant == quick]
+    steps = [base.step for base in bases if base and base.step]
+    ratio = f", {middle[quick] / median(steps):.2f} times SGD's" if steps else ""
     yield (
-        f"On {_of_ranks(quick.cell.ranks)}, {quick.cell.variant} has the quickest K-FAC step "
-        f"({ms(quick.step)} ms{ratio}) and {slow.cell.variant} the slowest ({ms(slow.step)} ms)."
+        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
+        f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
     )
 
 
@@ -295,7 +304,7 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
 
 def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
     reached = [(cell.curve.reached(target), cell) for cell in done]
-    times = sorted(((s, c) for s, c in reached if s is not None), key=lambda pair: pair[0])
+    times = sorted(((when[1], c) for when, c in reached if when), key=lambda pair: pair[0])
     if not times:
         yield f"No cell reached a test accuracy of {percent(target)}."
         return
@@ -364,20 +373,16 @@ def _common_accuracy(cells: Sequence[Measured]) -> float | None:
     return int(min(best) * 1000) / 1000 if best else None
 
 
-def _of_ranks(count: int) -> str:
-    return "1 rank" if count == 1 else f"{count} ranks"
-
-
 # -- pictures ------------------------------------------------------------------------------------
 
 
 def _pictures(
     cells: Sequence[Measured], target: float | None, predictions: Mapping[str, float]
 ) -> Iterator[dict[str, str]]:
-    """Title, caption and data of each picture; why there is none where there is none."""
+    """Title, caption and data of each picture of these cells; why there is none where so."""
     batch = {cell.cell.options.batch for cell in cells}
     kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
-    traced = "no cell holds means of stages (stages.json, written with trace_steps)"
+    traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
     for title, picture, caption, missing in (
         (
             "Where a step's time goes",

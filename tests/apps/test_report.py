@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps import matrix, measured, models, report, study
+from mpikfac_apps import matrix, measured, models, pictures, report, study
 
 STUDY = {
     "name": "a <study>",
@@ -33,7 +33,7 @@ ENVIRONMENT = {
 STAGE = {"calls": 1.0, "bytes": 0.0, "waiting": 0.0}
 
 
-def stages(handed):
+def stages(handed, steps=(2, 3)):
     """Two ranks: 10 ms forward; 4 ms in a collective, of which the first waits 3; 6 ms unknown."""
     ranks = []
     for waiting in (0.003, 0.0):
@@ -42,7 +42,7 @@ def stages(handed):
         ranks.append(
             {"seconds": 0.020, "stages": named | {"new": {**STAGE, "seconds": 0.006}}, "beside": {}}
         )
-    return {"steps": [2, 3], "seconds": 0.020, "ranks": ranks}
+    return {"steps": list(steps), "seconds": 0.020, "ranks": ranks}
 
 
 def trace():
@@ -56,19 +56,19 @@ def trace():
     return {"traceEvents": events}
 
 
-def fill(place, cell, loss=1.0, handed=0.0, code=0):
+def fill(place, cell, loss=1.0, handed=0.0, code=0, speeds=SPEEDS, steps=(2, 3)):
     """What a run of the cell leaves behind."""
     directory = place / "cells" / cell.directory
     run = directory / "run"
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     ended = {"code": code, "why": "no more disk" if code else "", "seconds": 9.0, "cores": 1}
     ended["others"] = 0.25 if cell.strategy == "sgd" else 0.0
     (directory / "result.json").write_text(json.dumps(ended))
     (run / "environment.json").write_text(json.dumps(ENVIRONMENT))
-    (run / "stages.json").write_text(json.dumps(stages(handed)))
+    (run / "stages.json").write_text(json.dumps(stages(handed, steps)))
     (run / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace()).encode()))
     rows = []
-    for epoch, (accuracy, speed) in enumerate(zip(ACCURACY, SPEEDS), start=1):
+    for epoch, (accuracy, speed) in enumerate(zip(ACCURACY, speeds), start=1):
         row = {"step": 10 * epoch, "epoch": float(epoch), "seconds": 2.0 * epoch}
         rows.append({**row, "images_per_second": speed, "communication": 0.25})
         rows.append({**row, "train_loss": loss / epoch, "test_accuracy": accuracy})
@@ -76,12 +76,22 @@ def fill(place, cell, loss=1.0, handed=0.0, code=0):
     return run
 
 
+def read(tmp_path, **changes):
+    """The study of the file, but for changes."""
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return matrix.read(path)
+
+
 @pytest.fixture
 def asked(tmp_path):
     """The study of the file, and a directory for its cells."""
-    path = tmp_path / "study.yaml"
-    path.write_text(yaml.safe_dump(STUDY, sort_keys=False))
-    return matrix.read(path), tmp_path
+    return read(tmp_path), tmp_path
+
+
+def sentences(wanted, place):
+    found = measured.read(wanted, place)
+    return " ".join(report.findings(found, wanted.target, measured.estimators(wanted.cells)))
 
 
 def the(found, label):
@@ -90,9 +100,9 @@ def the(found, label):
 
 
 def pictures_of(page):
-    """The pictures in a page, each as the texts in it."""
+    """The pictures in a page."""
     data = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
-    return [ElementTree.fromstring(base64.b64decode(picture)) for picture in data]
+    return [base64.b64decode(picture) for picture in data]
 
 
 def row_of(page, name, count):
@@ -114,7 +124,7 @@ def test_the_report_holds_every_cell_and_its_pictures_and_needs_nothing_else(ask
     assert (name, letter, step, between) == ("comm-opt", "b", "100", "30.0\N{EN DASH}120")
     assert (images, ratio, accuracy, reached) == ("1,200", "1.00 x", "95.0 %", "4.0")
     assert (talking, waiting) == ("20 %", "8 %")  # 4 ms and, on average, 1.5 ms of 20
-    assert len(pictures_of(page)) == 4
+    assert len([ElementTree.fromstring(picture) for picture in pictures_of(page)]) == 4
     assert "a &lt;study&gt;" in page
     assert not re.search(r"https?://|<script|<link", page)
 
@@ -145,7 +155,7 @@ def test_bytes_are_those_of_the_plan(asked):
     assert comm_opt.handed == sum(sums) / 4
     assert comm_opt.memory == max(sum(plan.memory(rank).values()) for rank in (0, 1))
     sgd = the(found, "sgd on 2 ranks")
-    ((message,),) = [measured.plan_of(sgd.cell).messages(0, True, True)]
+    (message,) = sgd.cell.plan.messages(0, True, True)
     assert sgd.handed == sgd.wire == message.bytes
     assert the(found, "sgd on 1 rank").wire == 0
 
@@ -164,8 +174,7 @@ def test_sentences_say_what_the_numbers_say(asked):
         planned = the(measured.read(wanted, place), cell.label).handed
         wrong = cell.strategy == "mem-opt"
         fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
-    found = measured.read(wanted, place)
-    text = " ".join(report.findings(found, 0.9, measured.estimators(wanted.cells)))
+    text = sentences(wanted, place)
     assert "those of comm-opt and mem-opt (b). Their mean" in text
     assert "losses of the first epoch differ by at most 1e-03 of their value" in text
     assert "the plan's but for mem-opt on 1 rank and mem-opt on 2 ranks." in text
@@ -175,6 +184,79 @@ def test_sentences_say_what_the_numbers_say(asked):
     assert "While 2 of 8 cells ran, other work took" in text
     assert "up to 25 %: their times" in text
     assert "another estimator of the curvature: dp-kfac; see" in text
+
+
+def test_sentences_compare_medians_over_seeds(tmp_path):
+    """Oracle: medians by hand; the quickest single cell is an outlier of the slower variant."""
+    strategies = ["sgd", "comm-opt", "mem-opt"]
+    wanted = read(tmp_path, matrix={"strategy": strategies, "ranks": [2], "seed": [0, 1, 2]})
+    ms = {"sgd": (50, 40, 60), "comm-opt": (100, 10, 90), "mem-opt": (60, 75, 80)}
+    for cell in wanted.cells:
+        fill(tmp_path, cell, speeds=[120e3 / ms[cell.strategy][cell.options.seed]] * 3)
+    text = sentences(wanted, tmp_path)
+    pace = "mem-opt has the quickest K-FAC step (75.0 ms, 1.50 times SGD's)"
+    assert f"On 2 ranks, {pace} and comm-opt the slowest (90.0 ms)." in text
+    assert "was run once" not in text
+
+
+def test_one_variant_on_several_seeds_is_compared_with_none(tmp_path):
+    wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [2], "seed": [0, 1]})
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    assert "quickest" not in sentences(wanted, tmp_path)
+    wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [2], "seed": [0]})
+    assert "Each cell was run once" in sentences(wanted, tmp_path)
+
+
+def test_jobs_of_a_queue_are_not_judged_by_the_machine_that_queued_them(asked):
+    """Oracle: no cores, no other work, and no word of either."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        result = fill(place, cell).parent / "result.json"
+        ended = json.loads(result.read_text()) | {"cores": None, "others": None}
+        result.write_text(json.dumps(ended))
+    text = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    assert "fewer cores" not in text and "other work" not in text and "cores where" not in text
+
+
+def test_steps_that_are_no_whole_interval_do_not_say_where_time_goes(asked):
+    """Oracle: three traced steps at a refresh every two."""
+    wanted, place = asked
+    run = fill(place, wanted.cells[-1])
+    (run / "stages.json").write_text(json.dumps(stages(0.0, steps=(2, 3, 4))))
+    cell = the(measured.read(wanted, place), wanted.cells[-1].label)
+    assert (cell.breakdown, cell.traced_seconds, cell.counted) == ({}, None, None)
+
+
+def test_time_of_jobs_counts_a_run_that_cells_share_once(tmp_path):
+    """Oracle: SGD, once for two dampings, and K-FAC with each: three runs of 9 s."""
+    axes = {"strategy": ["sgd", "comm-opt"], "ranks": [1], "kfac.damping": [0.1, 0.2]}
+    wanted = read(tmp_path, matrix=axes)
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
+    assert "last start</td><td>0.5 min" in page  # 27 s; 36 s are 0.6 min
+
+
+def test_each_number_of_ranks_has_a_panel_and_no_panel_is_empty(tmp_path):
+    """Oracle: four panels for four numbers of ranks, in two rows of three."""
+    wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [1, 2, 3, 4]})
+    for cell in wanted.cells:
+        fill(tmp_path, cell)
+    picture = pictures.breakdown(measured.read(wanted, tmp_path))
+    assert len(set(re.findall(rb'id="axes_\d+"', picture))) == 4
+
+
+def test_cells_that_are_not_complete_are_in_no_picture_and_no_ratio(asked):
+    """Oracle: SGD, which failed: no baseline, and no name in a picture."""
+    wanted, place = asked
+    for cell in wanted.cells:
+        fill(place, cell, code=1 if cell.strategy == "sgd" else 0)
+    page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
+    assert row_of(page, "comm-opt", "2 ranks")[6] == "\N{EN DASH}"
+    found = pictures_of(page)
+    assert all(b"<!-- sgd" not in picture for picture in found)
+    assert sum(b"<!-- comm-opt" in picture for picture in found) == 4
 
 
 def test_a_report_can_be_made_at_any_time(asked):
@@ -196,8 +278,9 @@ def test_a_report_can_be_made_at_any_time(asked):
         metrics.write('{"step": 4')
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "<code>no more disk</code>" in page
-    assert row_of(page, f"{cut.strategy} (interrupted)", "1 rank")[2] == "100"
-    assert len(pictures_of(page)) == 3  # no timeline
+    assert row_of(page, f"{cut.strategy} (begun)", "1 rank")[2] == "100"
+    assert row_of(page, f"{failed.strategy} (failed)", "1 rank")[2] == "100"
+    assert len(pictures_of(page)) == 0  # of complete cells
 
 
 def test_report_only_runs_nothing(asked, monkeypatch, capsys):
@@ -216,7 +299,7 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     path.write_text(yaml.safe_dump(text))
     wanted = matrix.read(path)
     for cell in wanted.cells:
-        fill(tmp_path, cell)
+        fill(tmp_path, cell, steps=range(2, 12))
     found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
     layers, others = mpikfac.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
@@ -228,11 +311,17 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
     assert row_of(page, "mem-opt", "4 ranks")[4] == report.ms(expected)
     assert len(pictures_of(page)) == 5
-    elsewhere = matrix.read(written_for_digits(tmp_path))
-    assert report.predicted(machine, measured.read(elsewhere, tmp_path)) == {}
+    assert report.predicted(machine, measured.read(read(tmp_path), tmp_path)) == {}
 
 
-def written_for_digits(path):
-    file = path / "digits.yaml"
-    file.write_text(yaml.safe_dump(STUDY, sort_keys=False))
-    return file
+def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
+    """Oracle: the simulator, asked for the two of three ranks that train on 32 images each."""
+    network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
+    axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
+    wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")
+    (cell,) = wanted.cells
+    job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
+    expected = mpikfac.simulate(cell.plan, wanted.machine, job).mean.seconds
+    assert cell.plan.ranks == 2
+    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    assert found == {cell.label: pytest.approx(expected)}
