@@ -14,10 +14,14 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mpikfac_apps import curves
 from mpikfac_apps.matrix import STOPPED, Cell
+from mpikfac_apps.options import Options
+
+PATIENCE = 60.0  # seconds that a job may take to end
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,15 @@ class Result:
         code: exit code; 0 when the run is complete.
         why: of a failure, the line that says most.
         seconds: from start to end of the job, start-up and evaluations included.
-        cores: those that the study's own process could use.
-        others: share of this machine's cores that other work took meanwhile.
+        cores: those that the study's own process could use; None of a job that Slurm queued.
+        others: share of this machine's cores that other work took meanwhile; likewise.
     """
 
     code: int
     why: str
     seconds: float
-    cores: int
-    others: float = 0.0
+    cores: int | None = None
+    others: float | None = None
 
 
 def result(directory: Path) -> Result | None:
@@ -57,10 +61,13 @@ def run(cell: Cell, directory: Path, launcher: str) -> Result:
     (directory / "result.json").unlink(missing_ok=True)
     output, began, busy = directory / "output.txt", time.monotonic(), _others_seconds()
     code = _job(command(cell, directory, launcher), output)
-    seconds, cores = time.monotonic() - began, len(os.sched_getaffinity(0))
-    others = (_others_seconds() - busy) / seconds / (os.cpu_count() or 1)
-    why = _why(output, code) if code else ""
-    ended = Result(code, why, round(seconds, 1), cores, round(max(0.0, others), 3))
+    seconds = time.monotonic() - began
+    why = _why(output, code) if code else _missing(directory / "run", cell.options)
+    ended = Result(code or (1 if why else 0), why, round(seconds, 1))
+    if launcher == "mpirun":
+        others = (_others_seconds() - busy) / seconds / (os.cpu_count() or 1)
+        cores = len(os.sched_getaffinity(0))
+        ended = replace(ended, cores=cores, others=round(max(0.0, others), 3))
     draft = directory / "result.json.part"
     draft.write_text(json.dumps(asdict(ended)) + "\n")
     draft.replace(directory / "result.json")
@@ -100,7 +107,7 @@ def _mpirun() -> tuple[str, list[str]]:
 
 
 def _job(words: list[str], output: Path) -> int:
-    """The exit code of a job; one that Slurm queues is cancelled if this process is interrupted."""
+    """The exit code of a job, which is ended if this process is interrupted."""
     defaults = {"OMP_NUM_THREADS": "1"}  # or ranks would start a thread per core each
     if os.geteuid() == 0:  # Open MPI wants to be told twice
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -114,16 +121,29 @@ def _job(words: list[str], output: Path) -> int:
             stdout=subprocess.PIPE if queued else file,
             stderr=file,
             text=True,
+            start_new_session=queued,  # or Ctrl-C would end sbatch before it says the job's number
         ) as job,
     ):
-        number = job.stdout.readline().strip() if job.stdout else ""
         try:
             return job.wait()
         except BaseException:
-            if queued:
-                subprocess.run(["scancel", number], check=False)
-            job.terminate()  # mpirun ends its ranks
+            _end(job)
             raise
+
+
+def _end(job: subprocess.Popen[str]) -> None:
+    """Ends a job, and waits until it has ended: the next start must not meet it."""
+    if job.stdout:  # of sbatch, which says "number" or "number;cluster" and waits for that job
+        number, _, cluster = job.stdout.readline().strip().partition(";")
+        of = [f"--clusters={cluster}"] if cluster else []
+        if number:
+            subprocess.run(["scancel", *of, number], check=False)
+    else:
+        job.terminate()  # mpirun ends its ranks
+    try:
+        job.wait(PATIENCE)
+    except subprocess.TimeoutExpired:
+        job.kill()
 
 
 def _others_seconds() -> float:
@@ -132,6 +152,21 @@ def _others_seconds() -> float:
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     own = os.times()
     return ticks / os.sysconf("SC_CLK_TCK") - own.children_user - own.children_system
+
+
+def _missing(run: Path, options: Options) -> str:
+    """What a run's metrics lack of its end; "" if nothing.
+
+    An exit code of 0 is not enough: it is that of an srun that could not launch, too.
+    """
+    try:
+        last = [{"step": 0, "epoch": 0.0}, *curves.read(run)][-1]
+    except ValueError as error:
+        return f"it ended with code 0, but {error}"
+    steps, every = options.max_steps, options.log_every
+    if last["epoch"] >= options.epochs or (steps and last["step"] >= steps - steps % every):
+        return ""
+    return f"it ended with code 0, but its metrics end at step {last['step']}"
 
 
 def _why(output: Path, code: int) -> str:

@@ -3,7 +3,8 @@
     mpikfac study jobs/studies/digits.yaml
 
 The cells are run one after the other. A study that was interrupted goes on where it was; complete
-cells are not run again, and a cell whose options have changed is another one.
+cells are not run again, and a cell whose options have changed is another one. A cell that was asked
+to stop, as the allocation that the study runs in ends soon, ends the study.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from pathlib import Path
 from mpikfac_apps import cells, report
 from mpikfac_apps.command import Parser
 from mpikfac_apps.lock import Lock
-from mpikfac_apps.matrix import Study, read, slug
+from mpikfac_apps.matrix import STOPPED, Study, read, slug
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is to be run and writes the report; 2 if the study is wrong, 1 if a cell failed."""
+    """Runs what is to be run and writes the report.
+
+    Returns:
+        1 if a cell failed, 2 if the study is wrong, 75 if the study was stopped before its end.
+    """
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = parse(arguments)
     try:
         study = read(options.study)
         directory = options.run_dir or Path("runs") / slug(study.name)
-        failed = 0 if options.report_only else run(study, directory)
+        code = 0 if options.report_only else run(study, directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = report.write(study, directory, ["mpikfac", "study", *arguments])
     except (OSError, ValueError) as error:
@@ -37,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("mpikfac study: interrupted; the same command goes on", file=sys.stderr)
         return 130
     print(f"report: {path}")
-    return 1 if failed else 0
+    return code
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -50,7 +55,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(study: Study, directory: Path) -> int:
-    """Runs the cells that are not complete; how many failed.
+    """Runs the cells that are not complete; the exit code.
 
     Raises:
         ValueError: there is no launcher, or another study is using the directory.
@@ -67,16 +72,20 @@ def run(study: Study, directory: Path) -> int:
 def _run(study: Study, directory: Path) -> int:
     for label, why in study.left_out:
         print(f"left out: {label}: {why}")
-    failed = 0
+    code = 0
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
         ended, again = cells.result(place), ", was complete"
         if ended is None or ended.code:
             ended, again = cells.run(cell, place, study.launcher), ""
-        failed += ended.code != 0
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
+        if ended.code == STOPPED:
+            how = "stopped; the same command goes on"
         print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
-    return failed
+        if ended.code == STOPPED and study.launcher == "mpirun":
+            return STOPPED  # the next ones would be asked to stop, too
+        code = 1 if ended.code else code
+    return code
 
 
 if __name__ == "__main__":

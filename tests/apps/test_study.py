@@ -74,6 +74,19 @@ def test_what_comes_later_goes_before_what_comes_first(tmp_path):
     assert (chosen.batch, chosen.lr, chosen.momentum, chosen.weight_decay) == (60, 0.2, 0.3, 0.4)
 
 
+def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
+    """Oracle: the known options, written out; workers take the place of the half."""
+    own = {"mem-opt": {"kfac.basis_every": 50}, "hybrid": {"kfac": {"workers": 1}}}
+    axes = {"strategy": ["mem-opt", "hybrid"], "ranks": [2]}
+    mem_opt, hybrid = matrix.read(written(tmp_path, strategies=own, matrix=axes)).cells
+    assert (mem_opt.options.kfac.strategy, mem_opt.options.kfac.basis_every) == ("mem-opt", 50)
+    chosen = hybrid.options.kfac
+    assert (chosen.strategy, chosen.workers, chosen.fraction) == ("hybrid", 1, None)
+    axes = {"strategy": ["hybrid"], "ranks": [4], "kfac.workers": [1, 2, 4]}
+    found = matrix.read(written(tmp_path, strategies={}, matrix=axes)).cells
+    assert [cell.options.kfac.workers for cell in found] == [1, 2, 4]
+
+
 def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
     before = matrix.read(written(tmp_path)).cells
     same = matrix.read(written(tmp_path, name="another name")).cells
@@ -142,6 +155,14 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
             {"matrix": {"strategy": ["hybrid"], "ranks": [1]}},
             "hybrid on 1 rank: kfac: fraction",
         ),
+        (
+            {"strategies": {"mine": {"kfac.skip": ["fcc"]}}},
+            "mine on 2 ranks: skip names 'fcc', which is no module of the model",
+        ),
+        (
+            {"strategies": {"mine": {"kfac.strategy": "staggered", "kfac.basis_every": 4}}},
+            "mine on 2 ranks: kfac: basis_every=4 must be a multiple of stagger=5",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_nothing_is_run(tmp_path, capsys, changes, message):
@@ -159,7 +180,8 @@ def test_a_mistake_is_one_line_and_nothing_is_run(tmp_path, capsys, changes, mes
         ("", "the file must hold lines of the form `key: value`"),
         ("name: [", "line 1 is no YAML"),
         ("name: a\nname: b\n", "line 2: name is given twice; give it once"),
-        ("matrix:\n  ranks: [1]\n  ranks: [2]\n", "line 3: ranks is given twice"),
+        ("matrix:\n  ranks: [1]\n  ranks: [2]\n", "line 3: matrix.ranks is given twice"),
+        ("options:\n  kfac.lr: 1\n  kfac: {lr: 2}\n", "line 3: options.kfac.lr is given twice"),
     ],
 )
 def test_a_file_that_is_no_study_is_refused_with_its_line(tmp_path, text, message):
@@ -206,25 +228,86 @@ def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkey
     assert study.main([str(file), f"--run-dir={place}"]) == 0
 
 
+def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, capsys):
+    """Oracle: a launcher that starts nothing, and a program that stops within the epoch."""
+    file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
+    words = [str(file), f"--run-dir={tmp_path / 'place'}"]
+    launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 0\n")
+    assert study.main(words) == 1
+    assert "metrics.jsonl is missing" in capsys.readouterr().out
+    launcher(tmp_path, monkeypatch, f'{ALONE}"$@" --max_steps=1\n')
+    assert study.main(words) == 1
+    assert "code 0, but its metrics end at step 0" in capsys.readouterr().out
+    launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
+    assert study.main(words) == 0
+
+
+def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkeypatch):
+    """Oracle: 13 of 24 steps, of which one line of metrics tells, at step 10."""
+    options = {**STUDY["options"], "epochs": 12, "max_steps": 13}
+    file = written(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
+    launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
+    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 0
+
+
+def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, capsys):
+    """Oracle: the number of starts; the words of a report that is written all the same."""
+    file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
+    launcher(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {tmp_path}/starts\nexit 75\n")
+    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 75
+    assert (tmp_path / "starts").read_text() == "\n"
+    out = capsys.readouterr().out
+    assert "[1/2] sgd on 1 rank: stopped; the same command goes on" in out
+    page = (tmp_path / "place" / "report.html").read_text()
+    assert "Failed" not in page
+    assert "goes on with them): sgd on 1 rank; mine on 1 rank." in page
+
+
 def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
-    """Oracle: the launcher's process is gone, its cell has no result."""
+    """Oracle: the launcher has ended, which takes 2 s, and its cell has no result."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
     mpirun = tmp_path / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 100\n")
+    ends = f'trap "sleep 2; echo > {tmp_path}/ended; exit 143" TERM'
+    mpirun.write_text(f"#!/bin/sh\n{ends}\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done\n")
     mpirun.chmod(0o755)
     environment = os.environ | {"MPIRUN": str(mpirun), "MPIRUN_FLAGS": ""}
-    words = [sys.executable, "-m", "mpikfac", "study", str(file), f"--run-dir={tmp_path / 'place'}"]
+    interrupt(file, tmp_path / "place", environment, once=tmp_path / "pid")
+    assert (tmp_path / "ended").exists()
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    (cell,) = matrix.read(file).cells
+    assert cells.result(tmp_path / "place" / "cells" / cell.directory) is None
+
+
+def interrupt(file, place, environment, once):
+    """Starts a study, and interrupts it once there is something in a file."""
+    words = [sys.executable, "-m", "mpikfac", "study", str(file), f"--run-dir={place}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        while not once.exists() or not once.read_text():
             assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
         _, errors = job.communicate(timeout=60)
     assert job.returncode == 130
     assert errors == "mpikfac study: interrupted; the same command goes on\n"
-    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
-    (cell,) = matrix.read(file).cells
-    assert cells.result(tmp_path / "place" / "cells" / cell.directory) is None
+
+
+def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
+    """Oracle: the words that a stand-in for scancel is given; that sbatch ended by itself."""
+    file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
+    (tmp_path / "bin").mkdir()
+    scripts = {
+        "sbatch": "echo '17;west'; echo > $0.up; while ! test -e $0.off; do sleep 0.1; done; "
+        "sleep 1; echo > $0.ended; exit 1",
+        "scancel": f'echo "$@" > {tmp_path}/words; echo > {tmp_path}/bin/sbatch.off',
+    }
+    for name, script in scripts.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    interrupt(file, tmp_path / "place", environment, once=tmp_path / "bin" / "sbatch.up")
+    assert (tmp_path / "words").read_text() == "--clusters=west 17\n"
+    assert (tmp_path / "bin" / "sbatch.ended").exists()
 
 
 def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, monkeypatch):
@@ -238,7 +321,8 @@ def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, mon
     monkeypatch.delenv("MPIRUN_FLAGS", raising=False)
     (cell,) = matrix.read(file).cells
     place = tmp_path / "place"
-    assert cells.run(cell, place, "slurm").code == 3
+    ended = cells.run(cell, place, "slurm")
+    assert (ended.code, ended.cores, ended.others) == (3, None, None)  # it ran elsewhere
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--wait", "--parsable", "--ntasks=2", f"--output={place}/output.txt"} <= set(words)
     assert words[-1].startswith("srun --mpi=pmix ")
