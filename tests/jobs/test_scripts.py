@@ -1,4 +1,4 @@
-"""The job scripts of PBS and LSF, with stand-ins for the scheduler and the program."""
+"""The job scripts, with stand-ins for the scheduler and the program; test_slurm has a real one."""
 
 from __future__ import annotations
 
@@ -11,18 +11,24 @@ JOBS = Path(__file__).parents[2] / "jobs"
 SCRIPTS = sorted(path for path in JOBS.glob("*/*.*") if path.suffix in (".sbatch", ".pbs", ".lsf"))
 STAND_INS = """
 set_up() { :; }
-mpi() { echo "ranks $*"; return "${CODE:-0}"; }
+mpi() {
+    echo "ranks $*"
+    echo "flags ${MPIRUN_FLAGS-}, threads ${OMP_NUM_THREADS-}"
+    return "${CODE:-0}"
+}
 qsub() { echo "qsub $*"; }
 """
 
 
 def run(tmp_path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """How a script ends in a project of stand-ins, as job 7 with 8 ranks; its program with CODE."""
-    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs").mkdir(exist_ok=True)
     (tmp_path / "jobs" / "common.sh").write_text(STAND_INS)
     (tmp_path / "nodes").write_text("n1\n" * 4 + "n2\n" * 4)
     scheduler = {"PBS_O_WORKDIR": tmp_path, "PBS_NODEFILE": tmp_path / "nodes", "PBS_JOBID": "7"}
     scheduler |= {"LS_SUBCWD": tmp_path, "LSB_DJOB_NUMPROC": "8", "LSB_JOBID": "7"}
+    scheduler |= {"SLURM_SUBMIT_DIR": tmp_path, "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
+    scheduler |= {"SLURM_JOB_END_TIME": "1"}
     return subprocess.run(
         ["bash", str(JOBS / script)],
         env={"PATH": "/usr/bin:/bin", "HOME": "/home/me"} | scheduler | environment,
@@ -67,3 +73,18 @@ def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued
     assert "--run_dir runs/7 --resume auto --max_time 240 --stop_code 75" in job.stdout
     assert job.returncode == 75
     assert '#BSUB -Q "75"' in (JOBS / "lsf" / "multi_node.lsf").read_text()
+
+
+@pytest.mark.parametrize("name", ["slurm/multi_node.sbatch", "slurm/requeue.sbatch"])
+@pytest.mark.parametrize(("cores", "asked"), [("3", " --cpus-per-task=3"), ("", "")])
+def test_ranks_under_srun_get_the_cores_that_the_job_asked_for(tmp_path, name, cores, asked):
+    """Oracle: srun's option, which it does not take over from the job; none if the job has none."""
+    script = tmp_path / "jobs" / "edited"
+    script.parent.mkdir()
+    script.write_text((JOBS / name).read_text().replace("launcher=mpirun", "launcher=srun"))
+    more = {"SLURM_CPUS_PER_TASK": cores} if cores else {}
+    job = run(tmp_path, str(script), **more)
+    (flags,) = (line for line in job.stdout.splitlines() if line.startswith("flags "))
+    assert flags.startswith("flags --mpi=pmix")
+    assert flags.endswith(f"{asked}, threads {cores or 1}")
+    assert ("--cpus-per-task" in flags) == bool(cores)
