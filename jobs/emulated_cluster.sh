@@ -154,10 +154,11 @@ status() {
 }
 
 run() {
-    local ranks names
+    local ranks names count place=node
     find_cluster
     names=$(hosts)
-    ranks=$(wc -w <<<"$names")
+    count=$(wc -w <<<"$names")
+    ranks=$count
     if [ "${1-}" = -n ]; then
         [ $# -gt 2 ] || usage
         ranks=$2
@@ -166,12 +167,14 @@ run() {
     fi
     [ $# -gt 0 ] || usage
     find_open_mpi >&2
+    # Ranks r // N on one host, as `ranks_per_node` wants them, where all get as many; else in turn.
+    ((ranks % count)) || place=ppr:$((ranks / count)):node
     # shellcheck disable=SC2054  # Open MPI's lists have commas
     local options=(
         --prtemca plm ssh --prtemca plm_ssh_agent "$DIR/ssh" --prtemca prte_if_include eth0
         # Its directories are named by process number, and those are the same in every job.
         --prtemca prte_tmpdir_base /dev/shm
-        --host "${names//$'\n'/,}" --map-by node:OVERSUBSCRIBE --bind-to none
+        --host "${names//$'\n'/,}" --map-by "$place:OVERSUBSCRIBE" --bind-to none
         --mca pml ob1 --mca btl self,sm,tcp --mca btl_tcp_if_include eth0 --mca osc ^ucx
         # It believes a host list's count of slots, and waiting ranks would not yield their core.
         --mca mpi_yield_when_idle 1

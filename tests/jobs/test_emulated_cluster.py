@@ -169,8 +169,11 @@ def test_mpi_sees_one_node_per_host(cluster, tmp_path):
     one = cluster("run", "python", "-m", "mpi4py", str(who))
     assert one.stdout.strip() == str([(k, f"node{k + 1}", 1) for k in range(HOSTS)]), one.stderr
     two = cluster("run", "-n", str(2 * HOSTS), "python", "-m", "mpi4py", str(who))
-    dealt = [(k, f"node{k % HOSTS + 1}", 2) for k in range(2 * HOSTS)]
-    assert two.stdout.strip() == str(dealt), two.stderr
+    blocks = [(k, f"node{k // 2 + 1}", 2) for k in range(2 * HOSTS)]
+    assert two.stdout.strip() == str(blocks), two.stderr
+    more = cluster("run", "-n", str(HOSTS + 1), "python", "-m", "mpi4py", str(who))
+    dealt = [(k, f"node{k % HOSTS + 1}", 2 if k % HOSTS == 0 else 1) for k in range(HOSTS + 1)]
+    assert more.stdout.strip() == str(dealt), more.stderr
 
 
 def test_environment_and_folder_arrive_on_all_hosts(cluster, tmp_path):
