@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # All tests: the plain ones in two processes, those of tests/mpi at 1, 2, 3 and 4 ranks (sums are
 # added in another order at 3). Two cores are enough: common.sh tells the launcher that ranks may
-# outnumber cores and gives each one thread. Every stage has a time limit, all within 40 minutes.
+# outnumber cores and gives each one thread. Every stage has a time limit: 20 minutes for the plain
+# tests, 15 for the others at each number of ranks.
 set -uo pipefail
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
