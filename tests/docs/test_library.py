@@ -1,0 +1,63 @@
+"""The programs on the page about the library run as they stand, under MPI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launch import launch
+
+PAGE = Path(__file__).parents[2] / "docs" / "library.md"
+BEFORE = """
+import torch
+from mpi4py import MPI
+import mpikfac
+
+comm = mpikfac.world()
+LOSS = torch.nn.functional.cross_entropy
+
+def fresh():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+model, optimizer = fresh()
+torch.manual_seed(comm.rank)
+loader = [(torch.randn(8, 1, 8, 8), torch.randint(10, (8,)))] * 4
+first = LOSS(model(loader[0][0]), loader[0][1]).item()
+"""
+STEPS = """
+expected, other = fresh()
+stepped = mpikfac.KFAC(expected, other, comm, damping=0.03)
+for images, labels in loader:
+    other.zero_grad()
+    LOSS(expected(images), labels).backward()
+    stepped.step()
+torch.testing.assert_close(model.state_dict(), expected.state_dict())
+print("as step()")
+"""
+LEARNT = """
+if training is not None:
+    assert LOSS(model(loader[0][0]), loader[0][1]).item() < first
+print("trains" if training else "decomposes")
+"""
+
+
+def program(path: Path, word: str, after: str) -> str:
+    """A file with the page's program that has that word."""
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (code,) = (code for code in codes if word in code)
+    path.write_text(BEFORE + code + after)
+    return str(path)
+
+
+def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
+    """Oracle: `step()` on the same batches."""
+    job = launch(2, program(tmp_path / "program.py", "precondition()", STEPS))
+    assert job.stdout.splitlines() == ["as step()"] * 2, job.stderr
+
+
+def test_the_last_rank_decomposes_for_the_others(tmp_path):
+    """Oracle: which ranks train, and their loss."""
+    job = launch(3, program(tmp_path / "program.py", "serve(", LEARNT))
+    assert sorted(job.stdout.splitlines()) == ["decomposes", "trains", "trains"], job.stderr
