@@ -157,7 +157,7 @@ def strategy(
 def for_machine(
     options: Options, model: nn.Module, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
-    """The strategy as the machine would have it, and its name.
+    """The strategy as the machine would have it where nothing else is asked, and its name.
 
     Raises:
         ValueError: the file is no machine, or the machine was not measured with this network.
@@ -171,7 +171,12 @@ def for_machine(
     if options.kfac.strategy == "auto":
         return choose(layers, others, ranks, machine, job, solver)
     chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
-    return options.kfac.strategy, chosen
+    asked = {
+        key: getattr(strategy, key)
+        for key in ("fusion", "replicate_below")
+        if getattr(options.kfac, key) is not None
+    }
+    return options.kfac.strategy, dataclasses.replace(chosen, **asked)
 
 
 def _workers(options: KfacOptions, ranks: int) -> int:

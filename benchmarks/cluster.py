@@ -31,7 +31,6 @@ from mpikfac_apps import batches, data, models, show_plan, simulate
 from mpikfac_apps.command import table
 
 Step = Callable[[], None]
-BASIS_EVERY = 10
 STRATEGIES = [
     name
     for name in simulate.STRATEGIES
@@ -49,6 +48,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="unpacked CIFAR-10")
     parser.add_argument("--machine", required=True, help="a file of mpikfac calibrate")
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
+    parser.add_argument("--basis-every", type=int, default=10, help="steps of an interval")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
     parser.add_argument("--json", type=Path)
@@ -59,7 +59,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, (trainer, step, _) in made.items():
-            found[name].append(interval(comm, trainer, step))
+            found[name].append(interval(comm, trainer, step, options.basis_every))
     rows = [row(name, found, made[name][2]) for name in made]
     if comm.rank == 0:
         report(options, comm.size, rows)
@@ -94,7 +94,7 @@ def make(
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     machine = mpikfac.load_machine(options.machine)
-    job = mpikfac.Job(options.model, options.batch, 1, BASIS_EVERY)
+    job = mpikfac.Job(options.model, options.batch, 1, options.basis_every)
     trainer: Any
     if name == "sgd":
         trainer = mpikfac.DataParallel(model, optimizer, comm)
@@ -102,9 +102,8 @@ def make(
         strategy, solver = simulate.strategy_of(name, comm.size, "inverse")
         layers, others = show_plan.shapes_of(options.model)
         strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, solver)
-        trainer = mpikfac.KFAC(
-            model, optimizer, comm, strategy, damping=0.03, basis_every=BASIS_EVERY, solver=solver
-        )
+        settings: Any = {"basis_every": options.basis_every, "solver": solver}
+        trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **settings)
 
     def step() -> None:
         x, y = images.next()
@@ -112,18 +111,18 @@ def make(
         F.cross_entropy(model(x), y).backward()
         trainer.step()
 
-    for _ in range(BASIS_EVERY):
+    for _ in range(options.basis_every):
         step()
     return trainer, step, mpikfac.simulate(trainer.plan, machine, job)
 
 
-def interval(comm: Any, trainer: Any, step: Step) -> tuple[float, float]:
-    """Seconds per step, and of these in communication, over a refresh interval.
+def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:
+    """Seconds per step, and of these in communication, over an interval of so many.
 
     Collective over: world.
     """
     seconds, talking = [], []
-    for _ in range(BASIS_EVERY):
+    for _ in range(steps):
         trainer.trace.clear()
         comm.Barrier()
         start = time.perf_counter()
@@ -133,7 +132,7 @@ def interval(comm: Any, trainer: Any, step: Step) -> tuple[float, float]:
         mine = {stage: trainer.trace.seconds[stage] for stage in mpikfac.COMMUNICATION}
         everyone = comm.allgather(mine)
         talking.append(sum(min(found[stage] for found in everyone) for stage in mine))
-    return sum(seconds) / BASIS_EVERY, sum(talking) / BASIS_EVERY
+    return sum(seconds) / steps, sum(talking) / steps
 
 
 def row(

@@ -185,10 +185,8 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
         ValueError: nothing is known of vectors, which the plan has.
     """
     if plan.vectors:
-        if network.vector_precondition is None:
-            raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
         mine = sum(sum(plan.orders[f"{n}.{k}"] for k in "AG") for n in plan.preconditioned(rank))
-        return network.vector_precondition * mine / sum(plan.orders.values())
+        return _of_vectors(network.vector_precondition, machine) * mine / sum(plan.orders.values())
     times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
     products = list(_products(plan, plan.preconditioned(rank)))
     if network.precondition is None:
@@ -204,12 +202,17 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Raises:
         ValueError: nothing is known of vectors, which the plan has.
     """
-    seconds = network.vector_statistics if plan.vectors else network.statistics
-    if seconds is None:
-        raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
-    power = 1 if plan.vectors else 2
+    power, seconds = 2, network.statistics
+    if plan.vectors:
+        power, seconds = 1, _of_vectors(network.vector_statistics, machine)
     recorded = sum(plan.orders[name] ** power for name in plan.recorded(rank))
     return seconds * recorded / sum(order**power for order in plan.orders.values())
+
+
+def _of_vectors(seconds: float | None, machine: Machine) -> float:
+    if seconds is None:
+        raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
+    return seconds
 
 
 def stepped_share(plan: Plan, rank: int) -> float:

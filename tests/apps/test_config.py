@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
-from mpikfac_apps import config
+from mpikfac_apps import config, models
 from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import Options
 
@@ -195,6 +196,23 @@ def test_strategies_by_name(given, workers):
     options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
     strategy, _ = config.strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
+
+
+def test_a_machine_does_not_overrule_what_is_asked():
+    """Oracle: the options; without them, what the machine would have it."""
+    with torch.device("meta"):
+        model = models.build("resnet50", 1000)
+
+    def chosen(*more):
+        given = ["--model=resnet50", "--batch=128", "--kfac.machine=v100-edr", *more]
+        options = config.parse(["--kfac.strategy=spd-kfac", *given], 4)
+        strategy, settings = config.strategy(options.kfac, 4)
+        return config.for_machine(options, model, 4, strategy, settings)[1]
+
+    tuned = chosen()
+    assert isinstance(tuned.fusion, tuple) and tuned.replicate_below not in (0, 100)
+    mine = chosen("--kfac.fusion=[7]", "--kfac.replicate_below=100")
+    assert (mine.fusion, mine.replicate_below) == (7, 100)
 
 
 def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
