@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps import models, record, show_plan
-from mpikfac_apps.command import Parser
+from mpikfac_apps.command import Parser, read_options
 from mpikfac_apps.train_cnn import share_cores
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
-        options = read_options(comm, argv)
+        options = read_options(comm, lambda: parse(argv, comm.size))
         if options is None:
             return 0
         machine = measured(comm, options)
@@ -66,35 +66,24 @@ def main(argv: list[str] | None = None) -> int:
     return mpikfac.leaving(0)
 
 
-def read_options(comm: Any, argv: list[str] | None) -> argparse.Namespace | None:
-    """Rank 0's options on every rank; None if it was asked for help only.
+def parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
+    """The options, checked one by one.
 
-    Collective over: comm.
+    Raises:
+        ValueError: what is wrong with them, or with the number of ranks.
     """
-    options = None
-    with mpikfac.together(comm, "options"):
-        if comm.rank == 0:
-            try:
-                options = parse(argv)
-                if not options.out.parent.is_dir():
-                    raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
-            except SystemExit as leave:
-                if leave.code:
-                    raise
-        if comm.size == 1:
-            raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
-    return comm.bcast(options)
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked one by one."""
     parser = Strict(prog="mpikfac calibrate", description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument(
         "--model", type=names, default=["resnet20"], help="such as resnet20,resnet32"
     )
     parser.add_argument("--batch-per-rank", type=show_plan.count, default=32, help="images")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if not options.out.parent.is_dir():
+        raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
+    if ranks == 1:
+        raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
+    return options
 
 
 def names(text: str) -> list[str]:

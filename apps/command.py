@@ -1,15 +1,17 @@
-"""What programs of one process share: parser, tables, and the checkpoint that a path means."""
+"""What programs share: parser, options, tables, and the checkpoint that a path means."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import mpikfac
+
+Options = TypeVar("Options")
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,6 +20,25 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Prints the message and ends with code 2."""
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
+    """What rank 0 parses, on every rank; None if it was asked for help only.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: what `parse` raises as ValueError.
+    """
+    options = None
+    with mpikfac.together(comm, "options"):
+        if comm.rank == 0:
+            try:
+                options = parse()
+            except SystemExit as leave:
+                if leave.code:
+                    raise
+    return comm.bcast(options)  # type: ignore[no-any-return]
 
 
 def show(sections: Sequence[Sequence[str]]) -> None:

@@ -25,6 +25,7 @@ from torch import Tensor
 import mpikfac
 from mpikfac_apps import batches, checkpoints, config, data, models, record
 from mpikfac_apps.asked import ignore_signals
+from mpikfac_apps.command import read_options
 from mpikfac_apps.guard import Guard
 from mpikfac_apps.metrics import Meter, Speed
 from mpikfac_apps.options import Options
@@ -53,24 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
-        options = read_options(comm, argv)
+        options = read_options(comm, lambda: config.parse(argv, comm.size))
     return 0 if options is None else mpikfac.leaving(train(comm, options))
-
-
-def read_options(comm: Any, argv: Sequence[str] | None) -> Options | None:
-    """Rank 0's options on every rank; None if it was asked for help only.
-
-    Collective over: comm.
-    """
-    options = None
-    with mpikfac.together(comm, "options"):
-        if comm.rank == 0:
-            try:
-                options = config.parse(argv, comm.size)
-            except SystemExit as leave:
-                if leave.code:
-                    raise
-    return comm.bcast(options)
 
 
 def train(comm: Any, options: Options) -> int:
