@@ -45,9 +45,15 @@ class Outbox:
         self._thread.start()
 
     def put(self, number: int, urgency: int, pieces: Sequence[Piece]) -> None:
-        """Message `number` is ready on this rank."""
+        """Message `number` is ready on this rank.
+
+        Raises:
+            RuntimeError: the outbox is closed.
+        """
         letter = Letter(urgency, list(pieces))
         with self._changed:
+            if self._closed:
+                raise RuntimeError(f"message {number} comes after close(): no step may follow it")
             if number in self._letters:
                 raise ValueError(f"message {number} is on its way already")
             self._letters[number] = letter

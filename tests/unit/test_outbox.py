@@ -104,3 +104,10 @@ def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox
         outbox.put(number, 0, [broken])
         with pytest.raises(OSError, match="the line is cut"):
             outbox.wait(number)
+
+
+def test_nothing_can_be_put_into_a_closed_outbox(line, outbox):
+    """Oracle: the error; without it nobody would send what is waited for."""
+    outbox.close()
+    with pytest.raises(RuntimeError, match=r"comes after close\(\): no step may follow it"):
+        outbox.put(0, 0, line.pieces("late", 1))
