@@ -40,6 +40,7 @@ MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 # Like `PIECE`, for messages beside the computation: how soon an urgent one can overtake.
 SMALL_PIECE = 2**18
 CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
+LEAVING = 2**15 - 1  # the highest tag that every MPI has
 LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -363,22 +364,28 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
     It has to be received before the next one is asked for. Between two looks the rank sleeps: in a
     call of MPI it would keep a core busy, perhaps one of a rank that trains.
 
-    Collective over: curvature.
+    Collective over: none.
     """
-    left, status = curvature.Ibarrier(), MPI.Status()
-    while not left.Test():
-        if curvature.Iprobe(status=status):
-            yield status.source, status.tag
-        else:
+    left, status = 0, MPI.Status()
+    while left < curvature.remote_size:
+        if not curvature.Iprobe(status=status):
             time.sleep(LOOK_EVERY)
+        elif status.tag == LEAVING:
+            curvature.Recv(bytearray(), source=status.source, tag=LEAVING)
+            left += 1
+        else:
+            yield status.source, status.tag
 
 
 def leave(curvature: MPI.Intercomm) -> None:
     """Ends the curvature ranks' `arrivals`, once all training ranks have called this.
 
-    Collective over: curvature.
+    Message by message: Open MPI's Ibarrier between two groups lets some go before all have come.
+
+    Collective over: none.
     """
-    curvature.Ibarrier().Wait()
+    for rank in range(curvature.remote_size):
+        curvature.Send(b"", dest=rank, tag=LEAVING)
 
 
 # -- collectives on arenas -----------------------------------------------------------------------

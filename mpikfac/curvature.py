@@ -94,7 +94,7 @@ class Curvature:
     def close(self) -> None:
         """Lets the curvature ranks go, once all training ranks have called this.
 
-        Collective over: curvature.
+        Collective over: none.
         """
         self._finish()
         leave(self._curvature)

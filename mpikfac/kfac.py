@@ -257,7 +257,7 @@ class KFAC:
 
         What is on its way is sent and kept first. No step may follow.
 
-        Collective over: world and its curvature ranks.
+        Collective over: world.
         """
         self.factors.settle()
         self.grid.close()
