@@ -28,6 +28,7 @@ from mpikfac_apps.train_cnn import share_cores
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
+BESIDE = 2**20  # elements of a message beside computations
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
 SOLVERS = ("inverse", "rank-one")
 LONGEST = 0.5  # seconds after which no larger message or factor is tried
@@ -106,6 +107,7 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
     visit(comm, networks)
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
     visit(comm, networks)
+    hidden = hidden_part(comm)
     orders = sorted({order for network in networks for order in network.orders})
     inverse = ladder(comm, orders, lambda a: mpikfac.damped_inverse(a, 0.03))
     eigen = ladder(comm, orders, mpikfac.eigenbasis)
@@ -117,6 +119,7 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
         inside=(levels or across)[-1],
         between=across[-1] if across else None,
         ranks_per_node=max(map(hosts.count, hosts)) if across else None,
+        hidden=hidden,
         samples=tuple(samples),
         decompositions={"inverse": inverse, "eigen": eigen},
         networks=tuple(network.seconds(comm) for network in networks),
@@ -155,11 +158,16 @@ def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> li
             size,
             nodes,
             sharing if nodes > 1 else 1,
-            curve(comm, grid, primitive, mpikfac.Codec(codec) if codec else None),
+            curve(comm, grid, primitive, encoding(codec)),
             codec,
         )
         for primitive, codec in kinds
     ]
+
+
+def encoding(codec: str | None) -> mpikfac.Codec | None:
+    """The codec, with error feedback where training has it."""
+    return None if codec is None else mpikfac.Codec(codec, feedback=codec != "bfloat16")
 
 
 def curve(
@@ -211,6 +219,33 @@ def there_and_back(pair: Any, buffer: Any) -> None:
     else:
         pair.Recv(buffer, source=0)
         pair.Send(buffer, dest=0)
+
+
+def hidden_part(comm: Any) -> float:
+    """Which part of a message's seconds is hidden beside products of matrices, -10 at least.
+
+    Collective over: comm.
+    """
+    grid = mpikfac.Grid(comm, 1, mpikfac.Trace())
+    flat, a = torch.zeros(BESIDE), torch.randn(256, 256)
+    layout = mpikfac.lay_out([[("sums", (len(flat),))]])
+    message = mpikfac.message(STAGE, "Allreduce", "world", [(0, len(flat))], comm.size, 4)
+    thread = grid.beside([message], layout, flat, 0)
+    alone = seconds_of(comm, lambda: grid.exchange([message], flat))
+    times = max(1, round(2 * alone / seconds_of(comm, lambda: a @ a)))
+
+    def compute() -> None:
+        for _ in range(times):
+            a @ a
+
+    def both() -> None:
+        thread.ready("sums")
+        compute()
+        thread.wait()
+
+    felt = seconds_of(comm, both) - seconds_of(comm, compute)
+    grid.close()
+    return max(-10.0, min(1.0, 1 - felt / alone))
 
 
 # -- computations --------------------------------------------------------------------------------

@@ -9,12 +9,15 @@
 A round is a refresh interval of each strategy in turn; a strategy's step is the mean over an
 interval, the median over rounds. Communication is what passes in its stages on the rank that comes
 last to each; that of K-FAC is what a strategy has more of than plain SGD in the same round.
+Messages and decompositions are those of the file; what the network computes is measured between the
+rounds, as a shared machine is now faster and now slower.
 Strategies with curvature ranks are left out: they train on fewer ranks than the others.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import time
@@ -27,7 +30,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps import batches, data, models, show_plan, simulate
+from mpikfac_apps import batches, calibrate, data, models, show_plan, simulate
 from mpikfac_apps.command import table
 
 Step = Callable[[], None]
@@ -56,11 +59,19 @@ def main() -> None:
     comm = mpikfac.world()
     images = Images(comm, options)
     made = {name: make(comm, name, options, images) for name in options.strategies}
+    network = calibrate.Network(options.model, options.batch)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for _ in range(options.rounds):
-        for name, (trainer, step, _) in made.items():
+        for name, (trainer, step) in made.items():
             found[name].append(interval(comm, trainer, step, options.basis_every))
-    rows = [row(name, found, made[name][2]) for name in made]
+        calibrate.visit(comm, [network])
+    machine = mpikfac.load_machine(options.machine)
+    machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
+    job = mpikfac.Job(options.model, options.batch, 1, options.basis_every)
+    rows = [
+        row(name, found, mpikfac.simulate(trainer.plan, machine, job))
+        for name, (trainer, _) in made.items()
+    ]
     if comm.rank == 0:
         report(options, comm.size, rows)
 
@@ -83,10 +94,8 @@ class Images:
         return self.normalise(self.images[some]), self.labels[some]
 
 
-def make(
-    comm: Any, name: str, options: argparse.Namespace, images: Images
-) -> tuple[Any, Step, mpikfac.Prediction]:
-    """A trainer of that strategy after an interval, a step of it, and what is predicted of it.
+def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> tuple[Any, Step]:
+    """A trainer of that strategy after an interval, and a step of it.
 
     Collective over: world.
     """
@@ -113,7 +122,7 @@ def make(
 
     for _ in range(options.basis_every):
         step()
-    return trainer, step, mpikfac.simulate(trainer.plan, machine, job)
+    return trainer, step
 
 
 def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:

@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _EXPORTS = {
     "errors": ("UserError", "ending"),
     "strategy": ("NAMED", "Named", "Strategy", "divisors", "named"),
+    "layout": ("lay_out",),
     "messages": ("Codec", "Message", "message"),
     "plan": ("LayerShape", "Plan", "make_plan"),
     "machine": (*("Level", "Machine", "Network", "Sample", "load_machine", "published_machines"),),

@@ -92,6 +92,8 @@ class Machine:
         between: None where there is one node.
         samples: collectives as measured; levels say what was not.
         decompositions: by solver: order and seconds of one factor, ascending.
+        hidden: which part of the seconds of a message beside computations these do not feel; less
+            than 1 where ranks have no core to spare, below 0 if it costs more than in turn.
         products: order and rate of a matrix product, in operations per second, ascending; empty
             where preconditioning was measured.
     """
@@ -102,6 +104,7 @@ class Machine:
     decompositions: Mapping[str, tuple[Point, ...]]
     products: tuple[Point, ...] = ()
     ranks_per_node: int | None = None
+    hidden: float = 1.0
     between: Level | None = None
     samples: tuple[Sample, ...] = ()
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -172,6 +175,9 @@ def machine_from_json(text: str) -> Machine:
             f"ranks_per_node={per_node} and between={values.get('between')} go together: give both "
             f"where there are several nodes, else neither"
         )
+    hidden = values.get("hidden", 1.0)
+    if type(hidden) not in (int, float) or not -10 <= hidden <= 1:
+        raise ValueError(f"hidden={hidden!r} must be a number from -10 to 1")
     values["networks"] = tuple(_network(entry) for entry in _list(values, "networks"))
     values["samples"] = tuple(_sample(entry) for entry in _list(values, "samples"))
     if values.get("products"):

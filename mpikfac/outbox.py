@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-PAUSE = 1e-4  # seconds between two looks at what others do
+PAUSE = 1e-4  # seconds between two looks at what others do, at first
+LONGEST_PAUSE = 1e-3  # and in the end: a look takes a core, perhaps from the computation
 
 Piece = Callable[[], None]
 
@@ -82,12 +83,15 @@ class Outbox:
         self._thread.join()
 
     def _run(self) -> None:
+        pause = PAUSE
         try:
             while ready := self._ready():
                 if common := self._in_common(list(ready)):
                     self._send(min(common, key=lambda number: (ready[number].urgency, number)))
+                    pause = PAUSE
                 else:
-                    time.sleep(PAUSE)
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
         except BaseException as error:  # it is for the thread that waits
             with self._changed:
                 self._error = error

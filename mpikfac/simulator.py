@@ -51,12 +51,14 @@ class Event(NamedTuple):
             sent beside the computations that follow, urgent ones first; "wait", for urgent ones,
             or "wait for all" of them.
         ready: of a message beside the backward pass, after which part of that it is sent.
+        felt: seconds by which a message beside computations makes these longer.
     """
 
     stage: str
     seconds: float
     kind: Literal["compute", "message", "urgent", "beside", "wait", "wait for all"] = "compute"
     ready: float = 1.0
+    felt: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -207,6 +209,7 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
                 urgent = max(now, urgent) + event.seconds
             if event.kind == "message":
                 now = urgent
+            now += event.felt
     end = max(now, urgent, line - slack)
     return end, end - computed
 
@@ -299,7 +302,8 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
     for message in messages:
         seconds = costmodel.message_seconds(message, plan, rank, machine)
         if kind := kinds.get(message.stage):
-            found.append(Event(message.stage, seconds, kind, _ready(message, plan, rank)))
+            felt = (1 - machine.hidden) * seconds
+            found.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), felt))
         else:
             found.append(Event(message.stage, seconds, "message"))
     return found

@@ -42,6 +42,7 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     assert (network.model, network.batch) == ("digits_cnn", 4)
     assert min(network.forward, network.backward, network.gradients, network.optimizer) > 0
     assert min(network.precondition, network.vector_precondition) > 0
+    assert -10 <= machine.hidden <= 1
     assert machine.about["ranks"] == comm.size and machine.about["packages"]
     layers, others = mpikfac.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
     orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})

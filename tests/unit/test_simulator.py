@@ -64,6 +64,10 @@ def urgent(seconds):
     return Event("reduce gradients", seconds, "urgent")
 
 
+def felt(seconds, felt):
+    return Event("reduce statistics", seconds, "beside", felt=felt)
+
+
 WAIT = Event("reduce gradients", 0, "wait")
 WAIT_FOR_ALL = Event("decompose", 0, "wait for all")
 
@@ -81,6 +85,7 @@ WAIT_FOR_ALL = Event("decompose", 0, "wait for all")
         ([message(4, beside=True), urgent(2), compute(1), WAIT, compute(3)], 6, 2),
         ([message(4, beside=True), urgent(2), compute(1), WAIT_FOR_ALL, compute(3)], 9, 5),
         ([compute(1), urgent(2), compute(4), WAIT, compute(1)], 6, 0),
+        ([compute(1), felt(2, 0.5), compute(4)], 5.5, 0.5),
     ],
 )
 def test_messages_beside_computations_cost_what_does_not_fit(events, end, exposed):
@@ -167,6 +172,18 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
     order += [*slices, ("reduce gradients", 1), ("reduce statistics", 3)]
     order += [("reduce gradients", 0), ("optimizer", 1.0)]
     assert [(event.stage, event.seconds) for event in found] == order
+
+
+def test_where_no_core_is_free_what_is_hidden_is_felt():
+    """Oracle: a step with new factors by hand, whose messages cost as much as in turn, or twice."""
+    strategies = Strategy(2, fusion=1, overlap=True), Strategy(2, fusion=1)
+    beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
+    expected = mpikfac.simulate(plain, MACHINE, JOB).factors
+    sums = expected.stages["reduce statistics"] + expected.stages["reduce gradients"]
+    for hidden, more in ((0.0, 0), (-1.0, sums)):
+        machine = dataclasses.replace(MACHINE, hidden=hidden)
+        found = mpikfac.simulate(beside, machine, JOB).factors
+        assert found.seconds == pytest.approx(expected.seconds + more, rel=1e-9)
 
 
 def test_an_overlapped_message_waits_for_the_first_of_its_layers():
