@@ -202,9 +202,10 @@ def collective(
     spans = [(0, len(flat))]
     if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
         spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
+    stage = f"{STAGE} {len(flat)}"  # what encoding loses is kept for each
     roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
     messages = [
-        mpikfac.message(STAGE, primitive, "world", spans, ranks, 4, group.rank, root, codec)
+        mpikfac.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
         for root in roots
     ]
     turns = itertools.cycle(messages)
