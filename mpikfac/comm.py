@@ -31,7 +31,7 @@ from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 from mpikfac.layout import Layout
 from mpikfac.levels import BETWEEN_NODES, IN_NODE
 from mpikfac.messages import PIECE, Message
-from mpikfac.outbox import LONGEST_PAUSE, PAUSE, Outbox
+from mpikfac.outbox import PAUSE, Outbox
 from mpikfac.trace import Trace
 
 # mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
@@ -755,11 +755,9 @@ def _op(message: Message) -> MPI.Op:
 
 
 def _sleep_until(done: MPI.Request) -> None:
-    """Returns when it is, calling MPI now and then, and the longer it takes the less often."""
-    pause = PAUSE
+    """Returns when it is, calling MPI now and then."""
     while not done.Test():
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
+        time.sleep(PAUSE)
 
 
 def _settle(buffer: Any) -> None:

@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-PAUSE = 1e-4  # seconds between two looks at what others do, at first
-LONGEST_PAUSE = 1e-3  # and in the end: a look takes a core, perhaps from the computation
+PAUSE = 1e-4  # seconds between two looks at what others do
 
 Piece = Callable[[], None]
 
@@ -83,15 +82,12 @@ class Outbox:
         self._thread.join()
 
     def _run(self) -> None:
-        pause = PAUSE
         try:
             while ready := self._ready():
                 if common := self._in_common(list(ready)):
                     self._send(min(common, key=lambda number: (ready[number].urgency, number)))
-                    pause = PAUSE
                 else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
+                    time.sleep(PAUSE)
         except BaseException as error:  # it is for the thread that waits
             with self._changed:
                 self._error = error
