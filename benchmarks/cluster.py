@@ -130,18 +130,22 @@ def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, fl
 
     Collective over: world.
     """
-    seconds, talking = [], []
-    for _ in range(steps):
+    mine = []
+    comm.Barrier()
+    start = time.perf_counter()
+    for _ in range(steps):  # with nothing in between: what is sent beside would go on in there
         trainer.trace.clear()
-        comm.Barrier()
-        start = time.perf_counter()
         step()
-        comm.Barrier()
-        seconds.append(time.perf_counter() - start)
-        mine = {stage: trainer.trace.seconds[stage] for stage in mpikfac.COMMUNICATION}
-        everyone = comm.allgather(mine)
-        talking.append(sum(min(found[stage] for found in everyone) for stage in mine))
-    return sum(seconds) / steps, sum(talking) / steps
+        mine.append({stage: trainer.trace.seconds[stage] for stage in mpikfac.COMMUNICATION})
+    comm.Barrier()
+    seconds = time.perf_counter() - start
+    everyone = comm.allgather(mine)
+    talking = sum(
+        min(found[number][stage] for found in everyone)
+        for number in range(steps)
+        for stage in mpikfac.COMMUNICATION
+    )
+    return seconds / steps, talking / steps
 
 
 def row(

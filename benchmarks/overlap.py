@@ -3,9 +3,8 @@
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     bash jobs/emulated_cluster.sh run -n 2 python -m mpi4py benchmarks/overlap.py --data DIRECTORY
 
-Steps with new factors and without new bases, of which the model's last layers' messages may go
-first. Exposed is what the training waits in a stage, on the rank that comes last to it; sending is
-what the thread spends, too. A step of each takes turns; medians over all.
+Steps with new factors and without new bases; some of each take turns, medians over rounds. The time
+of a stage is what the training waits in it, on the rank that comes last to it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from mpikfac_apps import models
 from mpikfac_apps.command import table
 
 STAGES = ("reduce statistics", "reduce gradients")
-KINDS = ("exposed", "sending")
+AT_ONCE = 5  # steps
 Step = Callable[[], None]
 
 
@@ -39,18 +38,17 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="unpacked CIFAR-10")
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
     parser.add_argument("--fusion", type=int, default=3, help="layers per message")
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     comm = mpikfac.world()
     images = Images(comm, options)
     made = {beside: make(comm, options, images, beside) for beside in (False, True)}
     found: dict[bool, list[list[float]]] = {beside: [] for beside in made}
-    for _ in range(options.steps):
+    for _ in range(options.rounds):
         for beside, (kfac, step) in made.items():
             found[beside].append(timed(comm, kfac, step))
     if comm.rank == 0:
-        head = ("", "step ms", *(f"{stage}, {kind}" for stage in STAGES for kind in KINDS))
-        lines = [head]
+        lines = [("", "step ms", *(f"{stage} ms" for stage in STAGES))]
         for beside, rows in found.items():
             times = [f"{1e3 * median(column):.1f}" for column in zip(*rows)]
             lines.append(("beside" if beside else "in turn", *times))
@@ -82,20 +80,28 @@ def make(comm: Any, options: argparse.Namespace, images: Images, beside: bool) -
 
 
 def timed(comm: Any, kfac: Any, step: Step) -> list[float]:
-    """Seconds of a step, and of each stage on the rank that comes last: exposed, and of sending.
+    """Seconds of a step and, of these, in which the rank that comes last to a stage waits in it.
+
+    The mean of several steps with nothing in between, where messages could go on.
 
     Collective over: world.
     """
-    kfac.trace.clear()
+    waited = []
     comm.Barrier()
     start = time.perf_counter()
-    step()
+    for _ in range(AT_ONCE):
+        kfac.trace.clear()
+        step()
+        waited.append({stage: kfac.trace.seconds[stage] for stage in STAGES})
+    kfac.factors.settle()  # what is still on its way belongs to these steps
     comm.Barrier()
-    seconds = [time.perf_counter() - start]
-    for stage in STAGES:
-        exposed, beside = kfac.trace.seconds[stage], kfac.trace.beside[stage]
-        seconds += [min(comm.allgather(exposed)), min(comm.allgather(beside or exposed))]
-    return seconds
+    seconds = time.perf_counter() - start
+    everyone = comm.allgather(waited)
+    exposed = [
+        sum(min(ranks[number][stage] for ranks in everyone) for number in range(AT_ONCE))
+        for stage in STAGES
+    ]
+    return [total / AT_ONCE for total in (seconds, *exposed)]
 
 
 if __name__ == "__main__":
