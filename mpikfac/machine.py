@@ -234,7 +234,7 @@ def fitted(points: Sequence[Point]) -> Level:
     if latency <= 0:  # noise: the smallest message bounds it from above, a line through it is best
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
-    # Where latency is all that is seen, the bandwidth is at least that of the largest message.
+    # Where latency is all that is seen: no more than a thousand times that of the largest message.
     per_byte = max(per_byte, seconds[-1] / size[-1] * 1e-3)
     return Level(float(latency), float(1 / per_byte))
 

@@ -271,8 +271,8 @@ def _step(
     slowest = costmodel.expected_slowest(job.stragglers, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.curvature_ranks:
-        compute["decompose"] = 0.0
-        compute["decompose"] = _awaited(plan, machine, share, sum(compute.values()))
+        beside = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
+        compute["decompose"] = _awaited(plan, machine, share, beside)
     overlap = plan.strategy.overlap
     if overlap:
         messages.append(Event("reduce gradients", 0.0, "wait"))
