@@ -9,40 +9,33 @@ communicators the link of a node. Other work shows in it: use an idle machine. I
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpikfac
 from mpikfac_apps import models, record, show_plan
-from mpikfac_apps.command import Parser, read_options
+from mpikfac_apps.command import Strict, read_options
 from mpikfac_apps.train_cnn import share_cores
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
-BESIDE = 2**20  # elements of a message beside computations
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
 SOLVERS = ("inverse", "rank-one")
 LONGEST = 0.5  # seconds after which no larger message or factor is tried
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
+TURNS, STEPS = 6, 4  # of steps that send beside the backward pass and in turn
 STAGE = "calibrate"
-
-
-class Strict(Parser):
-    """A parser for one rank of many, which tells the others what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -107,24 +100,23 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
     visit(comm, networks)
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
     visit(comm, networks)
-    hidden = hidden_part(comm)
     orders = sorted({order for network in networks for order in network.orders})
     inverse = ladder(comm, orders, lambda a: mpikfac.damped_inverse(a, 0.03))
     eigen = ladder(comm, orders, mpikfac.eigenbasis)
     visit(comm, networks)
     levels = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1]
     across = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes > 1]
-    return mpikfac.Machine(
+    machine = mpikfac.Machine(
         name=f"{comm.size} ranks on {', '.join(sorted(set(hosts)))}",
         inside=(levels or across)[-1],
         between=across[-1] if across else None,
         ranks_per_node=max(map(hosts.count, hosts)) if across else None,
-        hidden=hidden,
         samples=tuple(samples),
         decompositions={"inverse": inverse, "eigen": eigen},
         networks=tuple(network.seconds(comm) for network in networks),
         about=record.environment(hosts, torch.device("cpu")),
     )
+    return dataclasses.replace(machine, hidden=hidden_part(comm, machine, networks[0]))
 
 
 # -- messages ----------------------------------------------------------------------------------
@@ -222,34 +214,33 @@ def there_and_back(pair: Any, buffer: Any) -> None:
         pair.Send(buffer, dest=0)
 
 
-def hidden_part(comm: Any) -> float:
-    """Which part of a message's seconds is hidden beside products of matrices, -10 at least.
+def hidden_part(comm: Any, machine: mpikfac.Machine, network: Network) -> float:
+    """Which part of a message's seconds the network's steps do not feel if it is sent beside them.
+
+    The one with which the model has the difference that is measured between steps that send beside
+    their backward pass and steps that send the same messages in turn; from -10 to 1.
 
     Collective over: comm.
     """
-    grid = mpikfac.Grid(comm, 1, mpikfac.Trace())
-    flat, a = torch.zeros(BESIDE), torch.randn(256, 256)
-    layout = mpikfac.lay_out([[("sums", (len(flat),))]])
-    message = mpikfac.message(STAGE, "Allreduce", "world", [(0, len(flat))], comm.size, 4)
+    ways = [mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=way) for way in (True, False)]
     try:
-        thread = grid.beside([message], layout, flat, 0)
+        beside, in_turn = network.together(comm, ways)
     except ValueError:  # an MPI that threads may not call: nothing is sent beside computations
         return 1.0
-    alone = seconds_of(comm, lambda: grid.exchange([message], flat))
-    times = max(1, round(2 * alone / seconds_of(comm, lambda: a @ a)))
+    layers, others = show_plan.shapes_of(network.name)
+    plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
+    job = mpikfac.Job(network.name, network.batch, basis_every=10**6)
 
-    def compute() -> None:
-        for _ in range(times):
-            a @ a
+    def difference(hidden: float) -> float:
+        chosen = dataclasses.replace(machine, hidden=hidden)
+        steps = [mpikfac.simulate(plan, chosen, job).factors.seconds for plan in plans]
+        return steps[0] - steps[1]
 
-    def both() -> None:
-        thread.ready("sums")
-        compute()
-        thread.wait()
-
-    felt = seconds_of(comm, both) - seconds_of(comm, compute)
-    grid.close()
-    return max(-10.0, min(1.0, 1 - felt / alone))
+    low, high = -10.0, 1.0  # the difference falls from one to the other
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if difference(middle) > beside - in_turn else (low, middle)
+    return high
 
 
 # -- computations --------------------------------------------------------------------------------
@@ -292,7 +283,7 @@ class Network:
     def __init__(self, name: str, batch: int) -> None:
         self.name, self.batch = name, batch
         layers, _ = show_plan.shapes_of(name)
-        self.orders = {order for layer in layers for order in (layer.inputs, layer.outputs)}
+        self.orders = {factor.order for layer in layers for factor in layer.factors}
         self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
 
@@ -301,22 +292,45 @@ class Network:
 
         Collective over: comm.
         """
-        classes, channels, size = image_shape(self.name)
-        torch.manual_seed(0)
-        model = models.build(self.name, classes, channels).to(memory_format=torch.channels_last)
-        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        alone = comm.Split(comm.rank)
-        settings = {"factor_every": 2, "basis_every": 10**9, "solver": solver}
-        kfac = mpikfac.KFAC(model, optimizer, alone, damping=0.03, **settings)
-        images = torch.randn(self.batch, channels, size, size)
-        labels = torch.randint(classes, (self.batch,))
+        kfac, images, labels = self._trainer(comm.Split(comm.rank), solver=solver, factor_every=2)
         steps: list[dict[str, float]] = []
         deadline = time.monotonic() + STEPS_BUDGET
         while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
             comm.Barrier()
-            steps.append(timed_step(model, kfac, images, labels))
+            steps.append(timed_step(kfac, images, labels))
         self._plain[solver] += steps[3::2]
         self._factors[solver] += steps[2::2]
+
+    def together(self, comm: Any, ways: Sequence[mpikfac.Strategy]) -> list[float]:
+        """Seconds of a step with new factors in each way; ways take turns, one does not count.
+
+        Collective over: comm.
+
+        Raises:
+            ValueError: a way is not possible here.
+        """
+        made = [self._trainer(comm, strategy=way) for way in ways]
+        taken: list[list[float]] = [[] for _ in ways]
+        for _ in range(TURNS):
+            for (kfac, images, labels), found in zip(made, taken):
+                comm.Barrier()
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    timed_step(kfac, images, labels)
+                found.append(max(comm.allgather((time.perf_counter() - start) / STEPS)))
+        for kfac, _, _ in made:
+            kfac.close()
+        return [median(found[1:]) for found in taken]
+
+    def _trainer(self, comm: Any, **settings: Any) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
+        """K-FAC of this network that decomposes once, images and labels."""
+        classes, channels, size = image_shape(self.name)
+        torch.manual_seed(0)
+        model = models.build(self.name, classes, channels).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
+        kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=10**9, **settings)
+        images = torch.randn(self.batch, channels, size, size)
+        return kfac, images, torch.randint(classes, (self.batch,))
 
     def seconds(self, comm: Any) -> mpikfac.Network:
         """Medians of all steps so far, on the rank where they are longest.
@@ -350,14 +364,12 @@ def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
     return {part: median(step[part] for step in steps) for part in steps[0]}
 
 
-def timed_step(
-    model: nn.Module, kfac: mpikfac.KFAC, images: Tensor, labels: Tensor
-) -> dict[str, float]:
+def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
     """Seconds of the parts of one training step; "others" is what KFAC.step does beside two."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = time.perf_counter()
-    loss = F.cross_entropy(model(images), labels)
+    loss = F.cross_entropy(kfac.model(images), labels)
     middle = time.perf_counter()
     loss.backward()
     end = time.perf_counter()

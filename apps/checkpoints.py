@@ -103,7 +103,11 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 
 def megabytes(plan: mpikfac.Plan) -> float:
     """What a checkpoint takes at most: weights, momentum, triangles of factors, bases."""
-    factors = sum(n * (n + 1) // 2 + n * (n + 1) for n in plan.orders.values())
+    factors = sum(
+        factor.count * (n * (n + 1) // 2 + n * (n + 1))
+        for factor in plan.factors.values()
+        for n in [factor.order]
+    )
     return plan.itemsize * (2 * plan.gradients().size + factors) / 1e6
 
 

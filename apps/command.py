@@ -22,6 +22,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+class Strict(Parser):
+    """A parser for one rank of many, which tells the others what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raises ValueError."""
+        raise ValueError(message)
+
+
 def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
     """What rank 0 parses, on every rank; None if it was asked for help only.
 

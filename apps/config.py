@@ -24,15 +24,20 @@ import yaml
 from torch import nn
 
 from mpikfac import (
+    KINDS,
     NAMED,
+    NORMS,
     Job,
+    LayerShape,
     Strategy,
     choose,
     covered_shapes,
+    forward_only,
     load_machine,
     named,
     schedule,
     tuned,
+    usual_rule,
 )
 from mpikfac_apps.models import MODELS
 from mpikfac_apps.options import DataOptions, KfacOptions, Options
@@ -167,7 +172,7 @@ def for_machine(
     machine = load_machine(options.kfac.machine)
     every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
-    layers, others = covered_shapes(model, options.kfac.skip)
+    layers, others = covered_shapes(model, options.kfac.skip, **covering(options.kfac))
     if options.kfac.strategy == "auto":
         return choose(layers, others, ranks, machine, job, solver)
     chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
@@ -177,6 +182,17 @@ def for_machine(
         if getattr(options.kfac, key) is not None
     }
     return options.kfac.strategy, dataclasses.replace(chosen, **asked)
+
+
+def covering(options: KfacOptions) -> dict[str, Any]:
+    """What K-FAC covers, and in what form, by the names of `KFAC`'s settings."""
+
+    def rule(layer: LayerShape) -> LayerShape:
+        chosen = {"sharing": options.sharing, "largest": options.largest}
+        layer = dataclasses.replace(usual_rule(layer), **chosen)
+        return forward_only(layer) if options.fisher == "forward-only" else layer
+
+    return {"covers": {**KINDS, **(NORMS if options.norms else {})}, "rule": rule}
 
 
 def _workers(options: KfacOptions, ranks: int) -> int:

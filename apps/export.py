@@ -90,7 +90,7 @@ def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The factors `[n, n]` by name.
+    """The factors `[n, n]` by name, see `spectra.factors` for other forms.
 
     Raises:
         ValueError: there are none.
@@ -101,7 +101,7 @@ def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {
         f"{layer}.{side}": factor.numpy()
         for layer in layers
-        for side, factor in zip("AG", spectra.factors(checkpoint, layer))
+        for side, factor in spectra.factors(checkpoint, layer).items()
     }
 
 

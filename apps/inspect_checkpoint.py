@@ -23,6 +23,9 @@ import mpikfac
 from mpikfac_apps import spectra
 from mpikfac_apps.command import Parser, checkpoint_at, show, table
 
+ADAPTED = "kfac/damping"  # what a damping that is adapted has come to
+NONE = "eigen", 0.0, False
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints what a checkpoint holds; 1 if it is damaged, 2 if there is none."""
@@ -34,13 +37,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         faults = faults_of(checkpoint)
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         found = [] if any(faults.values()) else spectra.of(checkpoint)
-        inversion = inversion_of(checkpoint.path)
+        inversion = inversion_of(checkpoint) if found else NONE
+        conditions = [spectrum.condition(*inversion) for spectrum in found]
         if found:
-            sections.append(curvature(found, *inversion))
+            sections.append(curvature(found, conditions, described(*inversion)))
         show(sections)
         if found and options.picture:
             title = f"{checkpoint.path}, condition number with {described(*inversion)}"
-            spectra.draw(found, *inversion, title, options.picture)
+            spectra.draw(found, conditions, title, options.picture)
     except mpikfac.UserError as error:
         print(f"mpikfac inspect: {error}", file=sys.stderr)
         return 1
@@ -113,34 +117,44 @@ def group(item: str) -> str:
     return more[0] if first == "kfac" and len(more) > 1 else first
 
 
-def curvature(found: Sequence[spectra.Spectrum], solver: str, damping: float) -> list[str]:
+def curvature(
+    found: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
+) -> list[str]:
     """Every layer's spectra in numbers."""
     eigenvalues = ("mean", "largest", "smallest")
     rows = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
-    for spectrum in found:
-        condition = f"{spectrum.condition(solver, damping):.1e}"
-        rows.append((spectrum.layer, *numbers(spectrum.a), *numbers(spectrum.g), condition))
-    what = f"condition number with {described(solver, damping)}"
+    for spectrum, condition in zip(found, conditions):
+        sides = *numbers(spectrum.a), *numbers(spectrum.g)
+        rows.append((spectrum.layer, *sides, f"{condition:.1e}"))
+    what = f"condition number with {inversion}"
     return [f"Orders and eigenvalues of A and G; {what}", *table(rows)]
 
 
 def numbers(values: Tensor) -> tuple[str, ...]:
-    """Order of a factor, and its mean, largest and smallest eigenvalue."""
+    """Order of a factor, and its mean, largest and smallest eigenvalue; dashes for none."""
+    if not len(values):
+        return ("-",) * 4
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
-def inversion_of(checkpoint: Path) -> tuple[str, float]:
-    """Solver and damping of the run that a checkpoint lies in, or eigenbases without damping."""
+def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
+    """Solver and damping of the run that a checkpoint lies in, and whether that is relative.
+
+    Eigenbases without damping if no run is there; the damping that was reached if it is adapted.
+    """
+    folder = checkpoint.path.resolve().parent.parent
     try:
-        run = yaml.safe_load((checkpoint.resolve().parent.parent / "config.yaml").read_text())
-        return run["kfac"]["solver"], float(run["kfac"]["damping"])
+        chosen = yaml.safe_load((folder / "config.yaml").read_text())["kfac"]
+        damping = checkpoint[ADAPTED] if ADAPTED in checkpoint else chosen["damping"]
+        return chosen["solver"], float(damping), chosen.get("relative_damping", False)
     except (OSError, yaml.YAMLError, KeyError, TypeError):
-        return "eigen", 0.0
+        return NONE
 
 
-def described(solver: str, damping: float) -> str:
+def described(solver: str, damping: float, relative: bool) -> str:
     """How factors are inverted, in words."""
-    return f"damping {damping:g} and solver {solver}" if damping else "no damping (none is known)"
+    kind = "relative damping" if relative else "damping"
+    return f"{kind} {damping:g} and solver {solver}" if damping else "no damping (none is known)"
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
-            clip = kfac.kl_clip is not None
+            clip = (kfac.kl_clip, kfac.norm_clip) != (None, None)
             messages = plan.messages(rank, statistics, refresh, clip, share)
             weight = count / period / len(ranks)
             wire += weight * sum(message.wire for message in messages)

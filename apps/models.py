@@ -1,8 +1,9 @@
-"""Residual networks for 32x32 and for ImageNet-sized images, and a small CNN for digits.
+"""Networks for 32x32 and for ImageNet-sized images, and a small CNN for digits.
 
 The ResNets of depth 6n+2 are those of the paper's CIFAR-10 section with parameter-free shortcuts
 (option A) [He et al., CVPR 2016]; the others are its ImageNet networks with the stride in the 3x3
-convolution ("v1.5"), whose parameters are named as in torchvision.
+convolution ("v1.5"), whose parameters are named as in torchvision. The depthwise network is a small
+MobileNetV2 [Sandler et al., CVPR 2018].
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from mpikfac_apps.vit import VisionTransformer
 
 
 def build(name: str, classes: int, channels: int = 3) -> nn.Module:
@@ -136,6 +139,43 @@ class ImageNetResNet(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
+class InvertedResidual(nn.Module):
+    """1x1 to more channels, depthwise 3x3 (strided), 1x1 back; a shortcut where shapes stay."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int, expansion: int = 4) -> None:
+        super().__init__()
+        width = expansion * inputs
+        self.conv1, self.bn1 = conv(inputs, width, 1), nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, groups=width, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = conv(width, outputs, 1), nn.BatchNorm2d(outputs)
+        self.stays = stride == 1 and inputs == outputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu6(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu6(self.bn2(self.conv2(y)), inplace=True)
+        y = self.bn3(self.conv3(y))
+        return x + y if self.stays else y
+
+
+class MobileNet(nn.Module):
+    """Three stages of inverted residuals, 16, 32 and 64 channels wide."""
+
+    def __init__(self, classes: int, channels: int, blocks: int = 3) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(channels, 16, 3), nn.BatchNorm2d(16)
+        found, inputs = [], 16
+        for width, stride in ((16, 1), (32, 2), (64, 2)):
+            for index in range(blocks):
+                found.append(InvertedResidual(inputs, width, 1 if index else stride))
+                inputs = width
+        self.blocks, self.fc = nn.Sequential(*found), nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu6(self.bn1(self.conv1(x)), inplace=True)
+        return self.fc(self.blocks(x).mean((2, 3)))
+
+
 def digits_cnn(classes: int, channels: int) -> nn.Module:
     """Two convolutions and two linear layers, for 8x8 pixels."""
     return nn.Sequential(
@@ -153,8 +193,12 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
     )
 
 
+SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
+
 MODELS = {
     "digits_cnn": digits_cnn,
+    "mobilenet_small": MobileNet,
+    "vit_small": partial(VisionTransformer, **SMALL_VIT),
     **{f"resnet{depth}": partial(CifarResNet, depth) for depth in (20, 32, 44, 56, 110)},
     "resnet18": partial(ImageNetResNet, BasicBlock, [2, 2, 2, 2]),
     "resnet34": partial(ImageNetResNet, BasicBlock, [3, 4, 6, 3]),

@@ -69,15 +69,27 @@ class KfacOptions:
         gradient_wire: the same of gradients, or only the largest of them travel (top-k).
         top_share: of the gradients, those that travel with top-k.
         damping: Tikhonov damping.
+        relative_damping: it is relative to the mean eigenvalue of each layer's curvature.
+        damping_adapt: steps between two changes of the damping by how well the quadratic model
+            predicted the loss, at the price of a forward pass each; null for none.
         factor_every: steps between two updates of the factors.
         basis_every: steps between two decompositions; null as the strategy has it (most: 10).
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
+        norm_clip: bound on the norm of all directions together instead; null for none.
+        graft: each layer's direction gets the length of its gradient (sgd); null for its own.
         solver: damped inverses with the damping split between both factors, eigenbases, inverses
             with all of the damping in each, or mean vectors in the place of factors (rank-one, as
             eva has it); null as the strategy has it (most: inverse).
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
+        fisher: whose gradients make up the output factors: those at the images' labels (empirical);
+            at labels that the network gives, drawn (sampled) or all of them (exact); or none.
+        samples: how often labels are drawn with fisher=sampled.
+        norms: normalisation layers are preconditioned, too.
+        sharing: the positions at which an image uses a weight count as examples of their own
+            (expand), or their mean does (reduce).
+        largest: factors of a larger order fall into equal blocks; null for no such order.
         subsample: factors are estimated from every n-th image of a batch.
         statistics_dtype: inputs of convolutions are rounded to it before they are multiplied.
         precondition_dtype: gradients and decompositions are rounded to it to precondition.
@@ -108,13 +120,22 @@ class KfacOptions:
     gradient_wire: Literal["bfloat16", "int8", "top-k"] | None = None
     top_share: float | None = bounded(None, "> 0", "<= 1")
     damping: float = bounded(0.003, "> 0")
+    relative_damping: bool = False
+    damping_adapt: int | None = bounded(None, ">= 1")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int | None = bounded(None, ">= 1")
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
+    norm_clip: float | None = bounded(None, "> 0")
+    graft: Literal["sgd"] | None = None
     solver: Literal["inverse", "eigen", "unsplit-inverse", "rank-one"] | None = None
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
+    fisher: Literal["empirical", "sampled", "exact", "forward-only"] = "empirical"
+    samples: int = bounded(1, ">= 1")
+    norms: bool = False
+    sharing: Literal["expand", "reduce"] = "expand"
+    largest: int | None = bounded(None, ">= 1")
     subsample: int = bounded(1, ">= 1")
     statistics_dtype: Literal["bfloat16"] | None = None
     precondition_dtype: Literal["bfloat16"] | None = None
@@ -127,8 +148,9 @@ class Options:
 
     Args:
         optimizer: K-FAC preconditions SGD's gradient; SGD is the baseline.
-        model: digits_cnn, resnet20, resnet32, resnet44, resnet56, resnet110 (for 32x32 pixels),
-            resnet18, resnet34, resnet50, resnet101 or resnet152 (for ImageNet).
+        model: digits_cnn; resnet20, resnet32, resnet44, resnet56, resnet110, mobilenet_small or
+            vit_small (for 32x32 pixels); resnet18, resnet34, resnet50, resnet101 or resnet152 (for
+            ImageNet).
         data: the data set.
         kfac: the settings of K-FAC.
         batch: images of a step, of all ranks together; must be a multiple of their number.

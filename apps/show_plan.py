@@ -6,6 +6,7 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +26,15 @@ ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most lo
 SAMPLE = 64
 CHOICES = (
     *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
-    *("reduce_at", "replicate_below", "parts", "sums", "ranks_per_node", "curvature_ranks"),
+    *(
+        "overlap",
+        "reduce_at",
+        "replicate_below",
+        "parts",
+        "sums",
+        "ranks_per_node",
+        "curvature_ranks",
+    ),
     *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
 STEPS = (
@@ -65,6 +74,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--colocate", action=argparse.BooleanOptionalAction)
     add("--packing", choices=("triangle", "square"))
     add("--fusion", type=count, help="layers that share a message")
+    add("--overlap", action=argparse.BooleanOptionalAction, help="send beside the backward pass")
     add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
     add("--replicate-below", type=int, help="all workers decompose smaller factors")
     add("--parts", type=count, help="add up so many parts of a batch in order")
@@ -76,6 +86,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
     add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
     add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
+    add("--largest", type=count, help="order above which factors fall into blocks")
+    add("--norms", action="store_true", help="cover normalisations, too")
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
 
@@ -89,7 +101,9 @@ def count(text: str) -> int:
 
 def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     """The plan that training with these options would make."""
-    layers, others = shapes_of(options.model, options.classes, options.skip)
+    found = shapes_of(options.model, options.classes, options.skip, options.norms)
+    layers = [dataclasses.replace(layer, largest=options.largest) for layer in found[0]]
+    others = found[1]
     chosen = {key: getattr(options, key) for key in CHOICES}
     chosen = {key: value for key, value in chosen.items() if value is not None}
     if options.strategy == "hybrid" and options.workers is None:
@@ -100,9 +114,9 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
 
 
 def shapes_of(
-    name: str, classes: int | None = None, skip: Sequence[str] = ()
+    name: str, classes: int | None = None, skip: Sequence[str] = (), norms: bool = False
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """A network's layers, and names and shapes of all else that travels.
+    """A network's layers, with `norms` these too, and names and shapes of all else that travels.
 
     Raises:
         ValueError: no network has that name, or `skip` names no layer of it.
@@ -111,7 +125,8 @@ def shapes_of(
     channels = 1 if name == "digits_cnn" else 3
     with torch.device("meta"):  # shapes without numbers
         model = models.build(name, classes, channels)
-    return mpikfac.covered_shapes(model, skip)
+    covers = {**mpikfac.KINDS, **(mpikfac.NORMS if norms else {})}
+    return mpikfac.covered_shapes(model, skip, covers)
 
 
 def heading(model: str, plan: mpikfac.Plan) -> list[str]:
@@ -153,16 +168,27 @@ def owners(plan: mpikfac.Plan) -> list[str]:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
     rows = [("layer", "order A", "order G", "column", "owner A", "owner G")]
     for layer in plan.layers:
-        a, g = (plan.owners[name] for name, _ in layer.factors)
-        cells = (layer.inputs, layer.outputs, plan.columns_of[layer.name], a, g)
-        rows.append((layer.name, *map(str, cells)))
+        orders = (orders_of(layer.side(side)) for side in "AG")
+        owned = (owners_of(plan, layer.side(side)) for side in "AG")
+        rows.append((layer.name, *orders, str(plan.columns_of[layer.name]), *owned))
     return ["Owners of factors", *table(rows)]
+
+
+def orders_of(factors: Sequence[mpikfac.FactorShape]) -> str:
+    """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none."""
+    each = (f"{f.count} x {f.order}" if f.count > 1 else str(f.order) for f in factors)
+    return "+".join(each) or "-"
+
+
+def owners_of(plan: mpikfac.Plan, factors: Sequence[mpikfac.FactorShape]) -> str:
+    """Ranks that decompose the factors of a side."""
+    return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
 
 
 def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
     """Each layer and its owners, in two words."""
     for layer in plan.layers:
-        a, g = (plan.owners[name] for name, _ in layer.factors)
+        a, g = (owners_of(plan, layer.side(side)) for side in "AG")
         yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
 
 
@@ -171,10 +197,11 @@ def balance(plan: mpikfac.Plan) -> list[str]:
     if plan.vectors:
         return ["Load of the decompositions: none, factors are vectors"]
     busiest = most_loaded(plan)
-    total, longest = sum(order**3 for order in plan.orders.values()), plan.load(busiest)
+    works = {name: factor.work() for name, factor in plan.factors.items()}
+    total, longest = sum(works.values()), plan.load(busiest)
     idle = plan.ranks - len(set(plan.owners.values()))
-    largest = max(plan.orders, key=plan.orders.__getitem__)
-    bound = total / plan.orders[largest] ** 3
+    largest = max(works, key=works.__getitem__)
+    bound = total / works[largest]
     return [
         "Load of the decompositions, as the sum of n^3",
         f"  all ranks together     {total:10.3g}",
@@ -182,7 +209,7 @@ def balance(plan: mpikfac.Plan) -> list[str]:
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",
         f"  makespan over ideal    {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
         f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
-        f"{largest} has order {plan.orders[largest]}",
+        f"{largest} has order {plan.factors[largest].order}",
     ]
 
 

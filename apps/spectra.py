@@ -16,41 +16,50 @@ from tqdm import tqdm
 import mpikfac
 
 FACTORS = "kfac/factors/"
+NONE = torch.empty(0, dtype=torch.float64)
 COLUMNS = 200  # of the picture of a spectrum
 FLOOR = 1e-8  # of the picture: float32 factors hold nothing below it, relative to their largest
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`."""
+    """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`.
+
+    Those of all groups of a layer and of all blocks of a factor are taken together; there are none
+    of a factor that is the identity.
+    """
 
     layer: str
     a: Tensor
     g: Tensor
 
-    def condition(self, solver: str, damping: float) -> float:
+    def condition(self, solver: str, damping: float, relative: bool = False) -> float:
         """Largest by smallest eigenvalue of what this solver inverts for `A (x) G`.
 
-        Rounding leaves eigenvalues below 0, which count as 0.
+        Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups it is
+        that of all pairs of an A and a G, an upper bound.
         """
-        a, g = (values[[0, -1]].clamp(min=0) for values in (self.a, self.g))
-        if solver == "eigen":
-            damped = a * g + damping
+        a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
+        unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
+        if solver == "eigen" or not (len(self.a) and len(self.g)):
+            damped = a * g + damping * unit_a * unit_g
+        elif relative:
+            share = math.sqrt(damping) if solver == "inverse" else damping
+            damped = (a + share * unit_a) * (g + share * unit_g)
         elif solver == "unsplit-inverse":
             damped = (a + damping) * (g + damping)
         else:
             means = self.a.mean(), self.g.mean()
-            a += mpikfac.tikhonov_share(*means, damping)
-            g += mpikfac.tikhonov_share(*means[::-1], damping)
+            a += mpikfac.tikhonov_share(means[0] / means[1], damping)
+            g += mpikfac.tikhonov_share(means[1] / means[0], damping)
             damped = a * g
         return (damped[1] / damped[0]).item()
 
 
 def layers(names: Iterable[str]) -> list[str]:
     """The layers whose factors are among a checkpoint's items, in natural order."""
-    inputs = (name for name in names if name.startswith(FACTORS) and name.endswith(".A"))
-    found = (name.removeprefix(FACTORS).removesuffix(".A") for name in inputs)
-    return sorted(found, key=natural)
+    found = (name.removeprefix(FACTORS) for name in names if name.startswith(FACTORS))
+    return sorted({name.rpartition(".")[0] for name in found}, key=natural)
 
 
 def natural(name: str) -> list[str | int]:
@@ -58,17 +67,31 @@ def natural(name: str) -> list[str | int]:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def factors(checkpoint: Mapping[str, Any], layer: str) -> tuple[Tensor, Tensor]:
-    """The averages A `[inputs, inputs]` and G `[outputs, outputs]` of a layer."""
-    packed = (checkpoint[f"{FACTORS}{layer}.{side}"] for side in "AG")
-    a, g = map(mpikfac.unfold_triangle, packed)
-    return a, g
+def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
+    """A layer's averages by name: A `[inputs, inputs]` and G `[outputs, outputs]`, if there are.
+
+    `[count, n, n]` where the layer has groups or a factor is a diagonal; "A0", "A1" and so on are
+    blocks along the diagonal of A.
+    """
+    layer_and_side = (name.rpartition(".") for name in checkpoint)
+    found = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
+    packed = {side: checkpoint[f"{FACTORS}{layer}.{side}"] for side in sorted(found, key=natural)}
+    return {side: mpikfac.unfold_triangle(factor) for side, factor in packed.items()}
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
     """All layers' spectra, with a bar on a terminal: an order of 4,608 takes seconds."""
     names = tqdm(layers(checkpoint), unit="layer", leave=False, disable=None)
-    return [Spectrum(name, *map(eigenvalues, factors(checkpoint, name))) for name in names]
+    return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
+
+
+def sides(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Eigenvalues of A and of G of a layer's factors."""
+    a, g = (
+        [eigenvalues(factor) for name, factor in found.items() if name.startswith(side)]
+        for side in "AG"
+    )
+    return torch.cat([*a, NONE]).sort().values, torch.cat([*g, NONE]).sort().values
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
@@ -77,11 +100,11 @@ def eigenvalues(factor: Tensor) -> Tensor:
     In float64: the small ones of a float32 factor are below what float32 can tell from 0.
     """
     if not factor.isfinite().all():
-        return torch.full([len(factor)], torch.nan, dtype=torch.float64)
-    return torch.linalg.eigvalsh(factor.double())
+        return torch.full([factor.shape[:-1].numel()], torch.nan, dtype=torch.float64)
+    return torch.linalg.eigvalsh(factor.double()).flatten()
 
 
-def draw(found: Sequence[Spectrum], solver: str, damping: float, title: str, path: Path) -> None:
+def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
     """A line per layer: spectra of A and G in colours, and condition numbers."""
     import matplotlib
 
@@ -89,7 +112,6 @@ def draw(found: Sequence[Spectrum], solver: str, damping: float, title: str, pat
     from matplotlib import pyplot
 
     rows = range(len(found))
-    conditions = [spectrum.condition(solver, damping) for spectrum in found]
     figure, axes = pyplot.subplots(
         ncols=3,
         sharey=True,
@@ -132,5 +154,7 @@ def draw(found: Sequence[Spectrum], solver: str, damping: float, title: str, pat
 
 def profile(values: Tensor) -> Tensor:
     """A spectrum as `COLUMNS` of its eigenvalues, the largest one first and equal to 1."""
+    if not len(values):
+        return torch.full([COLUMNS], torch.nan)
     chosen = torch.linspace(len(values) - 1, 0, COLUMNS).round().long()
     return (values[chosen] / values[-1]).clamp(min=FLOOR)

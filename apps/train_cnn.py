@@ -33,8 +33,8 @@ from mpikfac_apps.stages import Recording
 from mpikfac_apps.survival import go_on
 
 KFAC_SETTINGS = (
-    *("damping", "factor_every", "decay", "kl_clip"),
-    *("normalization", "start", "subsample", "skip"),
+    *("damping", "relative_damping", "factor_every", "decay", "kl_clip", "norm_clip", "graft"),
+    *("normalization", "start", "fisher", "samples", "subsample", "skip"),
 )
 KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
 
@@ -211,7 +211,9 @@ class Run:
                 for key in KFAC_DTYPES:
                     if name := getattr(options.kfac, key):
                         settings[key] = getattr(torch, name)
-                settings["curvature"] = self.curvature
+                if every := options.kfac.damping_adapt:
+                    settings["damping"] = mpikfac.LevenbergMarquardt(options.kfac.damping, every)
+                settings |= config.covering(options.kfac) | {"curvature": self.curvature}
                 self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -252,29 +254,52 @@ class Run:
         self.set_rate(step)
         count = self.trainer.plan.parts_per_rank
         first = self.comm.rank * max(1, count)
-        parts = zip(images.chunk(max(1, count)), labels.chunk(max(1, count)))
+        parts = list(zip(images.chunk(max(1, count)), labels.chunk(max(1, count))))
+        losses = []
         for number, part in enumerate(parts, first):
-            # Seeded anew each time, the random number generators need not be saved.
-            torch.manual_seed(batches.mixed(self.options.seed, step, number))
-            self._pass(*part)
+            self._seed(step, number)
+            losses.append(self._pass(*part))
             if count:
                 self.trainer.collect()
         self.trainer.step()
+        every = self.options.kfac.damping_adapt
+        if self.options.optimizer == "kfac" and every and self.trainer.steps % every == 0:
+            self._adapt(torch.stack(losses).mean().item(), step, first, parts)
+
+    def _adapt(self, before: float, step: int, first: int, parts: list[tuple[Tensor, ...]]) -> None:
+        """Lets the damping follow what the step did to the loss of its own images."""
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        losses = []
+        with self.trainer.trace.stage("forward"), torch.no_grad():
+            for number, (images, labels) in enumerate(parts, first):
+                self._seed(step, number)
+                losses.append(F.cross_entropy(self.model(self.normalise(images)), labels))
+            for buffer, value in zip(self.model.buffers(), kept):  # running statistics
+                buffer.copy_(value)
+        self.trainer.adapt(before, torch.stack(losses).mean().item())
+
+    def _seed(self, step: int, number: int) -> None:
+        """Seeded anew for each part of a batch, random number generators need not be saved."""
+        torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def set_rate(self, step: int) -> None:
         """Gives the optimizer the learning rate of a step."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
 
-    def _pass(self, images: Tensor, labels: Tensor) -> None:
+    def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward pass; the mean loss."""
         stage = self.trainer.trace.stage
         self.optimizer.zero_grad()
         with stage("forward"):
             scores = self.model(self.normalise(images))
             loss = F.cross_entropy(scores, labels)
         with stage("backward"):
+            if isinstance(self.trainer, mpikfac.KFAC):
+                self.trainer.record(scores)
             loss.backward()
         self.meter.add(loss * len(labels), scores, labels)
+        return loss.detach()
 
     # -- what ranks tell each other --------------------------------------------------------------
 

@@ -18,10 +18,10 @@ import torch
 from mpi4py import MPI
 
 import mpikfac
-from mpikfac.comm import PIECE, Grid
+from mpikfac.comm import Grid
 from mpikfac.layout import Layout, lay_out
 from mpikfac.levels import in_two_levels, seat
-from mpikfac.messages import Message, gathers, sums
+from mpikfac.messages import PIECE, Message, gathers, sums
 
 ITEMSIZE = 4
 

@@ -118,7 +118,8 @@ def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, 
 def shares_of(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """The damping of A and of G."""
     means = a.diagonal().mean(), g.diagonal().mean()
-    return tikhonov_share(*means, damping), tikhonov_share(*reversed(means), damping)
+    ratio = means[0] / means[1]
+    return tikhonov_share(ratio, damping), tikhonov_share(1 / ratio, damping)
 
 
 def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Tensor:

@@ -222,7 +222,7 @@ def floors_of(
         "output factors": outputs,
         "statistics": inputs + outputs,
         "read gradients": [moved(2 * sizes["gradients"])],
-        "decompose": [decomposition(plan.orders[n], plan.solver) for n in plan.owned(rank)],
+        "decompose": [decomposition(plan.factors[n].order, plan.solver) for n in plan.owned(rank)],
         "precondition": [
             preconditioning(*shapes[name], plan.solver) for name in plan.preconditioned(rank)
         ],

@@ -9,6 +9,10 @@ PROGRAMS = {
     "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
     "strategies": ("mpikfac_apps.strategies", "list the ways to distribute K-FAC by name"),
     "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
+    "check": (
+        "mpikfac_apps.check",
+        "a model of your own: what is covered, numbers against autograd",
+    ),
     "calibrate": ("mpikfac_apps.calibrate", "measure a machine (start it under mpirun or srun)"),
     "simulate": (
         "mpikfac_apps.simulate",

@@ -25,6 +25,11 @@ class Arena(dict[str, Tensor]):
             start = layout.offsets[name]
             self[name] = self.flat[start : start + math.prod(shape)].view(shape)
 
+    def span(self, name: str) -> slice:
+        """Where a block's elements lie in the buffer."""
+        start = self.layout.offsets[name]
+        return slice(start, start + self[name].numel())
+
     def segment(self, index: int) -> Tensor:
         """Segment `index` of the layout, a view."""
         start, stop = self.layout.bounds[index : index + 2]
@@ -48,6 +53,11 @@ class Parts:
     def __len__(self) -> int:
         """Parts of this rank; 0 if a share is not dealt out."""
         return self._count
+
+    @property
+    def collected(self) -> Tensor:
+        """Those that were added, `[count, size]`; where a share is not dealt out, the arena's."""
+        return self._flat if self._kept is None else self._kept[: self._taken]
 
     def add(self) -> None:
         """Keeps what the arena holds.

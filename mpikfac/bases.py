@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from mpikfac import decompose, kron
 from mpikfac.arena import Arena
 from mpikfac.background import Background
 from mpikfac.curvature import Curvature
-from mpikfac.plan import BLOCKS, Plan, parent
+from mpikfac.plan import Plan
+from mpikfac.shapes import BLOCKS, FactorShape, LayerShape, parent
 from mpikfac.troubles import Troubles, not_finite
 
 Blocks = Iterable[tuple[str, Tensor]]
@@ -38,14 +39,16 @@ class Bases:
         rounded_to: torch.dtype | None,
         troubles: Troubles,
         curvature: Curvature | None,
+        relative: bool = False,
     ) -> None:
-        """See `KFAC` for `rounded_to`, its `precondition_dtype`."""
+        """See `KFAC` for `rounded_to`, its `precondition_dtype`, and for `relative` damping."""
         self.plan = plan
         self.rank = rank
         self.delay = plan.strategy.delay
         self._factors = plan.decomposed(rank)
         self._applied = next(iter(BLOCKS[plan.solver]))
         self.troubles = troubles
+        self.relative = relative
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
         self.denominators = Arena(plan.denominators(rank), dtype, device)
@@ -72,8 +75,8 @@ class Bases:
         self._due = step if at_once else step + self.delay
         names = self.plan.decomposed(self.rank, share)
         chosen = {name: factors[name] for name in names}
-        other_means = self._other_means(names, factors)
-        self._made = self._start(chosen, other_means, damping, at_once)
+        added = {name: self._added(name, factors, damping) for name in self.plan.inverted(names)}
+        self._made = self._start(chosen, added, at_once)
 
     @property
     def pending(self) -> bool:
@@ -118,54 +121,56 @@ class Bases:
     def _start(
         self,
         factors: Mapping[str, Tensor],
-        other_means: Mapping[str, Tensor],
-        damping: float,
+        added: Mapping[str, Tensor],
         at_once: bool,
     ) -> Callable[[], Blocks]:
         """Has these factors decomposed, here or elsewhere; returns what waits for that."""
         if self._curvature:
-            return self._curvature.start(factors, other_means, damping, self.share)
+            return self._curvature.start(factors, added, self.share)
         if at_once:
-            return lambda: self._blocks(factors, other_means, damping)
+            return lambda: self._blocks(factors, added)
         kept = {name: factor.clone() for name, factor in factors.items()}
-        return self._background.start(self._blocks(kept, other_means, damping))
+        return self._background.start(self._blocks(kept, added))
 
     def _blocks(
-        self, factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float
+        self, factors: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The arena's blocks that change, by name, of one factor after the other."""
         solver, tolerance = self.plan.solver, self.plan.strategy.tolerance
         for name, packed in factors.items():
             if tolerance and self.ready:
-                added = decompose.added_damping(packed, other_means.get(name), damping)
-                renewed, misfit = self._renewed(name, packed, added)
+                renewed, misfit = self._renewed(name, packed, added.get(name))
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            yield from decompose.decompositions({name: packed}, other_means, damping, solver)
+            yield from decompose.decompositions({name: packed}, added, solver)
 
     def _renewed(
-        self, name: str, packed: Tensor, added: float | Tensor
+        self, name: str, packed: Tensor, added: Tensor | None
     ) -> tuple[dict[str, Tensor], float]:
         """What changes if a factor is not decomposed anew, and how badly the rest fits.
 
-        `added` is the damping in its inverse.
+        `added` is the damping in its inverse, if it is inverted.
         """
         factor = kron.unfold_triangle(packed)
-        if self.plan.solver == "eigen":
+        if added is None:
             vectors = self.arena[f"{name}.vectors"]
             values, misfit = decompose.values_in_basis(factor, vectors)
             return {f"{name}.values": values}, misfit
-        factor.diagonal().add_(added)
-        return {}, decompose.error_of_inverse(factor, self.arena[f"{name}.inverse"])
+        damped = decompose.damp(factor, added)
+        return {}, decompose.error_of_inverse(damped, self.arena[f"{name}.inverse"])
 
-    def _other_means(
-        self, names: Iterable[str], factors: Mapping[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Mean eigenvalue of the other factor of each one's layer, where the solver needs it."""
-        if self.plan.solver != "inverse":
-            return {}
-        return {name: kron.mean_eigenvalue(factors[_other(name)]) for name in names}
+    def _added(self, name: str, factors: Mapping[str, Tensor], damping: float) -> Tensor:
+        """What is added to a factor before it is inverted, `[]` or `[groups]`."""
+        layer, splits = self.plan.shapes[parent(name)], self.plan.splits(parent(name))
+        if self.relative:
+            own = _mean_eigenvalue(layer, [self.plan.factors[name]], factors)
+            return kron.damping_unit(own) * (math.sqrt(damping) if splits else damping)
+        if not splits:
+            return factors[name].new_full(self.plan.inverted([name])[name], damping)
+        a, g = (_mean_eigenvalue(layer, layer.side(side), factors) for side in "AG")
+        of_a = name in [factor.name for factor in layer.side("A")]
+        return decompose.tikhonov_share(a / g if of_a else g / a, damping)
 
     # -- from gradients to directions ------------------------------------------------------------
 
@@ -174,18 +179,29 @@ class Bases:
         if damping == self._damping:
             return
         for name, denominators in self.denominators.items():
-            a_values, g_values = self.arena[f"{name}.A.values"], self.arena[f"{name}.G.values"]
-            kron.damped_denominators(a_values, g_values, damping, denominators)
+            a_values, g_values = (self._side(self.arena, name, side, "values") for side in "AG")
+            damped = kron.damped_denominators
+            if self.relative:
+                damped = kron.relatively_damped_denominators
+            damped(a_values, g_values, damping, denominators)
         self._damping = damping
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
-        a, g = (self.rounded[f"{name}.{side}.{self._applied}"] for side in "AG")
+        a, g = (self._side(self.rounded, name, side, self._applied) for side in "AG")
         if self.plan.solver == "eigen":
             return kron.precondition(gradient, a, g, self.denominators[name])
         if self.plan.vectors:
             return kron.precondition_by_vectors(gradient, a, g, self._damping)
         return kron.precondition_by_inverse(gradient, a, g)
+
+    def _side(self, arena: Arena, layer: str, side: str, block: str) -> list[Tensor]:
+        """That block of each factor that stands for A or for G of a layer."""
+        shape = self.plan.shapes[layer]
+        found = [arena[f"{factor.name}.{block}"] for factor in shape.side(side)]
+        if side in shape.diagonal:
+            return [one.view(*shape.gradient[:-2], -1) for one in found]
+        return found
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -229,6 +245,12 @@ class Bases:
             self._due = int(state["due"])
 
 
-def _other(factor: str) -> str:
-    """The other factor of the layer."""
-    return f"{parent(factor)}.{'G' if factor.endswith('.A') else 'A'}"
+def _mean_eigenvalue(
+    layer: LayerShape, found: Sequence[FactorShape], factors: Mapping[str, Tensor]
+) -> Tensor:
+    """The mean eigenvalue of some factors of a layer, `[]`, or `[groups]` if it has several."""
+    traces = [kron.trace(factors[factor.name]) for factor in found]
+    if layer.groups > 1:
+        of_groups = torch.cat([trace.view(layer.groups, -1) for trace in traces], 1).sum(1)
+        return of_groups * layer.groups / sum(factor.size for factor in found)
+    return torch.cat([trace.view(-1) for trace in traces]).sum() / sum(f.size for f in found)

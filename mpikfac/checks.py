@@ -23,7 +23,9 @@ log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """The dtype and device that all blocks share.
+    """The dtype to compute in, and the device, of tensors that share a dtype and the device.
+
+    It is their dtype; of bfloat16, which has too few digits for sums, float32.
 
     Raises:
         ValueError: nothing is trained, or a tensor that differs from the first.
@@ -32,8 +34,9 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     if not tensors:
         raise ValueError("the model has no parameter that requires a gradient")
     name, first = tensors[0]
-    if first.dtype not in SUMMABLE:
-        allowed = " or ".join(map(str, SUMMABLE))
+    dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+    if dtype not in SUMMABLE:
+        allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
         raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
     for other, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
@@ -41,7 +44,7 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
                 f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
                 f"{first.device}; all trained parameters and buffers must share both"
             )
-    return first.dtype, first.device
+    return dtype, first.device
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
@@ -56,7 +59,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     numbers = dict(group_settings(optimizer))
     return {
         "mpikfac version": mpikfac.__version__,
-        "mpikfac's code": _digest([path.read_bytes() for path in sorted(HERE.glob("*.py"))]),
+        "mpikfac's code": _digest([path.read_bytes() for path in sorted(HERE.rglob("*.py"))]),
         "torch version": torch.__version__,
         "model": _digest(shapes),
         "optimizer": f"{type(optimizer).__name__} {numbers}",

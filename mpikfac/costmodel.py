@@ -172,8 +172,12 @@ def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None
     if plan.vectors:
         return 0.0
     factors = (name for name in plan.decomposed(rank) if plan.in_share(name, share))
-    orders = (plan.orders[name] for name in factors)
-    return sum(machine.decomposition(plan.solver, order) for order in orders)
+    found = (plan.factors[name] for name in factors)
+    return sum(  # reciprocals of diagonals are free
+        factor.count * machine.decomposition(plan.solver, factor.order)
+        for factor in found
+        if factor.order > 1
+    )
 
 
 def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
@@ -185,8 +189,9 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
         ValueError: nothing is known of vectors, which the plan has.
     """
     if plan.vectors:
-        mine = sum(sum(plan.orders[f"{n}.{k}"] for k in "AG") for n in plan.preconditioned(rank))
-        return _of_vectors(network.vector_precondition, machine) * mine / sum(plan.orders.values())
+        mine = sum(f.size for n in plan.preconditioned(rank) for f in plan.shapes[n].factors)
+        everything = sum(factor.size for factor in plan.factors.values())
+        return _of_vectors(network.vector_precondition, machine) * mine / everything
     times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
     products = list(_products(plan, plan.preconditioned(rank)))
     if network.precondition is None:
@@ -205,8 +210,8 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     power, seconds = 2, network.statistics
     if plan.vectors:
         power, seconds = 1, _of_vectors(network.vector_statistics, machine)
-    recorded = sum(plan.orders[name] ** power for name in plan.recorded(rank))
-    return seconds * recorded / sum(order**power for order in plan.orders.values())
+    recorded = sum(plan.factors[name].work(power) for name in plan.recorded(rank))
+    return seconds * recorded / sum(factor.work(power) for factor in plan.factors.values())
 
 
 def _of_vectors(seconds: float | None, machine: Machine) -> float:
@@ -237,6 +242,5 @@ def expected_slowest(spread: float, ranks: int) -> float:
 def _products(plan: Plan, names: Iterable[str]) -> Iterable[tuple[float, int]]:
     """Order (of the cube of as many operations) and operations of each product of directions."""
     for name in names:
-        a, g = plan.orders[f"{name}.A"], plan.orders[f"{name}.G"]
-        for operations in (2 * g * g * a, 2 * g * a * a):
-            yield (operations / 2) ** (1 / 3), operations
+        for multiplications in plan.shapes[name].products():
+            yield multiplications ** (1 / 3), 2 * multiplications

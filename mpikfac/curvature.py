@@ -18,6 +18,7 @@ from mpikfac.comm import arrivals, begin_receive, begin_send, leave, tell, told
 from mpikfac.decompose import decompositions
 from mpikfac.layout import Layout
 from mpikfac.plan import Plan
+from mpikfac.shapes import added_to
 from mpikfac.trace import Trace
 
 CPU = torch.device("cpu")
@@ -55,8 +56,7 @@ class Curvature:
     def start(
         self,
         factors: Mapping[str, Tensor],
-        other_means: Mapping[str, Tensor],
-        damping: float,
+        added: Mapping[str, Tensor],
         share: int | None,
     ) -> Callable[[], list[tuple[str, Tensor]]]:
         """Sends what `decompositions` takes; returns what waits for what it makes.
@@ -68,9 +68,8 @@ class Curvature:
             return list
         request = _on_host(self.plan, self.plan.request(self.rank, share))
         with self.trace.stage("send factors", "curvature", request.flat.nbytes):
-            request["damping"].view(torch.float64).fill_(damping)
-            for mean, other in zip(request["other means"], other_means.values()):
-                mean.copy_(other)
+            for name, number in added.items():
+                request[added_to(name)].copy_(number)
             for name, factor in factors.items():
                 request[name].copy_(factor)
             reply = _on_host(self.plan, self.plan.reply(self.rank, share))
@@ -134,9 +133,8 @@ def _answer(
     plan: Plan, request: Arena, names: list[str], reply: Arena, device: torch.device
 ) -> None:
     factors = {name: request[name].to(device) for name in names}
-    other_means = dict(zip(names, request["other means"].to(device)))
-    damping = request["damping"].view(torch.float64).item()
-    for name, block in decompositions(factors, other_means, damping, plan.solver):
+    added = {name: request[added_to(name)].to(device) for name in plan.inverted(names)}
+    for name, block in decompositions(factors, added, plan.solver):
         reply[name].copy_(block)
 
 

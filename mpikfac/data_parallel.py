@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +18,7 @@ from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.layers import Statistic, Votes, uncovered
 from mpikfac.layout import lay_out
 from mpikfac.plan import Plan, make_plan
+from mpikfac.precision import end_step
 from mpikfac.state import load_model_state, missing_state, model_state, needed_state
 from mpikfac.strategy import Strategy
 from mpikfac.trace import Trace
@@ -33,12 +35,18 @@ class Gradients:
             are left as they are.
     """
 
-    def __init__(self, blocks: Sequence[Block], plan: Plan, grid: Grid) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        plan: Plan,
+        grid: Grid,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.blocks = blocks
         self.plan = plan
         self.grid = grid
         self.broken: Collection[str] = ()
-        dtype, device = common_type(blocks)
         self.arena = Arena(plan.gradients(), dtype, device)
         self.parts = Parts(self.arena, plan.parts_per_rank)
         self._to_reduce = plan.reduce_gradients(grid.world.rank)
@@ -129,6 +137,70 @@ class Gradients:
             self.arena.flat /= self.plan.ranks
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
+    def checked(self, scaler: GradScaler | None) -> GradScaler | None:
+        """A scaler that can be stepped with; None for one that is not enabled.
+
+        Raises:
+            ValueError: gradients are sent before their scale can be taken out, or a rank that
+                steps nothing would not know which steps to skip.
+        """
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if self.plan.strategy.overlap:
+            raise ValueError(
+                "with overlap=True gradients are sent before their scale can be taken out; "
+                "step(scaler) needs overlap=False"
+            )
+        counts = self.arena.layout.counts()
+        if self.owner_updates and 0 in counts:
+            raise ValueError(
+                f"with update='owner' rank {counts.index(0)} of {self.plan.ranks} has nothing to "
+                f"step, so it would not know of steps to skip; step(scaler) needs update='everyone'"
+            )
+        return scaler
+
+    def reduce_scaled(self, scaler: GradScaler, finite: bool = True) -> bool:
+        """Averages gradients of a scaled loss; whether all of all ranks are finite.
+
+        A rank on which they are not, or for which the caller says so, sends nothing but NaN: other
+        ranks know, whatever part of the sum they get. The scaler hears the same on all.
+
+        Collective over: world.
+        """
+        collected, scale = self.parts.collected, scaler.get_scale()
+        for block in self.blocks:
+            if block.parameters:
+                collected[..., self.arena.span(block.name)] /= scale
+        if not (finite and all_finite(collected)):
+            self._spoil(collected)
+        self.reduce()
+        rank, flat = self.grid.world.rank, self.arena.flat
+        mine = self.arena.segment(rank) if self.owner_updates else flat
+        usable = bool(mine.isfinite().all())
+        end_step(scaler, usable, flat.device)
+        return usable
+
+    def _spoil(self, collected: Tensor) -> None:
+        """Makes all that this rank sends NaN; of votes, which are to arrive, the last one."""
+        for block in self.blocks:
+            values = collected[..., self.arena.span(block.name)]
+            (values[..., -1] if isinstance(block, Votes) else values).fill_(torch.nan)
+
+    def skip(self) -> None:
+        """Leaves all as it was before this batch, which was reduced, but for the votes.
+
+        What encoding lost is dropped, as it may be of this batch.
+
+        Collective over: world.
+        """
+        self.discard()
+        self.grid.encoded.forget()
+        self.grid.exchange([m for m in self._to_publish if not m.codec], self.arena.flat)
+        for block in self.blocks:
+            if isinstance(block, Votes):
+                self.arena[block.name][-1] = 0
+                block.write_values(self.arena[block.name])
+
     def check(self, troubles: Troubles, step: int) -> None:
         """Finds out what is `broken`; a rank's NaN is in the sum, so no message is needed.
 
@@ -165,7 +237,7 @@ class Gradients:
                     for parameter in block.parameters:
                         parameter.grad = None
         for block in self.blocks if self._before else ():
-            if block.name in self.plan.covered:
+            if block.name in self.plan.shapes:
                 block.read_values(self._before[block.name])
         with self.grid.trace.stage("optimizer"):
             optimizer.step()
@@ -244,17 +316,30 @@ class DataParallel:
         self.plan = make_plan([], comm.size, strategy, shapes, itemsize=dtype.itemsize)
         agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
-        self.gradients = Gradients(blocks, self.plan, Grid(comm, 1, self.trace))
+        grid = Grid(comm, 1, self.trace)
+        self.gradients = Gradients(blocks, self.plan, grid, dtype, device)
         self._stepped = self.gradients.stepped(model)
 
-    def step(self) -> None:
+    def step(self, scaler: GradScaler | None = None) -> None:
         """From local gradients to identical new weights on every rank.
 
         Collective over: world.
+
+        Args:
+            scaler: see `KFAC.step`.
+
+        Raises:
+            ValueError: see `KFAC.step`.
         """
+        scaler = self.gradients.checked(scaler)
         if not self.gradients.parts:
             self.gradients.read()
-        self.gradients.reduce()
+        if scaler is None:
+            self.gradients.reduce()
+        elif not self.gradients.reduce_scaled(scaler):
+            self.gradients.skip()
+            self.steps += 1
+            return
         self.gradients.check(self.troubles, self.steps)
         self.gradients.write(self.gradients.blocks, self.gradients.arena)
         self.intact = False

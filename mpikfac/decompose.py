@@ -1,6 +1,6 @@
 """Decompositions of Kronecker factors: eigenbases, and damped inverses. Pure functions.
 
-A factor is symmetric and positive semidefinite, `[n, n]`.
+A factor is symmetric and positive semidefinite, `[n, n]`, or several of them, `[count, n, n]`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from mpikfac.kron import mean_eigenvalue, product, unfold_triangle
-from mpikfac.plan import BLOCKS, Solver
+from mpikfac.kron import product, unfold_triangle
+from mpikfac.shapes import BLOCKS, Solver
 from mpikfac.troubles import all_finite
 
 LEAF = 192  # order up to which a block is left to LAPACK
@@ -19,20 +19,19 @@ TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions th
 
 
 def decompositions(
-    factors: Mapping[str, Tensor], other_means: Mapping[str, Tensor], damping: float, solver: Solver
+    factors: Mapping[str, Tensor], added: Mapping[str, Tensor], solver: Solver
 ) -> Iterator[tuple[str, Tensor]]:
     """The blocks of factors (triangles or vectors, by name), by name, one by one.
 
     They are NaN where a factor cannot be decomposed.
 
     Args:
-        other_means: mean eigenvalue `[]` of the other factor of each one's layer, which
-            solver="inverse" needs.
+        added: what is added to the diagonal of each that is inverted, `[]` or `[groups]`.
     """
     for name, packed in factors.items():
         for dtype, more in _attempts(packed.dtype, solver):
-            added = added_damping(packed, other_means.get(name), damping * more)
-            made = _blocks(packed.to(dtype), added, solver)
+            damping = added[name].to(dtype) * more if name in added else 0.0
+            made = _blocks(packed.to(dtype), damping, solver)
             made = {kind: block.to(packed.dtype) for kind, block in made.items()}
             if all(map(all_finite, made.values())):
                 break
@@ -45,7 +44,7 @@ def _attempts(own: torch.dtype, solver: Solver) -> Iterable[tuple[torch.dtype, f
     return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])
 
 
-def _blocks(packed: Tensor, added: float | Tensor, solver: Solver) -> dict[str, Tensor]:
+def _blocks(packed: Tensor, damping: float | Tensor, solver: Solver) -> dict[str, Tensor]:
     """What a factor is decomposed into, by kind; NaN where it cannot be decomposed."""
     if solver == "rank-one":
         return {"vector": packed}
@@ -54,17 +53,11 @@ def _blocks(packed: Tensor, added: float | Tensor, solver: Solver) -> dict[str, 
         if solver == "eigen":
             values, vectors = eigenbasis(factor)
             return {"values": values, "vectors": vectors}
-        return {"inverse": damped_inverse(factor, added)}
+        return {"inverse": damped_inverse(factor, damping)}
     except ArithmeticError:
-        sizes = {block: (len(factor),) * dimensions for block, dimensions in BLOCKS[solver].items()}
-        return {block: factor.new_full(size, torch.nan) for block, size in sizes.items()}
-
-
-def added_damping(packed: Tensor, other_mean: Tensor | None, damping: float) -> float | Tensor:
-    """What is added to a factor before it is inverted: all of the damping without `other_mean`."""
-    if other_mean is None:
-        return damping
-    return tikhonov_share(mean_eigenvalue(packed), other_mean, damping)
+        nothing = torch.full_like(factor, torch.nan)
+        dimensions = BLOCKS[solver].items()
+        return {block: nothing if number == 2 else nothing[..., 0] for block, number in dimensions}
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -86,19 +79,30 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     """`(factor + damping I)^-1` `[n, n]`, by blocks where that is fast and accurate, or Cholesky.
 
+    Args:
+        damping: for all, or `[count]` for each.
+
     Raises:
         ArithmeticError: that matrix is not finite or not positive definite.
     """
-    damped = factor.clone()
-    damped.diagonal().add_(damping)
-    if damped.is_cpu and damped.dtype == torch.float32 and len(damped) > LEAF:
+    damped = damp(factor, damping)
+    if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
         inverse = _inverse_by_blocks(damped)
         if error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
             return inverse
     root, failed = torch.linalg.cholesky_ex(damped)
-    if failed or not root.diagonal().isfinite().all():
+    if failed.any() or not root.diagonal(dim1=-2, dim2=-1).isfinite().all():
         raise ArithmeticError("the damped factor is not finite or not positive definite")
     return torch.cholesky_inverse(root)
+
+
+def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
+    """`factor + damping I` `[n, n]`."""
+    damped = factor.clone()
+    if isinstance(damping, Tensor) and damping.dim():  # for each group, perhaps of several
+        damping = damping.repeat_interleave(len(factor) // len(damping))[:, None]
+    damped.diagonal(dim1=-2, dim2=-1).add_(damping)
+    return damped
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
@@ -133,8 +137,8 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
     an orthogonal matrix changes no norm.
     """
     rotated = product(factor, vectors)
-    values = (rotated * vectors).sum(0)
-    left_over = rotated.sub_(vectors * values).norm()
+    values = (rotated * vectors).sum(-2)
+    left_over = rotated.sub_(vectors * values[..., None, :]).norm()
     return values.clamp_(min=0), (left_over / factor.norm()).item()
 
 
@@ -144,17 +148,16 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
     # Fixed and without a pattern; torch's generator belongs to the program.
-    probes = torch.arange(8.0 * len(matrix)).square_().sin_().view(8, -1).to(matrix)
+    probes = torch.arange(8.0 * matrix.shape[-1]).square_().sin_().view(8, -1).to(matrix)
     return ((probes @ matrix @ inverse - probes).norm() / probes.norm()).item()
 
 
-def tikhonov_share(mean: Tensor, other_mean: Tensor, damping: float) -> Tensor:
-    """The part `[]` of the Kronecker product's damping that a factor takes; the other the rest.
+def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
+    """The part of the Kronecker product's damping that a factor takes; the other takes the rest.
 
-    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the ratio of the factors' mean
+    `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the `ratio` of the factors' mean
     eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
     """
-    ratio = mean / other_mean
     # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
     comparable = ratio.isfinite() & (ratio > 0)
     return torch.sqrt(damping * torch.where(comparable, ratio, 1.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from mpikfac import kron
 from mpikfac.arena import Arena, Parts
 from mpikfac.comm import Grid
 from mpikfac.plan import Plan
+from mpikfac.shapes import count_of
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
 STAGE = "reduce statistics"
@@ -20,17 +21,22 @@ STAGE = "reduce statistics"
 class Factors:
     """The factors that one rank keeps.
 
+    An example has the same weight wherever it is: a batch's factors are sums over examples, which
+    ranks add up as they add up their numbers, and averages over time weigh batches by these. A
+    layer that took no part in a batch keeps its average.
+
     Averages over time and over ranks commute: where the plan is `late`, each rank averages over
-    time what its own share of the batches gives, and the averages of all ranks add up to the
-    factors whenever these are asked for.
+    time what its own share of the batches gives, and the averages of all ranks make up the factors
+    whenever these are asked for.
 
     Attributes:
-        statistics: this rank's part of a batch's factors, as triangles or, where factors are
-            squares of vectors, these vectors; zero between steps.
+        statistics: this rank's sums of a batch, as triangles or, where factors are squares of
+            vectors, these vectors, and numbers of examples; zero between steps.
         parts: the same for each part of a share, where a batch is dealt out in parts.
-        averages: running averages, in the same form.
+        averages: running averages, in the same form; at first the identity (or zero vectors).
+        weights: numbers of examples that they stand for; at first 0.
         kind: what items of the state are called: "factors" or "vectors".
-        weight: what the averages' weights add up to; 0 if there are none yet.
+        started: whether there are averages of anything.
     """
 
     def __init__(
@@ -41,10 +47,11 @@ class Factors:
         self.statistics = Arena(plan.statistics(rank), dtype, device)
         self.parts = Parts(self.statistics, plan.parts_per_rank)
         self.averages = Arena(plan.averages(rank), dtype, device)
+        weights = torch.zeros(len(self.averages), dtype=dtype, device=device)
+        self.weights = dict(zip(self.averages, weights.split(1)))
         self._squares = Arena(plan.squares(rank), dtype, device)
         self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
         self.kind = "vectors" if plan.vectors else "factors"
-        self.weight = 0.0
         self._beside = None
         if plan.strategy.overlap and not plan.late and (messages := self._messages[None]):
             layout, flat = self.statistics.layout, self.statistics.flat
@@ -52,14 +59,29 @@ class Factors:
         self._unsettled: tuple[float, int] | None = None
 
     def forget(self, identity: bool) -> None:
-        """No averages, or the identity as the average so far."""
+        """No averages, or the identity as the average so far, with the weight of a batch."""
         self.settle()
         self.parts.clear()
         self.statistics.flat.zero_()
         self.averages.flat.zero_()
-        self.weight = 1.0 if identity else 0.0
-        for name in self.kept() if identity else ():
-            kron.add_identity(self.averages[name])
+        for name, average in self.averages.items():
+            self.weights[name].zero_()
+            if not self.plan.vectors:
+                kron.add_identity(average)
+        self.started = self._first_weighs = identity
+
+    def unscale(self, names: Collection[str], scale: float) -> bool:
+        """Takes a loss's scale out of a batch's sums of gradients; whether all sums are finite.
+
+        Collective over: none.
+        """
+        collected = self.parts.collected
+        for name in names:
+            sums = collected[..., self.statistics.span(name)]
+            sums /= scale
+            if not self.plan.vectors:  # twice, as the square may be no number of this dtype
+                sums /= scale
+        return all_finite(collected)
 
     def average(self, decay: float, step: int) -> None:
         """Takes a batch's factors into the averages; those on their way, when they are asked for.
@@ -76,8 +98,9 @@ class Factors:
         Collective over: none.
         """
         if self._beside is not None:
-            for name in (f"{layer}.A", f"{layer}.G"):
-                self._beside.ready(name)
+            for factor in self.plan.shapes[layer].factors:
+                self._beside.ready(factor.name)
+                self._beside.ready(count_of(factor.name))
 
     @property
     def overlap(self) -> bool:
@@ -104,9 +127,9 @@ class Factors:
         elif not self.plan.late:
             self._sum(None)
         self._check(step)
-        self.weight = decay * self.weight + 1 - decay
-        self.averages.flat.lerp_(self._own(), (1 - decay) / self.weight)
+        self._merge(decay)
         self.statistics.flat.zero_()
+        self.started = True
 
     def whole(self, share: int | None = None) -> Mapping[str, Tensor]:
         """Averages over ranks and time of the factors that this rank decomposes.
@@ -118,8 +141,15 @@ class Factors:
         self.settle()
         if not self.plan.late:
             return self.averages
-        self.statistics.flat.copy_(self.averages.flat)
+        for name, weight in self.weights.items():
+            torch.mul(self.averages[name], weight, out=self.statistics[name])
+            self.statistics[count_of(name)].copy_(weight)
         self._sum(share)
+        for name in self.averages:
+            weight = self.statistics[count_of(name)]
+            self.statistics[name].div_(torch.where(weight > 0, weight, 1))
+            if not self.plan.vectors:
+                kron.add_identity(self.statistics[name], (weight == 0).to(weight))
         return self.statistics
 
     def discard(self) -> None:
@@ -131,10 +161,16 @@ class Factors:
         """Factors that this rank answers for: all that it keeps, or where late those it owns."""
         if not self.plan.late:
             return list(self.averages)
-        return [name for name, owner in self.plan.owners.items() if owner == self.grid.world.rank]
+        rank = self.grid.world.rank
+        return [name for name in self.averages if self.plan.owners[name] == rank]
+
+    def items(self) -> dict[str, Tensor]:
+        """Averages that this rank answers for and their weights, by the names of the state."""
+        found = {f"{self.kind}/{name}": self.averages[name] for name in self.kept()}
+        return found | {f"weights/{name}": self.weights[name] for name in self.kept()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages' weight, and averages over ranks by name.
+        """Averages over ranks and their weights, by name.
 
         Where the plan is late, it moves them all to their owners first, here as after a restart:
         a run that goes on from it and one that wrote it stay equal.
@@ -142,27 +178,40 @@ class Factors:
         Collective over: world where the plan is late or overlaps, else none.
         """
         self.settle()
-        if self.plan.late and self.weight:
+        if self.plan.late and self.started:
             whole = self.whole()
-            owned = {name: whole[name].clone() for name in self.kept()}
-            self.averages.flat.zero_()
-            for name, average in owned.items():
-                self.averages[name].copy_(average)
+            for name, average in self.averages.items():
+                mine = name in self.kept()
+                average.copy_(whole[name]) if mine else average.zero_()
+                self.weights[name].copy_(whole[count_of(name)] * mine)
             self.discard()
-        state: dict[str, Any] = {f"{self.kind}/{n}": self.averages[n] for n in self.kept()}
-        return state | {"average_weight": self.weight}
+        return dict(self.items())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes what this rank keeps from the state of all, after `forget`."""
-        self.weight = float(state["average_weight"])
-        self.averages.flat.zero_()
-        for name in self.kept():
-            self.averages[name].copy_(state[f"{self.kind}/{name}"])
+        self.started, self._first_weighs = True, False
+        for name, value in self.items().items():
+            value.copy_(state[name])
 
-    def _own(self) -> Tensor:
-        """The statistics of the factors that this rank keeps averages of."""
-        to_owners = self.plan.strategy.reduction == "owners" and not self.plan.late
-        return self.statistics.segment(self.grid.world.rank) if to_owners else self.statistics.flat
+    def finish(self) -> None:
+        """Sends what the backward pass did not come by, where statistics are sent by layer."""
+        if self._beside is None:
+            return
+        for name, layer in self.plan.shapes.items():
+            if layer.factors[0].name not in self._beside.ready_blocks:
+                self.ready(name)
+
+    def _merge(self, decay: float) -> None:
+        """Takes the sums over a batch into the averages, weighed by their numbers of examples."""
+        for name, weight in self.weights.items():
+            count = self.statistics[count_of(name)]
+            if self._first_weighs:
+                weight.copy_(count)
+            weight.mul_(decay).add_(count, alpha=1 - decay)
+            mean = self.statistics[name].div_(torch.where(count > 0, count, 1))
+            share = torch.where(count > 0, (1 - decay) * count / weight, 0)
+            self.averages[name].lerp_(mean, share)
+        self._first_weighs = False
 
     def _sum(self, share: int | None) -> None:
         """Adds up the statistics of all ranks."""
@@ -172,26 +221,23 @@ class Factors:
         elif messages:
             with self.grid.trace.stage(STAGE):
                 for name, square in self._squares.items():
-                    square.copy_(kron.unfold_triangle(self.statistics[name]))
+                    one = self.statistics[name]
+                    square.copy_(kron.unfold_triangle(one) if name in self.plan.factors else one)
             self.grid.exchange(messages, self._squares.flat)
             with self.grid.trace.stage(STAGE):
                 self.statistics.flat.zero_()
                 for name, square in self._squares.items():
-                    kron.add_triangle(self.statistics[name], square)
+                    add = kron.add_triangle if name in self.plan.factors else Tensor.add_
+                    add(self.statistics[name], square)
 
     def _check(self, step: int) -> None:
-        """Factors of this batch that are not finite become their averages.
-
-        Where there are none yet, they become the identity; vectors become 0, as none stands for it.
-        """
+        """Factors of this batch that are not finite count for nothing."""
         broken: list[str] = []
         if not all_finite(self.statistics.flat):
             broken = not_finite({name: self.statistics[name] for name in self.averages})
         for name in broken:
-            self.statistics[name].copy_(self.averages[name])
-            answers = not self.plan.late or name in self.kept()
-            if self.weight == 0 and answers and not self.plan.vectors:
-                kron.add_identity(self.statistics[name])
+            self.statistics[name].zero_()
+            self.statistics[count_of(name)].zero_()
         rank, owners = self.grid.world.rank, self.plan.owners
         mine = [name for name in broken if self.plan.late or owners[name] == rank]
         self.troubles.note("statistics", mine, step, "their averages stay as they are")

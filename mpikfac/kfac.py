@@ -5,28 +5,34 @@ Read `KFAC.step` first: each line is a stage, and each stage is a method below i
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac import kron
-from mpikfac.arena import Arena
+from mpikfac.adaptation import LevenbergMarquardt
 from mpikfac.bases import Bases
-from mpikfac.checks import common_type, describe, groups_of, report_others
+from mpikfac.checks import Block, common_type, describe, groups_of, report_others
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.curvature import Curvature, check_joins
 from mpikfac.data_parallel import Gradients
+from mpikfac.directions import Directions
+from mpikfac.estimator import Estimator
 from mpikfac.factors import Factors
-from mpikfac.layers import Layer, Votes, cover
-from mpikfac.messages import Message
-from mpikfac.moments import NORMALIZATIONS, Normalization
-from mpikfac.plan import Solver, make_plan
+from mpikfac.fisher import LOSSES, Fisher, Loss
+from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
+from mpikfac.moments import Normalization
+from mpikfac.plan import make_plan
+from mpikfac.precision import without_autocast
 from mpikfac.recorder import Recorder
 from mpikfac.schedule import Schedule, Settings
+from mpikfac.shapes import Solver, forward_only, usual_rule
 from mpikfac.state import (
     fitting,
     load_model_state,
@@ -34,9 +40,9 @@ from mpikfac.state import (
     model_state,
     needed_state,
 )
-from mpikfac.strategy import Strategy, check_count, one_of
+from mpikfac.strategy import Strategy, one_of
 from mpikfac.trace import Trace
-from mpikfac.troubles import Troubles, all_finite, not_finite
+from mpikfac.troubles import Troubles
 
 log = logging.getLogger("mpikfac")
 
@@ -44,29 +50,45 @@ log = logging.getLogger("mpikfac")
 class KFAC:
     """A torch optimizer preconditioned by distributed K-FAC.
 
+    Sums, factors and directions have the model's dtype, or float32 for one in bfloat16.
+
     Collective over: world. The model becomes rank 0's; forward hooks are added to its layers.
 
     Args:
-        model: its `Linear` and `Conv2d` layers are covered; the log lists what is not.
+        model: its layers of the kinds in `covers` are covered; the log lists what is not.
         optimizer: any torch optimizer over the model's parameters whose step needs no closure.
         comm: the communicator of all ranks, but for curvature ranks.
         strategy: who computes what; every rank preconditions every layer if None (COMM-OPT).
-        damping: Tikhonov damping. This and the next four may be functions of the step.
+        damping: Tikhonov damping, or a `LevenbergMarquardt` that follows `adapt`. It and the
+            intervals, decay and clips may be functions of the step.
         factor_every: interval in steps between statistics.
         basis_every: interval in steps between decompositions; a multiple of `stagger`.
         decay: of the running average of factors, in [0, 1).
         kl_clip: bound on a step's squared Fisher norm; None for no bound.
+        norm_clip: bound on the norm of all layers' directions together instead; None for no bound.
+        graft: "sgd" gives each layer's direction the length of its gradient [Agarwal et al. 2020],
+            before any bound; None leaves it as it is.
         solver: "inverse", damped inverses with the damping split between A and G, in which a change
             of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
             damping; "unsplit-inverse", inverses with all of it added to each, as published codes
             do; "rank-one", mean vectors whose squares stand for A and G, another estimator
             [Zhang et al. 2023, Eva]: nothing is decomposed, and `basis_every=1` is the paper's.
+        relative_damping: the damping of each layer is `damping` times the mean eigenvalue of its
+            `G (x) A`; of each block, where factors fall into blocks.
         normalization: scaling of factors, see `moments`.
         start: an average starts at the "first" factor or at the "identity".
+        fisher: whose gradients make up G: those of the loss at the data's labels ("empirical"); at
+            labels that the model gives, drawn ones ("sampled") or all of them ("exact"), for which
+            `record` has to be called; or none, the identity is taken ("forward-only").
+        samples: how often labels are drawn.
         subsample: estimate a batch's factors from every n-th of its examples.
         statistics_dtype: round inputs of convolutions to it before they are multiplied.
         precondition_dtype: round gradients and decompositions to it to precondition.
         skip: names of modules that are trained first-order.
+        covers: what each type of module is covered by, see `layers`: linear layers, convolutions
+            and embeddings; with `NORMS` normalisations, too; and modules of your own.
+        rule: from the whole factors of a layer to those that are kept: only their diagonals, or
+            blocks along these, or one of both; and how positions that share a weight count.
         curvature: what joins `comm` to curvature ranks, of `split`, if the strategy has some.
 
     Raises:
@@ -76,11 +98,11 @@ class KFAC:
     Attributes:
         plan: the communication plan.
         steps: completed steps.
-        votes: `[16]`, of the model's dtype. What a rank writes there before a step travels beside
-            the gradients: after the step, all ranks find its mean over ranks.
+        votes: `[16]`, in the dtype of sums. What a rank writes there before a step travels beside
+            the gradients: after the step, all ranks find its mean over ranks. The last one is
+            taken by `step(scaler)`.
         troubles: what was not finite.
         intact: whether this rank's state is that after `steps` steps, and no later one's in part.
-        kl_scale: what the last step was multiplied by, `[1]`, on the model's device.
         trace: seconds and bytes of every stage.
     """
 
@@ -91,33 +113,43 @@ class KFAC:
         comm: Any,
         strategy: Strategy | None = None,
         *,
-        damping: float | Schedule = 0.003,
+        damping: float | Schedule | LevenbergMarquardt = 0.003,
         factor_every: int | Schedule = 1,
         basis_every: int | Schedule = 10,
         decay: float | Schedule = 0.95,
         kl_clip: float | Schedule | None = 0.001,
+        norm_clip: float | Schedule | None = None,
+        graft: Literal["sgd"] | None = None,
         solver: Solver = "inverse",
+        relative_damping: bool = False,
         normalization: Normalization = "expand",
         start: Literal["first", "identity"] = "first",
+        fisher: Fisher = "empirical",
+        samples: int = 1,
         subsample: int = 1,
         statistics_dtype: torch.dtype | None = None,
         precondition_dtype: torch.dtype | None = None,
         skip: Iterable[str] = (),
+        covers: Kinds = KINDS,
+        rule: Rule = usual_rule,
         curvature: Any = None,
         trace: Trace | None = None,
     ) -> None:
         strategy = strategy or Strategy.comm_opt(comm.size)
         self.model = model
         self.optimizer = optimizer
-        self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip)
+        self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip, norm_clip)
         self.settings.due("basis_every", 0, strategy.stagger)  # refused here, not at some step
-        self.normalization = normalization
-        self.start = start
+        self.estimator = Estimator(
+            normalization, start, fisher, samples, subsample, statistics_dtype
+        )
+        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         self.trace = trace or Trace()
-        dtypes = statistics_dtype, precondition_dtype
-        _check_choices(solver, normalization, start, subsample, *dtypes)
+        _check_damping(damping, relative_damping, solver, graft)
+        _check_solver(solver, self.estimator, precondition_dtype)
 
-        self.layers, self.others = cover(model, skip, statistics_dtype)
+        kept = (lambda layer: forward_only(rule(layer))) if fisher == "forward-only" else rule
+        self.layers, self.others = cover(model, skip, statistics_dtype, covers, kept)
         dtype, device = common_type([*self.layers, *self.others])
         self.others.append(votes := Votes(dtype, device))
         self.votes = votes.tensor
@@ -130,11 +162,12 @@ class KFAC:
             dtype.itemsize,
         )
         check_joins(curvature, self.plan.strategy.curvature_ranks)
-        self._groups = groups_of(self.layers, optimizer)
+        groups_of(self.layers, optimizer)  # refused here, before any communication
         self._check_agreement(
             comm,
-            subsample=subsample,
-            statistics_dtype=statistics_dtype,
+            relative_damping=relative_damping,
+            graft=graft,
+            adaptation=self._adaptive,
             precondition_dtype=precondition_dtype,
         )
         broadcast(comm, [*model.parameters(), *model.buffers()])
@@ -142,20 +175,37 @@ class KFAC:
         self.grid = Grid(comm, self.plan.rows, self.trace, self.plan.strategy.ranks_per_node)
         rank = comm.rank
         self.troubles = Troubles(rank)
-        self.gradients = Gradients([*self.layers, *self.others], self.plan, self.grid)
+        blocks: list[Block] = [*self.layers, *self.others]
+        self.gradients = Gradients(blocks, self.plan, self.grid, dtype, device)
         self._stepped = self.gradients.stepped(model)
         self.factors = Factors(self.plan, self.grid, dtype, device, self.troubles)
         joined = Curvature(self.plan, rank, curvature, self.trace) if curvature else None
         self.curvature = joined
         self.bases = Bases(
-            self.plan, rank, dtype, device, precondition_dtype, self.troubles, joined
+            self.plan,
+            rank,
+            dtype,
+            device,
+            precondition_dtype,
+            self.troubles,
+            joined,
+            relative_damping,
         )
-        self.directions = Arena(self.plan.directions(rank), dtype, device)
-        self.kl_scale = torch.ones(1, dtype=dtype, device=device)
-        self._messages = self._planned(rank)
+        self.directions = Directions(
+            self.layers,
+            self.plan,
+            self.grid,
+            self.gradients,
+            self.bases,
+            optimizer,
+            self.settings,
+            graft,
+        )
+        shares = self.plan.shares
+        self._messages = {share: self.plan.publish_bases(rank, share) for share in shares}
         statistics = self.factors.statistics
         self.recorder = Recorder(
-            model, self.layers, statistics, self.trace, subsample, self.plan.vectors
+            model, self.layers, statistics, self.trace, self.estimator, self.plan.vectors
         )
         if self.factors.overlap:
             self.recorder.before_first = self.factors.settle
@@ -165,29 +215,80 @@ class KFAC:
         if comm.rank == 0:
             report_others(self.others, optimizer)
 
+    @property
+    def kl_scale(self) -> Tensor:
+        """What the last step was multiplied by, `[1]`, on the model's device."""
+        return self.directions.scale
+
     # -- the main path ---------------------------------------------------------------------------
 
-    def step(self) -> None:
+    @without_autocast
+    def step(self, scaler: GradScaler | None = None) -> None:
         """From local gradients to identical new weights on every rank.
 
         A parameter without a gradient counts as one with gradient 0.
 
         Collective over: world.
+
+        Args:
+            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss. The scale is taken
+                out of gradients and statistics before anything else sees them. Where one of them is
+                not finite, on whatever rank, all ranks skip the step: but in `steps`, its batch
+                counts for nothing, and what was due is made when it is next due. Then the scale is
+                reduced or, after enough steps, grows, on all ranks alike. This stands for the
+                scaler's `unscale_`, `step` and `update`, which are not to be called.
+
+        Raises:
+            ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
+                nothing to step.
         """
+        scaler = self.gradients.checked(scaler)
         if not self.gradients.parts:
             self.gradients.read()
+        if scaler is not None and not self._reduce_scaled(scaler):
+            self._skip()
+            return
         self._refresh_curvature()
-        self.gradients.reduce()
+        if scaler is None:
+            self.gradients.reduce()
         self.gradients.check(self.troubles, self.steps)
-        self._precondition()
-        self._publish_directions()
-        self._check_directions()
-        self._clip()
+        self._make_directions()
         self.gradients.write(self.layers, self.directions)
         self.gradients.write(self.others, self.gradients.arena)
         self.intact = False
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
+
+    @without_autocast
+    def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
+        """Takes a batch's statistics at labels that the model gives, where `fisher` asks for them.
+
+            outputs = model(images)
+            kfac.record(outputs)
+            torch.nn.functional.cross_entropy(outputs, labels).backward()
+            kfac.step()
+
+        A backward pass for each drawn label, or for each output. Gradients of parameters stay as
+        they are. Otherwise, and at steps without new factors, it does nothing.
+
+        Collective over: none.
+
+        Args:
+            outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`.
+            loss: "cross-entropy" or "squared-error", as torch averages them over batch and rest.
+
+        Raises:
+            ValueError: another loss, or outputs with positions and fisher="exact".
+        """
+        if self.estimator.of_loss or not self.recorder.recording:
+            one_of("loss", loss, LOSSES)
+            return
+        parameters = [p for layer in self.layers for p in layer.parameters]
+        for turn, gradient in self.estimator.turns(outputs, loss):
+            with self.recorder.standing_for(turn):
+                torch.autograd.grad(
+                    outputs, parameters, gradient, retain_graph=True, allow_unused=True
+                )
 
     def collect(self) -> None:
         """Takes one part of this rank's share of a batch: call it after each part's backward pass.
@@ -202,10 +303,11 @@ class KFAC:
         """
         self.gradients.collect()
         if self.recorder.recording:
-            self.recorder.finish(self.normalization, len(self.factors.parts) * self.plan.ranks)
+            self.recorder.finish()
             self.factors.parts.add()
             self.factors.statistics.flat.zero_()
 
+    @without_autocast
     def precondition(self) -> None:
         """Preconditions covered layers' gradients, which the caller has averaged and will step.
 
@@ -227,13 +329,46 @@ class KFAC:
         self.gradients.read()
         self._refresh_curvature()
         self.gradients.check(self.troubles, self.steps)
-        self._precondition()
-        self._publish_directions()
-        self._check_directions()
-        self._clip()
+        self._make_directions()
         self.gradients.write(self.layers, self.directions)
         self.gradients.keep()
         self._begin(self.steps + 1)
+
+    def adapt(self, loss_before: float, loss_after: float) -> float:
+        """The reduction ratio of the last step, which the damping then follows.
+
+            if damping.due(kfac.steps):
+                with torch.no_grad():
+                    kfac.adapt(loss.item(), criterion(model(images), labels).item())
+
+        That is what the mean loss over ranks changed by, relative to what K-FAC's damped quadratic
+        model says of `delta = -lr direction`: `<gradient, delta> + 1/2 <delta, C delta>`. As
+        `C direction` is the gradient, but for what the step was scaled by, it takes no product
+        with C. What the model does not know of counts as the loss's doing: momentum, weight decay,
+        parameters that no layer covers, and of a layer with several learning rates, what couples
+        their parameters. With inverses, new damping waits for the next decomposition.
+
+        Collective over: world.
+
+        Args:
+            loss_before: mean loss of this rank's share of the batch that the step was taken with.
+            loss_after: the same examples' with the new weights.
+
+        Returns:
+            The ratio; NaN, and the damping stays, where nothing was stepped.
+
+        Raises:
+            ValueError: the damping is not a `LevenbergMarquardt`.
+        """
+        if self._adaptive is None:
+            raise ValueError(
+                f"adapt() needs damping=LevenbergMarquardt(...), not {self.settings.damping!r}"
+            )
+        ratio = self.directions.reduction_ratio(loss_before, loss_after)
+        if ratio is None:
+            return math.nan
+        self._adaptive.follow(ratio)
+        return ratio
 
     def discard(self) -> None:
         """Forgets the passes since the last step, of a batch that is not to be stepped with.
@@ -267,7 +402,7 @@ class KFAC:
     def _begin(self, step: int) -> None:
         self.steps, self.intact = step, not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
-        self.recorder.recording = due or self.factors.weight == 0
+        self.recorder.recording = due or not self.factors.started
 
     def _refresh_curvature(self) -> None:
         if self.recorder.recording:
@@ -279,17 +414,31 @@ class KFAC:
             self._publish_bases()
         self.factors.discard()
 
+    def _reduce_scaled(self, scaler: GradScaler) -> bool:
+        """Averages gradients of a scaled loss, before anything else; whether to go on."""
+        finite = True
+        if self.recorder.recording and self.estimator.of_loss:
+            finite = self.factors.unscale(self.recorder.of_gradients, scaler.get_scale())
+        return self.gradients.reduce_scaled(scaler, finite)
+
+    def _skip(self) -> None:
+        """Leaves all as it was before this batch."""
+        self.recorder.clear()
+        self.factors.parts.clear()
+        self.gradients.skip()
+        self._begin(self.steps + 1)
+
     def _average_statistics(self) -> None:
         """Averages the batch's factors over ranks and over time."""
         if not self.factors.parts:
-            alone = self.plan.strategy.reduction == "none"
-            self.recorder.finish(self.normalization, 1 if alone else self.plan.ranks)
+            self.recorder.finish()
+            self.factors.finish()
         self.factors.average(self.settings.at("decay", self.steps), self.steps)
         self.intact = False  # only now: a sum that fails leaves averages as they were
 
     def _send_statistics(self, layer: Layer) -> None:
         """Sends what the backward pass has just recorded of a layer."""
-        self.recorder.finish_layer(layer, self.normalization, self.plan.ranks)
+        self.recorder.finish_layer(layer)
         self.factors.ready(layer.name)
 
     def _decompose_owned(self) -> None:
@@ -310,51 +459,19 @@ class KFAC:
         self.intact = False
         with self.trace.stage("decompose"):
             self.trace.calls["decompositions"] += self.bases.take(self.steps)
-        self.grid.exchange(self._messages["bases", self.bases.share], self.bases.arena.flat)
+        self.grid.exchange(self._messages[self.bases.share], self.bases.arena.flat)
         self.bases.refresh()
 
-    def _precondition(self) -> None:
-        """Preconditions the gradients of the layers that this rank works on."""
-        with self.trace.stage("precondition"):
-            self.bases.damp(self.settings.at("damping", self.steps))
-            for name in self.plan.preconditioned(self.grid.world.rank):
-                direction = self.bases.precondition(name, self.gradients.arena[name])
-                self.directions[name].copy_(direction)
-
-    def _publish_directions(self) -> None:
-        """Sends preconditioned gradients to the ranks that did not compute them."""
-        self.grid.exchange(self._messages["directions"], self.directions.flat)
-
-    def _check_directions(self) -> None:
-        """A direction that is not finite, as its layer has no bases, becomes the gradient."""
-        if not all_finite(self.directions.flat):
-            for name in not_finite(self.directions):
-                gradient = self.gradients.arena[name]
-                usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
-                self.directions[name].copy_(usable)
-
-    def _clip(self) -> None:
-        """Bounds the step by the KL clip."""
-        if self.settings.kl_clip is None or not self.layers:
-            return
-        divergence = self._divergence()
-        self.grid.exchange(self._messages["clip"], divergence)
-        clip = self.settings.at("kl_clip", self.steps)
-        self.kl_scale = kron.kl_scale(divergence, clip)
-        self.directions.flat *= self.kl_scale
+    def _make_directions(self) -> None:
+        """Preconditions gradients, sends the directions to all, and bounds the step."""
+        self.directions.precondition(self.steps)
+        self.directions.publish()
+        self.directions.check()
+        self.directions.clip(self.steps)
+        if self._adaptive:
+            self.directions.predict()
 
     # -- details of the stages -------------------------------------------------------------------
-
-    def _divergence(self) -> Tensor:
-        """`sum lr^2 <direction, gradient>` `[1]` over the layers whose directions are here."""
-        total = self.directions.flat.new_zeros(1)
-        for layer in self.layers:
-            # A gradient that is not finite is not stepped with, and would make the sum so.
-            if layer.name in self.directions and layer.name not in self.gradients.broken:
-                products = self.directions[layer.name] * self.gradients.arena[layer.name]
-                for part, group in zip(layer.parts(products), self._groups[layer.name]):
-                    total += part.sum() * self.optimizer.param_groups[group]["lr"] ** 2
-        return total
 
     def _refreshes(self) -> bool:
         """Whether this step decomposes: all factors or a share of them."""
@@ -367,15 +484,10 @@ class KFAC:
             return None
         return self.settings.turn("basis_every", self.steps, self.plan.strategy.stagger)
 
-    def _planned(self, rank: int) -> dict[Any, list[Message]]:
-        """What this rank sends in each stage but those of `factors` and `gradients`."""
-        plan = self.plan
-        bases = {("bases", share): plan.publish_bases(rank, share) for share in plan.shares}
-        return {**bases, "directions": plan.publish_directions(rank), "clip": plan.clip()}
-
     def _forget_curvature(self) -> None:
         """No statistics, no bases, and averages at their start."""
-        self.factors.forget(self.start == "identity")  # once no thread adds them up any more
+        # Once no thread adds them up any more.
+        self.factors.forget(self.estimator.start == "identity")
         self.recorder.clear()
         self.bases.forget()
         self.grid.encoded.forget()
@@ -387,8 +499,7 @@ class KFAC:
                 **describe(self.model, self.optimizer),
                 "strategy": self.plan.strategy,
                 "plan": self.plan.digest(),
-                "normalization": self.normalization,
-                "start": self.start,
+                **dataclasses.asdict(self.estimator),
                 **choices,
                 **self.settings.described(),
             },
@@ -399,8 +510,8 @@ class KFAC:
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name; shares of all ranks make the whole.
 
-        Model, optimizer, factors as packed triangles (or vectors), bases, the averages' weight, and
-        the number of steps: what a run needs to go on exactly, also between two decompositions.
+        Model, optimizer, factors as packed triangles (or vectors), their weights, bases, and the
+        number of steps: what a run needs to go on exactly, also between two decompositions.
         What encoding lost is dropped, here as by a restart.
 
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
@@ -408,11 +519,14 @@ class KFAC:
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = self.factors.state_dict() | self.bases.state_dict()
+        if self._adaptive:
+            kept["damping"] = self._adaptive.damping
         return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}
 
     def missing(self, names: Collection[str]) -> set[str]:
         """What is not among `names`, of those that the shares of all ranks make up."""
-        whole = {f"kfac/{self.factors.kind}/{name}" for name in self.plan.orders}
+        groups = (self.factors.kind, "weights")
+        whole = {f"kfac/{group}/{name}" for group in groups for name in self.plan.factors}
         if "kfac/solver" in names:
             for rank in range(self.plan.ranks):
                 made = self.plan.decompositions(self.plan.decomposed(rank))
@@ -439,42 +553,56 @@ class KFAC:
         self.gradients.discard()
         self._forget_curvature()
         kept = {n.removeprefix("kfac/"): v for n, v in found.items() if n.startswith("kfac/")}
-        if "average_weight" in kept:
+        # Also where this rank has none of them: it takes part in what all ranks do with theirs.
+        if any(name.startswith(f"kfac/{self.factors.kind}/") for name in state):
             self.factors.load_state_dict(kept)
         self.bases.load_state_dict(kept)
+        if self._adaptive:
+            self._adaptive.damping = kept.get("damping", self._adaptive.damping)
+            self.directions.expected.zero_()
         self._begin(int(found["trainer/steps"]))
 
     def _needed_curvature(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """What there is of factors, and of bases if they are this solver's."""
-        like: dict[str, Any] = {}
+        adapted = self._adaptive and "kfac/damping" in state
+        like: dict[str, Any] = {"kfac/damping": 0.0} if adapted else {}
         prefix = f"kfac/{self.factors.kind}/"
         if any(name.startswith(prefix) for name in state):
-            averages = self.factors.averages
-            like = {f"{prefix}{name}": averages[name] for name in self.factors.kept()}
-            like["kfac/average_weight"] = self.factors.weight
+            like |= {f"kfac/{name}": value for name, value in self.factors.items().items()}
         if state.get("kfac/solver") == self.plan.solver:
             kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
             like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}
         return fitting(state, like)
 
 
-def _check_choices(
-    solver: str,
-    normalization: str,
-    start: str,
-    subsample: int,
-    statistics_dtype: torch.dtype | None,
-    precondition_dtype: torch.dtype | None,
+def _check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:
+    one_of("relative_damping", relative, (False, True))
+    one_of("graft", graft, (None, "sgd"))
+    if graft and isinstance(damping, LevenbergMarquardt):
+        raise ValueError(
+            f"graft={graft!r} leaves nothing of the length that damping=LevenbergMarquardt(...) "
+            f"adapts; use one of them"
+        )
+    if relative and solver == "rank-one":
+        raise ValueError(
+            "relative_damping=True is relative to mean eigenvalues, which solver='rank-one' does "
+            "not know; use another solver or relative_damping=False"
+        )
+
+
+def _check_solver(
+    solver: str, estimator: Estimator, precondition_dtype: torch.dtype | None
 ) -> None:
-    one_of("normalization", normalization, NORMALIZATIONS)
-    one_of("start", start, ("first", "identity"))
-    one_of("statistics_dtype", statistics_dtype, (None, torch.bfloat16))
     one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
-    check_count("subsample", subsample, 1)
-    plain = (start, statistics_dtype, precondition_dtype) == ("first", None, None)
-    if solver == "rank-one" and not plain:
+    if solver == "rank-one" and not estimator.of_loss:
+        raise ValueError(
+            f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
+            f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
+        )
+    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
+    if solver == "rank-one" and plain != ("first", None, None):
         raise ValueError(
             f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
-            f"start='first', statistics_dtype=None and precondition_dtype=None, not {start!r}, "
-            f"{statistics_dtype} and {precondition_dtype}"
+            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
+            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,49 +14,55 @@ def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
 
     The triangle is folded into a full rectangle (`layout.triangle_shape`) as LAPACK's rectangular
     full packed format does: the lower left block as it is, and below it the two diagonal blocks'
-    triangles, one turned over so that they interlock. Slices only, no index tensors.
+    triangles, one turned over so that they interlock. Slices only, no index tensors. Here as below,
+    several matrices of one order are stacked in front: `[count, n, n]`.
     """
     lower_left, first, second = _fold(packed)
-    half = first.shape[1]
-    lower_left.add_(matrix[half:, :half], alpha=weight)
-    first.add_(matrix[:half, :half].tril(), alpha=weight)
-    second.add_(matrix[half:, half:].triu(), alpha=weight)
+    half = first.shape[-1]
+    lower_left.add_(matrix[..., half:, :half], alpha=weight)
+    first.add_(matrix[..., :half, :half].tril(), alpha=weight)
+    second.add_(matrix[..., half:, half:].triu(), alpha=weight)
 
 
-def add_identity(packed: Tensor) -> None:
-    """Adds the identity to the matrix that `packed` holds."""
+def add_identity(packed: Tensor, weight: float | Tensor = 1.0) -> None:
+    """Adds the identity, times `weight`, to the matrix that `packed` holds."""
     _, first, second = _fold(packed)
-    first.diagonal().add_(1)
-    second.diagonal().add_(1)
+    _diagonal(first).add_(weight)
+    _diagonal(second).add_(weight)
 
 
 def unfold_triangle(packed: Tensor) -> Tensor:
     """The symmetric matrix `[n, n]` that `packed` holds."""
     lower_left, first, second = _fold(packed)
-    half = first.shape[1]
-    order = half + len(lower_left)
-    matrix = packed.new_empty(order, order)
-    matrix[half:, :half] = lower_left
-    matrix[:half, half:] = lower_left.T
-    matrix[:half, :half] = first.tril() + first.tril(-1).T
-    matrix[half:, half:] = second.triu() + second.triu(1).T
+    half = first.shape[-1]
+    order = half + lower_left.shape[-2]
+    matrix = packed.new_empty(*packed.shape[:-2], order, order)
+    matrix[..., half:, :half] = lower_left
+    matrix[..., :half, half:] = lower_left.mT
+    matrix[..., :half, :half] = first.tril() + first.tril(-1).mT
+    matrix[..., half:, half:] = second.triu() + second.triu(1).mT
     return matrix
 
 
-def mean_eigenvalue(packed: Tensor) -> Tensor:
-    """The mean eigenvalue `[]` of the matrix that `packed` holds: its trace by its order."""
-    lower_left, first, second = _fold(packed)
-    order = len(lower_left) + first.shape[1]
-    return (first.diagonal().sum() + second.diagonal().sum()) / order
+def trace(packed: Tensor) -> Tensor:
+    """The trace `[]` of the matrix that `packed` holds."""
+    _, first, second = _fold(packed)
+    return _diagonal(first).sum(-1) + _diagonal(second).sum(-1)
 
 
 def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the lower left block and of the places of the two diagonal blocks' triangles."""
-    rows, columns = packed.shape
+    rows, columns = packed.shape[-2:]
     even = rows == 2 * columns + 1
     order = rows - 1 if even else rows
-    lower_left, rest = packed[: order - columns], packed[order - columns :]
-    return (lower_left, rest[1:], rest[:-1]) if even else (lower_left, rest, rest[:-1, 1:])
+    lower_left, rest = packed[..., : order - columns, :], packed[..., order - columns :, :]
+    if even:
+        return lower_left, rest[..., 1:, :], rest[..., :-1, :]
+    return lower_left, rest, rest[..., :-1, 1:]
+
+
+def _diagonal(matrix: Tensor) -> Tensor:
+    return matrix.diagonal(dim1=-2, dim2=-1)
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
@@ -63,62 +71,153 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     On processors that are not Intel's, oneDNN multiplies float32 matrices twice as fast as MKL,
     which `@` calls. It takes the second one transposed: copying it has to pay off, too.
     """
+    if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32:
+        return a @ b
     enough_rows = b.T.is_contiguous() or len(a) >= 256
-    if a.is_cpu and a.dtype == torch.float32 and enough_rows and a.numel() * b.shape[1] >= 2**24:
+    if enough_rows and a.numel() * b.shape[1] >= 2**24:
         return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
     return a @ b
 
 
+# -- a layer's gradient between its factors -------------------------------------------------------
+
+Side = Sequence[Tensor]
+"""What stands for A or for G: the blocks along its diagonal, `[n, n]`, or one diagonal `[n]`; none
+for the identity. With groups, `[groups, n, n]`, as the gradient is `[groups, outputs, inputs]`."""
+
+
+def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
+    """`S @ matrix`, or with its transpose, where S is what the side stands for."""
+    return _block_by_block(_block_from_left, side, matrix, -2, transpose)
+
+
+def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
+    """`matrix @ S`, or with its transpose, where S is what the side stands for."""
+    return _block_by_block(_block_from_right, side, matrix, -1, transpose)
+
+
+def _block_by_block(
+    multiply: Callable[[Tensor, Tensor, bool], Tensor],
+    side: Side,
+    matrix: Tensor,
+    dim: int,
+    transpose: bool,
+) -> Tensor:
+    """The matrix with each of its parts along `dim` multiplied by its block."""
+    if not side:
+        return matrix
+    if len(side) == 1:
+        return multiply(side[0], matrix, transpose)
+    parts = matrix.split([block.shape[-1] for block in side], dim)
+    return torch.cat([multiply(b, part, transpose) for b, part in zip(side, parts)], dim)
+
+
+def _block_from_left(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+    if block.dim() < matrix.dim():
+        return block[..., :, None] * matrix
+    return product(block.mT if transpose else block, matrix)
+
+
+def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+    if block.dim() < matrix.dim():
+        return matrix * block[..., None, :]
+    return product(matrix, block.mT if transpose else block)
+
+
 def damped_denominators(
-    input_values: Tensor, output_values: Tensor, damping: float, out: Tensor
+    input_values: Side, output_values: Side, damping: float, out: Tensor
 ) -> None:
     """`out` `[outputs, inputs]` becomes the eigenvalues of `G (x) A + damping I`.
+
+    Sides are those of the eigenvalues `[n]`.
 
     Damping is added to the products of eigenvalues, so it may change at every step without a new
     decomposition [Pauloski et al., SC20, eq. 13-15].
     """
-    torch.mul(output_values[:, None], input_values, out=out)
+    _products(input_values, output_values, out)
     out += damping
 
 
+def relatively_damped_denominators(
+    input_values: Side, output_values: Side, damping: float, out: Tensor
+) -> None:
+    """As `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
+
+    Of a side in blocks, each block of the product is damped by its own mean.
+    """
+    means = torch.empty_like(out)
+    _products(_means(input_values), _means(output_values), means)
+    _products(input_values, output_values, out)
+    out.add_(means, alpha=damping)
+
+
+def damping_unit(mean: Tensor) -> Tensor:
+    """What damping is relative to: the mean eigenvalue, or 1 for a factor of zeros."""
+    return torch.where(mean > 0, mean, 1.0)
+
+
+def _means(side: Side) -> list[Tensor]:
+    """In the place of each eigenvalue, the mean of its block."""
+    return [damping_unit(values.mean(-1, keepdim=True)).expand_as(values) for values in side]
+
+
+def _products(input_values: Side, output_values: Side, out: Tensor) -> None:
+    """`out` `[outputs, inputs]` becomes the products of both sides' values."""
+    a = torch.cat(tuple(input_values), -1) if input_values else out.new_ones(out.shape[-1])
+    g = torch.cat(tuple(output_values), -1) if output_values else out.new_ones(out.shape[-2])
+    torch.mul(g[..., :, None], a[..., None, :], out=out)
+
+
 def precondition(
-    gradient: Tensor, input_vectors: Tensor, output_vectors: Tensor, denominators: Tensor
+    gradient: Tensor, input_vectors: Side, output_vectors: Side, denominators: Tensor
 ) -> Tensor:
     """`(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
     Computed in the vectors' dtype, but for the division.
     """
-    dtype = input_vectors.dtype
-    rotated = product(product(output_vectors.T, gradient.to(dtype)), input_vectors)
-    rotated = (rotated / denominators).to(dtype)
-    return product(product(output_vectors, rotated), input_vectors.T)
+    dtype = (*input_vectors, *output_vectors)[0].dtype
+    rotated = from_left(output_vectors, gradient.to(dtype), transpose=True)
+    rotated = (from_right(rotated, input_vectors) / denominators).to(dtype)
+    return from_right(from_left(output_vectors, rotated), input_vectors, transpose=True)
 
 
-def precondition_by_inverse(
-    gradient: Tensor, input_inverse: Tensor, output_inverse: Tensor
-) -> Tensor:
+def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:
     """`G^-1 gradient A^-1` `[outputs, inputs]` with damped inverses, computed in their dtype."""
+    dtype = (*input_inverse, *output_inverse)[0].dtype
     # The input inverse is symmetric: its transpose is what `product` takes without a copy.
-    return product(product(output_inverse, gradient.to(input_inverse.dtype)), input_inverse.T)
+    return from_right(from_left(output_inverse, gradient.to(dtype)), input_inverse, transpose=True)
 
 
 def precondition_by_vectors(
-    gradient: Tensor, input_vector: Tensor, output_vector: Tensor, damping: float
+    gradient: Tensor, input_vector: Side, output_vector: Side, damping: float
 ) -> Tensor:
     """`(g g^T (x) a a^T + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
     By the Sherman-Morrison formula [Zhang et al. 2023, Eva].
     """
-    along = output_vector @ gradient @ input_vector
-    size = output_vector.square().sum() * input_vector.square().sum()
-    coefficients = output_vector * (along / (size + damping))
-    return torch.addr(gradient, coefficients, input_vector, alpha=-1) / damping
+    along, size = gradient, gradient.new_ones(())
+    if input_vector:
+        a = torch.cat(tuple(input_vector), -1)[..., None, :]
+        along, size = along @ a.mT, size * a.square().sum(-1, keepdim=True)
+    if output_vector:
+        g = torch.cat(tuple(output_vector), -1)[..., :, None]
+        along, size = g.mT @ along, size * g.square().sum(-2, keepdim=True)
+    away = along / (size + damping)
+    away = g * away if output_vector else away
+    return (gradient - (away * a if input_vector else away)) / damping
 
 
-def kl_scale(divergence: Tensor, kl_clip: float) -> Tensor:
-    """Factor `[1]` that keeps a step's squared Fisher norm at `kl_clip` at most.
+def grafted(direction: Tensor, gradient: Tensor) -> Tensor:
+    """The direction at the length of the gradient [Agarwal et al. 2020]; one of zeros as it is."""
+    length = direction.norm()
+    return direction * torch.where(length > 0, gradient.norm() / length, 1.0)
+
+
+def clip_scale(square: Tensor, bound: float) -> Tensor:
+    """Factor `[1]` that keeps the square of a step's norm at `bound` at most.
 
     Args:
-        divergence: sum over layers of `lr^2 <direction, gradient>`, `[1]` [SC20, eq. 18].
+        square: that of a norm, `[1]`: `sum <direction, direction>` over layers, or for the KL clip
+            `sum lr^2 <direction, gradient>`, which rounding may make negative [SC20, eq. 18].
     """
-    return torch.sqrt(kl_clip / divergence.abs()).clamp_(max=1.0)
+    return torch.sqrt(bound / square.abs()).clamp_(max=1.0)

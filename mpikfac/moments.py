@@ -77,20 +77,32 @@ def linear_output_vector(g: Tensor) -> Tensor:
     return g.reshape(-1, g.shape[-1]).sum(0)
 
 
+def squares(rows: Tensor, diagonal: bool = False) -> Tensor:
+    """`sum(v v^T)` over `rows` `[batch, n]`, or for each of several `[batch, groups, n]`.
+
+    `[n, n]` or `[groups, n, n]`; of a diagonal, all elements as `[count, 1, 1]`.
+    """
+    if diagonal:
+        return rows.square().sum(0).view(-1, 1, 1)
+    if rows.dim() == 2:
+        return product(rows.T, rows)
+    return rows.permute(1, 2, 0) @ rows.transpose(0, 1)
+
+
 def with_bias(total: Tensor, vector: Tensor) -> Tensor:
     """`sum(a a^T)` after a 1 is appended to each vector `a`.
 
     Args:
-        total: `sum(a a^T)` without it, `[n, n]`.
-        vector: `sum(a)` with it, `[n + 1]`.
+        total: `sum(a a^T)` without it, `[..., n, n]`.
+        vector: `sum(a)` with it, `[..., n + 1]`.
     """
-    n = len(total)
-    grown = total.new_empty(n + 1, n + 1)
-    grown[:n, :n] = total
-    grown[n] = grown[:, n] = vector
+    n = total.shape[-1]
+    grown = total.new_empty(*total.shape[:-2], n + 1, n + 1)
+    grown[..., :n, :n] = total
+    grown[..., n, :] = grown[..., :, n] = vector
     return grown
 
 
 def with_count(vector: Tensor, count: int) -> Tensor:
-    """`sum(a)` `[n + 1]` after a 1 is appended to each of the `count` vectors `a`."""
-    return torch.cat([vector, vector.new_full((1,), count)])
+    """`sum(a)` `[..., n + 1]` after a 1 is appended to each of the `count` vectors `a`."""
+    return torch.cat([vector, vector.new_full((*vector.shape[:-1], 1), count)], -1)

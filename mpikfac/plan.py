@@ -11,48 +11,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
 
-from mpikfac.layout import Layout, Shape, lay_out, triangle_shape
+from mpikfac import placement
+from mpikfac.layout import Layout, Shape, lay_out
 from mpikfac.levels import IN_NODE, Seat, in_two_levels, seat
 from mpikfac.messages import Codec, Kind, Message, across, gathers, in_order, message, sums
+from mpikfac.shapes import BLOCKS, FactorShape, LayerShape, Solver, added_to, count_of, parent
 from mpikfac.strategy import Strategy, one_of
-
-Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
-
-BLOCKS: Mapping[Solver, Mapping[str, int]] = {
-    "eigen": {"vectors": 2, "values": 1},
-    "inverse": {"inverse": 2},
-    "unsplit-inverse": {"inverse": 2},
-    "rank-one": {"vector": 1},
-}
-"""What a solver makes of a factor: blocks, and how many dimensions of its order they have.
-
-The first is what gradients are multiplied by."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The orders of a layer's two Kronecker factors.
-
-    Attributes:
-        name: the module's name in the model.
-        inputs: order of the input factor A; counts the bias coordinate.
-        outputs: order of the output factor G.
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-
-    @property
-    def factors(self) -> tuple[tuple[str, int], ...]:
-        """Names and orders of both factors."""
-        return (f"{self.name}.A", self.inputs), (f"{self.name}.G", self.outputs)
 
 
 @dataclass(frozen=True)
@@ -65,7 +33,7 @@ class Plan:
         columns_of: column of each layer.
         owners: rank that decomposes each factor ("conv1.A").
         updaters: rank that steps each layer or other parameter when `update="owner"`.
-        orders: order of each factor.
+        factors: shape of each factor.
         shares_of: the share of a refresh that each layer belongs to, from 0 to `stagger` - 1.
     """
 
@@ -78,7 +46,7 @@ class Plan:
     columns_of: dict[str, int]
     owners: dict[str, int]
     updaters: dict[str, int]
-    orders: dict[str, int] = field(repr=False)
+    factors: dict[str, FactorShape] = field(repr=False)
     shares_of: dict[str, int]
 
     @property
@@ -137,7 +105,7 @@ class Plan:
         everywhere = (self.strategy.reduction, self.strategy.update) == ("everyone", "everyone")
         # A vector is used as it is: where all have it, sending it would be for nothing.
         free = self.vectors and everywhere
-        return free or self.orders[factor] < self.strategy.replicate_below
+        return free or self.factors[factor].order < self.strategy.replicate_below
 
     def decomposed(self, rank: int, share: int | None = None) -> list[str]:
         """Factors that `rank` decomposes: those it owns, then those it decomposes for itself.
@@ -154,10 +122,24 @@ class Plan:
     def decompositions(self, factors: Iterable[str]) -> list[tuple[str, Shape]]:
         """Names and shapes of what these factors are decomposed into."""
         return [
-            (f"{name}.{block}", (self.orders[name],) * dimensions)
+            (f"{name}.{block}", self.factors[name].block(dimensions))
             for name in factors
             for block, dimensions in BLOCKS[self.solver].items()
         ]
+
+    def inverted(self, factors: Iterable[str]) -> dict[str, Shape]:
+        """Of these factors, those that are inverted, and the shape of what is added to each.
+
+        One number, `[]`, or one for each group of the layer, `[groups]`.
+        """
+        if "inverse" not in BLOCKS[self.solver]:
+            return {}
+        groups = {name: self.shapes[parent(name)].groups for name in factors}
+        return {name: () if count == 1 else (count,) for name, count in groups.items()}
+
+    def splits(self, layer: str) -> bool:
+        """Whether A and G of a layer take a part of the damping each, not all of it."""
+        return self.solver == "inverse" and self.shapes[layer].sides == "AG"
 
     def curvature_rank(self, rank: int) -> int:
         """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
@@ -168,9 +150,9 @@ class Plan:
         """Whether a factor is kept as the vector of which it is the square."""
         return self.solver == "rank-one"
 
-    def packed(self, order: int) -> Shape:
-        """The shape in which a factor of that order is recorded, kept and sent."""
-        return (order,) if self.vectors else triangle_shape(order)
+    def packed(self, factor: FactorShape) -> Shape:
+        """The shape in which a factor is recorded, kept and sent."""
+        return factor.block(1) if self.vectors else factor.triangle
 
     @property
     def parts_per_rank(self) -> int:
@@ -210,9 +192,9 @@ class Plan:
         return self.rows > 1 and not alone
 
     @cached_property
-    def covered(self) -> frozenset[str]:
-        """Names of the layers."""
-        return frozenset(layer.name for layer in self.layers)
+    def shapes(self) -> dict[str, LayerShape]:
+        """The layers by name."""
+        return {layer.name: layer for layer in self.layers}
 
     @property
     def publishes_changes(self) -> bool:
@@ -223,20 +205,22 @@ class Plan:
     # -- where numbers lie -----------------------------------------------------------------------
 
     def statistics(self, rank: int) -> Layout:
-        """A batch's factors: model order, or owner by owner if owners reduce."""
+        """A batch's factors: model order, or owner by owner if owners reduce.
+
+        Each is a sum, beside which is the number of examples in it.
+        """
         return self._factors(self.recorded(rank), self.packed)
 
     def squares(self, rank: int) -> Layout:
         """The same as squares, if they travel in that form; else nothing."""
         square = self.strategy.packing == "square"
-        return self._factors(self.recorded(rank) if square else [], lambda order: (order, order))
+        return self._factors(self.recorded(rank) if square else [], lambda f: f.block(2))
 
     def averages(self, rank: int) -> Layout:
         """Running averages that `rank` keeps."""
-        if self.late:
-            return self._factors(self.recorded(rank), self.packed)
-        everyone = self.strategy.reduction == "everyone"
-        kept = self.owners if everyone else self.owned(rank)
+        kept = self.recorded(rank)
+        if self.strategy.reduction == "owners" and not self.late:
+            kept = self.owned(rank)
         return lay_out([self._matrices_of(self._by_share(kept), self.packed)])
 
     def bases(self, rank: int) -> Layout:
@@ -267,17 +251,14 @@ class Plan:
         return lay_out(self._matrices(self.preconditioned(c)) for c in range(self.columns))
 
     def request(self, rank: int, share: int | None = None) -> Layout:
-        """What a curvature rank needs to decompose for `rank`: damping and triangles of factors.
+        """What a curvature rank needs to decompose for `rank`: triangles of factors.
 
-        And, as the inverse solver balances both factors of a layer, the other ones' mean
-        eigenvalues. The damping is a float64, whatever the elements are.
+        And what is added to each before it is inverted, which may depend on the other factor of
+        its layer: "conv1.A+".
         """
         names = self.decomposed(rank, share)
-        if not names:
-            return lay_out([[]])
-        means = len(names) if self.solver == "inverse" else 0
-        numbers = [("damping", (8 // self.itemsize,)), ("other means", (means,))]
-        return lay_out([[*numbers, *self._matrices_of(names, triangle_shape)]])
+        added = [(added_to(name), shape) for name, shape in self.inverted(names).items()]
+        return lay_out([[*added, *self._matrices_of(names, lambda factor: factor.triangle)]])
 
     def reply(self, rank: int, share: int | None = None) -> Layout:
         """What comes back of a `request`: decompositions, NaN where there are none."""
@@ -318,7 +299,7 @@ class Plan:
         Args:
             statistics: the step makes new factors (`factor_every`).
             refresh: the step decomposes them (`basis_every`).
-            clip: the step is KL-clipped; a message only where no rank holds all directions.
+            clip: the step is clipped; a message only where no rank holds all directions.
             share: the share of the layers that is refreshed; None for all.
         """
         found = []
@@ -336,10 +317,21 @@ class Plan:
         if self.strategy.reduction == "none":
             return []
         layout = self.squares(rank) if self.strategy.packing == "square" else self.statistics(rank)
+        kind = self._kind(share)
         # Averages over time make up for what a batch's factors lost; nothing does where the
         # averages themselves travel.
         codec = self._codec(self.strategy.factor_wire, feedback=not self.late)
-        return self._sums("reduce statistics", layout, self._kind(share), rank, codec)
+        kinds: list[tuple[Codec | None, Kind]] = [(codec, kind)]
+        if codec is not None:  # but counts travel as they are
+            kinds = [
+                (codec, lambda name: kind(name) if name in self.factors else None),
+                (None, lambda name: None if name in self.factors else self.in_share(name, share)),
+            ]
+        return [
+            message
+            for codec, kind in kinds
+            for message in self._sums("reduce statistics", layout, kind, rank, codec)
+        ]
 
     def send_factors(self, rank: int, share: int | None = None) -> list[Message]:
         """Factors to the rank that decomposes them, where that is a curvature rank."""
@@ -395,14 +387,14 @@ class Plan:
         ]
 
     def clip(self) -> list[Message]:
-        """The sum that the KL clip is computed from, where no rank holds all directions."""
+        """The sum that the step is bounded by, where no rank holds all directions."""
         if not self.layers or self.ranks == 1 or self.strategy.update == "everyone":
             return []
         return [message("clip", "Allreduce", "world", [(0, 1)], self.ranks, self.itemsize)]
 
     def load(self, rank: int) -> int:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
-        return 0 if self.vectors else sum(self.orders[name] ** 3 for name in self.decomposed(rank))
+        return 0 if self.vectors else sum(self.factors[n].work() for n in self.decomposed(rank))
 
     def _sums(
         self, stage: str, layout: Layout, kind: Kind, rank: int, codec: Codec | None
@@ -445,8 +437,8 @@ class Plan:
         if codec is None:
             return [(None, kind)]
         return [
-            (codec, lambda name: kind(name) if name in self.covered else None),
-            (None, lambda name: None if name in self.covered else kind(name)),
+            (codec, lambda name: kind(name) if name in self.shapes else None),
+            (None, lambda name: None if name in self.shapes else kind(name)),
         ]
 
     def _kept_for_wires(self, rank: int) -> int:
@@ -471,24 +463,34 @@ class Plan:
             segments[ranks[name]].append((name, shape))
         return segments
 
-    def _factors(self, names: Iterable[str], shape: Callable[[int], Shape]) -> Layout:
-        blocks = self._matrices_of(self._by_share(names), shape)
+    def _factors(self, names: Iterable[str], shape: Callable[[FactorShape], Shape]) -> Layout:
+        blocks = self._counted(self._by_share(names), shape)
         if self.strategy.reduction == "owners":
-            return lay_out(self._by_rank(blocks, self.owners))
+            counts = {count_of(name): owner for name, owner in self.owners.items()}
+            return lay_out(self._by_rank(blocks, self.owners | counts))
         return lay_out([blocks])
 
-    def _matrices_of(
-        self, factors: Iterable[str], shape: Callable[[int], Shape]
+    def _counted(
+        self, factors: Iterable[str], shape: Callable[[FactorShape], Shape]
     ) -> list[tuple[str, Shape]]:
-        return [(name, shape(self.orders[name])) for name in factors]
+        """Factors and their counts: side by side, or all counts last where they travel apart."""
+        blocks = self._matrices_of(factors, shape)
+        counts: list[tuple[str, Shape]] = [(count_of(name), (1,)) for name, _ in blocks]
+        if self.strategy.factor_wire is not None:
+            return blocks + counts
+        return [block for pair in zip(blocks, counts) for block in pair]
+
+    def _matrices_of(
+        self, factors: Iterable[str], shape: Callable[[FactorShape], Shape]
+    ) -> list[tuple[str, Shape]]:
+        return [(name, shape(self.factors[name])) for name in factors]
 
     def _by_share(self, factors: Iterable[str]) -> list[str]:
         """In model order, those first that are refreshed first."""
         return sorted(factors, key=lambda name: self.shares_of[parent(name)])
 
     def _matrices(self, names: Iterable[str]) -> list[tuple[str, Shape]]:
-        orders = self.orders
-        return [(name, (orders[f"{name}.G"], orders[f"{name}.A"])) for name in names]
+        return [(name, self.shapes[name].gradient) for name in names]
 
     def _fused(self) -> dict[str, int]:
         """The message of a stage that each layer belongs to."""
@@ -552,79 +554,11 @@ def make_plan(
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
-    shares_of = _deal(layers, strategy.stagger)
-    owners, columns_of = _place(layers, ranks, strategy, shares_of)
-    updaters = {layer.name: owners[f"{layer.name}.A"] for layer in layers}
+    shares_of = placement.deal(layers, strategy.stagger)
+    owners, columns_of = placement.place(layers, ranks, strategy, shares_of)
+    updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
     others = tuple((name, tuple(shape)) for name, shape in others)
-    updaters |= _spread(others, ranks)
-    orders = {name: order for layer in layers for name, order in layer.factors}
+    updaters |= placement.spread(others, ranks)
+    factors = {factor.name: factor for layer in layers for factor in layer.factors}
     given = (tuple(layers), others, ranks, strategy, solver, itemsize)
-    return Plan(*given, columns_of, owners, updaters, orders, shares_of)
-
-
-def _place(
-    layers: Sequence[LayerShape], ranks: int, strategy: Strategy, shares_of: dict[str, int]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Owner of each factor and column of each layer: longest first, to the least loaded rank.
-
-    The load that counts is that of the share of a refresh, as one share is made at a time.
-    """
-    power = 3 if strategy.balance == "compute" else 2
-    columns = ranks // strategy.workers
-    jobs: list[tuple[int, LayerShape, list[str]]] = []
-    for layer in layers:
-        # What every worker decomposes for itself is nobody's load more than another's.
-        costs = {
-            name: order**power if order >= strategy.replicate_below else 0
-            for name, order in layer.factors
-        }
-        if strategy.colocate:
-            jobs.append((sum(costs.values()), layer, list(costs)))
-        else:
-            jobs += [(cost, layer, [name]) for name, cost in costs.items()]
-    loads = [[0] * ranks for _ in range(strategy.stagger)]
-    placed: dict[str, int] = {}
-    columns_of: dict[str, int] = {}
-    for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
-        # The first factor to be placed fixes the layer's column; the second stays inside it.
-        column = columns_of.get(layer.name)
-        candidates = range(ranks) if column is None else range(column, ranks, columns)
-        load = loads[shares_of[layer.name]]
-        owner = min(candidates, key=load.__getitem__)
-        columns_of[layer.name] = owner % columns
-        load[owner] += cost
-        placed |= dict.fromkeys(names, owner)
-    order = [name for layer in layers for name, _ in layer.factors]
-    return {name: placed[name] for name in order}, columns_of
-
-
-def _spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
-    """Updater of each uncovered parameter: largest first, to the rank with the fewest elements."""
-    load = [0] * ranks
-    updaters = {}
-    for name, shape in sorted(others, key=lambda other: -math.prod(other[1])):
-        updaters[name] = load.index(min(load))
-        load[updaters[name]] += math.prod(shape)
-    return updaters
-
-
-def _deal(layers: Sequence[LayerShape], stagger: int) -> dict[str, int]:
-    """The share of a refresh of each layer, longest first, to the share with the least work.
-
-    It does not depend on the ranks, so results do not either.
-    """
-    load = [0] * stagger
-    shares_of = {}
-    for layer in sorted(layers, key=lambda layer: -_work(layer)):
-        shares_of[layer.name] = load.index(min(load))
-        load[shares_of[layer.name]] += _work(layer)
-    return {layer.name: shares_of[layer.name] for layer in layers}
-
-
-def _work(layer: LayerShape) -> int:
-    return sum(order**3 for _, order in layer.factors)
-
-
-def parent(name: str) -> str:
-    """The layer of a factor, or the factor of a block of its decomposition."""
-    return name.rpartition(".")[0]
+    return Plan(*given, columns_of, owners, updaters, factors, shares_of)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,11 +13,11 @@ from torch import Tensor, nn
 
 from mpikfac import kron
 from mpikfac.arena import Arena
+from mpikfac.estimator import Estimator, Turn
 from mpikfac.layers import Layer
-from mpikfac.moments import Normalization, factor_scales, vector_scales
+from mpikfac.precision import without_autocast
+from mpikfac.shapes import count_of
 from mpikfac.trace import Trace
-
-Moment = Callable[[Tensor], Tensor]
 
 
 class Recorder:
@@ -32,6 +33,7 @@ class Recorder:
     before_first: Callable[[], None] | None = None
     after_each: Callable[[Layer], None] | None = None
     _passes = 0
+    _turn: Turn | None = None
 
     def __init__(
         self,
@@ -39,25 +41,27 @@ class Recorder:
         layers: Iterable[Layer],
         statistics: Arena,
         trace: Trace,
-        subsample: int = 1,
+        estimator: Estimator,
         vectors: bool = False,
     ) -> None:
         """Adds hooks to the model and to the layers that have a block in `statistics`.
 
-        With `subsample=n`, a call's sums are estimated from every n-th of its examples. With
-        `vectors`, they are those of `a` and `g`, else triangles of `a a^T` and `g g^T`.
+        With `vectors`, sums are those of `a` and `g`, else triangles of `a a^T` and `g g^T`.
         """
         self.statistics = statistics
         self.vectors = vectors
-        self.subsample = subsample
+        self.estimator = estimator
         self.trace = trace
         self._counts: dict[str, Count] = {}
         self._finished: set[str] = set()
-        self.layers = [layer for layer in layers if any(n in statistics for n in layer.factors)]
+        self.layers = [
+            layer for layer in layers if any(f.name in statistics for f in layer.shape.factors)
+        ]
         self._hooks = [model.register_forward_pre_hook(self._on_pass)]
         self._hooks += [
-            layer.module.register_forward_hook(partial(self._on_forward, layer), with_kwargs=True)
+            module.register_forward_hook(partial(self._on_forward, layer), with_kwargs=True)
             for layer in self.layers
+            for module in layer.modules
         ]
 
     def __reduce__(self) -> Any:
@@ -75,84 +79,125 @@ class Recorder:
         self._finished.clear()
         self.statistics.flat.zero_()
 
-    def finish(self, normalization: Normalization, sharers: int) -> None:
-        """Turns the sums into this rank's share of the factors' mean over `sharers` ranks.
+    def finish(self) -> None:
+        """Turns the sums into this rank's factors, each times the number of its examples.
 
         Raises:
-            RuntimeError: a layer has no statistics.
+            RuntimeError: no layer has statistics.
         """
+        if self.layers and not self._counts and not self._finished:
+            of_loss = self.estimator.of_loss
+            missing = "" if of_loss else "; call record(outputs) before the loss's backward()"
+            raise RuntimeError(
+                f"no covered layer took part in the training passes before this step (train() "
+                f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
+            )
         for layer in self.layers:
             if layer.name not in self._finished:
-                self.finish_layer(layer, normalization, sharers)
+                self.finish_layer(layer)
         self._finished.clear()
 
-    def finish_layer(self, layer: Layer, normalization: Normalization, sharers: int) -> None:
-        """Does that for one layer.
-
-        Raises:
-            RuntimeError: it has no statistics.
-        """
+    def finish_layer(self, layer: Layer) -> None:
+        """Does that for one layer; one that took no part counts for nothing."""
+        self._finished.add(layer.name)
         count = self._counts.pop(layer.name, None)
         if count is None or count.positions == 0:
-            raise RuntimeError(
-                f"layer {layer.name!r} took no part in the training passes before this step "
-                f"(train() mode, a batch that is not empty, backward), so it has no "
-                f"statistics; add it to skip if that is meant"
-            )
-        self._finished.add(layer.name)
-        scales = count.scales(normalization, layer.spatial, self.vectors)
-        for name, scale in zip(layer.factors, scales):
-            if name in self.statistics:
-                self.statistics[name].mul_(scale / sharers)
+            return
+        counts = count.batch, count.positions
+        scales = layer.scales(self.estimator.normalization, *counts, self.vectors)
+        for side in layer.shape.sides:
+            for factor in layer.shape.side(side):
+                if factor.name in self.statistics:
+                    self.statistics[factor.name].mul_(scales[side] * count.batch)
+                    self.statistics[count_of(factor.name)].fill_(count.batch)
+
+    @property
+    def of_gradients(self) -> list[str]:
+        """The statistics that are sums of gradients, or of their squares."""
+        return [
+            factor.name
+            for layer in self.layers
+            for side in layer.quadratic
+            for factor in layer.shape.side(side)
+            if factor.name in self.statistics
+        ]
+
+    @contextmanager
+    def standing_for(self, turn: Turn) -> Iterator[None]:
+        """Inside, backward passes are some of several that stand for the loss's."""
+        self._turn = turn
+        try:
+            yield
+        finally:
+            self._turn = None
 
     def _on_pass(self, *_: object) -> None:
         self._passes += 1
 
     def _on_forward(
-        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Tensor
+        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
     ) -> None:
-        # The hook sits on the output tensor, not on the module: an in-place activation behind a
-        # layer breaks module backward hooks, and a pass without a backward records nothing.
-        if self.recording and module.training and output.requires_grad:
-            if output.dtype != self.statistics.flat.dtype:
-                raise TypeError(
-                    f"layer {layer.name!r} computes in {output.dtype}, its weight is "
-                    f"{self.statistics.flat.dtype}; mixed precision is not covered, turn it off"
-                )
-            x = inputs[0] if inputs else named["input"]
-            output.register_hook(partial(self._record, layer, [x.detach()], self._passes))
+        if not (self.recording and module.training):
+            return
+        call = layer.watch(inputs, named, output)
+        if call is not None:
+            x, listen = call
+            listen(partial(self._record, layer, [x.detach()], self._passes))
 
+    @without_autocast
     def _record(self, layer: Layer, kept: list[Tensor], forward_pass: int, g: Tensor) -> None:
         """Adds one call's sums; `kept` holds its input until then."""
+        turn = self._turn or Turn()
+        if self._turn is None and not self.estimator.of_loss:
+            kept.clear()
+            return
         if not kept:
             raise RuntimeError(
                 f"layer {layer.name!r}: a second backward pass through one forward pass has no "
                 f"statistics of its own; add the losses and call backward once"
             )
-        x = kept.pop()
+        x = kept.pop() if turn.last else kept[0]
         if self.before_first and not self._counts and not self._finished:
             self.before_first()
-        if x.dim() < (4 if layer.spatial else 2):  # one example without a batch dimension
+        if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
+        dtype = self.statistics.flat.dtype
+        if x.is_floating_point():  # under autocast, what the layer multiplied was rounded
+            x = x.to(g.dtype).to(dtype)
+        g = g.to(dtype)
         with self.trace.stage("statistics"), torch.no_grad():
             count = self._counts.setdefault(layer.name, Count())
-            count.add(len(x), layer.positions(g), forward_pass)
-            some_x, some_g = x[:: self.subsample], g[:: self.subsample]
+            if turn.first:
+                count.add(len(x), layer.positions(g), forward_pass)
+            every = slice(None, None, self.estimator.subsample)
+            some_x, some_g = layer.prepared(x, g)[every], g[every]
             weight = len(x) / max(1, len(some_x))
-            a_name, g_name = layer.factors
-            if a_name in self.statistics:
-                self._add(a_name, layer.input_vector, layer.input_sum, some_x, weight)
-            if g_name in self.statistics:
-                self._add(g_name, layer.output_vector, layer.output_sum, some_g, weight)
-            if self.after_each:
+            for side in layer.shape.sides:
+                if side in layer.quadratic:
+                    self._add(layer, side, some_x, some_g, turn.weight * weight)
+                elif turn.first:
+                    self._add(layer, side, some_x, some_g, weight)
+            if self.after_each and turn.last:
                 self.after_each(layer)
 
-    def _add(self, name: str, first: Moment, second: Moment, some: Tensor, weight: float) -> None:
-        """Adds the first or second moment of `some`, times `weight`, to a factor's statistics."""
-        if self.vectors:
-            self.statistics[name].add_(first(some), alpha=weight)
-        else:
-            kron.add_triangle(self.statistics[name], second(some), weight)
+    def _add(self, layer: Layer, side: str, x: Tensor, g: Tensor, weight: float) -> None:
+        """Adds the first or second moment of a side, times `weight`, to its factors' statistics."""
+        factors = layer.shape.side(side)
+        if not any(factor.name in self.statistics for factor in factors):
+            return
+        moment = layer.first_moment if self.vectors else layer.second_moment
+        total, start = moment(side, x, g), 0
+        for factor in factors:
+            block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
+            start += factor.order
+            if factor.name not in self.statistics:
+                continue
+            mine = self.statistics[factor.name]
+            if self.vectors:
+                mine.add_(total[..., block].view_as(mine), alpha=weight)
+            else:
+                own = (*mine.shape[:-2], factor.order, factor.order)
+                kron.add_triangle(mine, total[..., block, block].reshape(own), weight)
 
 
 @dataclass
@@ -170,11 +215,3 @@ class Count:
             self.batch += batch
         self.positions += positions
         self.last_pass = forward_pass
-
-    def scales(
-        self, normalization: Normalization, spatial: bool, vectors: bool
-    ) -> tuple[float, float]:
-        """What to multiply the sums by to get A and G, or their vectors."""
-        batch = self.batch if spatial or normalization == "expand" else self.positions
-        scales = vector_scales if vectors else factor_scales
-        return scales(normalization, batch, self.positions / batch)

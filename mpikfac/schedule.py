@@ -121,16 +121,23 @@ class Settings:
     factor_every: float | Schedule
     basis_every: float | Schedule
     decay: float | Schedule
-    kl_clip: float | Schedule | None
+    kl_clip: float | Schedule | None = None
+    norm_clip: float | Schedule | None = None
 
     def __post_init__(self) -> None:
-        for name in ("damping", "decay", *(("kl_clip",) if self.kl_clip is not None else ())):
-            self.at(name, 0)
+        for name in ("damping", "decay", "kl_clip", "norm_clip"):
+            if getattr(self, name) is not None:
+                self.at(name, 0)
+        if self.kl_clip is not None and self.norm_clip is not None:
+            raise ValueError(
+                f"kl_clip={self.kl_clip!r} and norm_clip={self.norm_clip!r} both bound the step; "
+                f"make one of them None"
+            )
         for name in ("factor_every", "basis_every"):
             self.due(name, 0)
 
     def at(self, name: str, step: int) -> float:
-        """The damping, decay or KL clip in force at `step`."""
+        """The damping, decay or bound on the step in force at `step`."""
         setting = getattr(self, name)
         value = evaluate(setting, step, name)
         shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
@@ -160,6 +167,11 @@ class Settings:
         if interval % turns:
             raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")
         return int(interval) // turns
+
+    @property
+    def clipped(self) -> bool:
+        """Whether something bounds the step."""
+        return self.kl_clip is not None or self.norm_clip is not None
 
     def described(self) -> dict[str, object]:
         """The settings by name, for ranks to compare; schedules by their number at step 0."""

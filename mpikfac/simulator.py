@@ -153,15 +153,14 @@ def representatives(plan: Plan) -> list[int]:
     column, and the one that preconditions most.
     """
     owners = sorted(set(plan.owners.values())) or [0]
-    squares = {rank: sum(plan.orders[name] ** 2 for name in plan.owned(rank)) for rank in owners}
+    squares = {rank: sum(plan.factors[n].work(2) for n in plan.owned(rank)) for rank in owners}
     columns: dict[int, int] = {}
     for rank, square in squares.items():
         column = plan.position(rank)[1]
         columns[column] = columns.get(column, 0) + square
 
     def products(rank: int) -> int:
-        layers = ((plan.orders[f"{n}.A"], plan.orders[f"{n}.G"]) for n in plan.preconditioned(rank))
-        return sum(a * g * (a + g) for a, g in layers)
+        return sum(sum(plan.shapes[name].products()) for name in plan.preconditioned(rank))
 
     return sorted(
         {
@@ -319,7 +318,7 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
         for name, offset in layout.offsets.items()
         if any(start <= offset < stop for start, stop in message.spans)
     )
-    first = min((layers.index(name) for name in parents if name in plan.covered), default=0)
+    first = min((layers.index(name) for name in parents if name in plan.shapes), default=0)
     return 1 - first / len(layers)
 
 

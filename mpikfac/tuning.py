@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mpikfac import costmodel
+from mpikfac.catalogue import NAMED
 from mpikfac.layout import Shape
 from mpikfac.machine import Machine
-from mpikfac.plan import LayerShape, Solver, make_plan
+from mpikfac.plan import make_plan
+from mpikfac.shapes import LayerShape, Solver
 from mpikfac.simulator import Job, cheapest
-from mpikfac.strategy import NAMED, Strategy, divisors
+from mpikfac.strategy import Strategy, divisors
 
 Others = Sequence[tuple[str, Shape]]
 
@@ -120,9 +122,10 @@ def replicated_below(
     [SPD-KFAC, Shi et al. 2021]
     """
     plan = make_plan(layers, ranks, replace(strategy, replicate_below=0), (), solver)
-    for order in sorted(set(plan.orders.values())):
+    orders = sorted({factor.order for factor in plan.factors.values()})
+    for order in orders:
         size = order**2 * plan.itemsize
         send = costmodel.basis_seconds(size, plan, machine)
         if machine.decomposition(solver, order) >= send:
             return order
-    return max(plan.orders.values()) + 1
+    return orders[-1] + 1

@@ -31,7 +31,9 @@ def launch(
             output, errors = job.communicate()
             expired.add_note(f"{output}\n{errors}")
             raise
-    return subprocess.CompletedProcess(job.args, job.returncode, output, errors)
+    # Open MPI ends its own notes with a NUL byte, which may come before a rank's line.
+    texts = (text.replace("\0", "") for text in (output, errors))
+    return subprocess.CompletedProcess(job.args, job.returncode, *texts)
 
 
 def start(

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mpikfac_apps.dense import kronecker_solve, tikhonov_solve
+
 Batch = tuple[Tensor, Tensor]
 
 
@@ -28,6 +30,23 @@ def input_vectors(module: nn.Module, x: Tensor) -> Tensor:
         x = columns.transpose(1, 2)
     rows = x.reshape(-1, x.shape[-1])
     return rows if module.bias is None else torch.cat([rows, rows.new_ones(len(rows), 1)], 1)
+
+
+def weight_vectors(module: nn.Module, x: Tensor) -> Tensor:
+    """All vectors `a` `[batch, positions, groups, inputs]`: what multiplies weights and bias.
+
+    By autograd, of a convolution or transposed convolution with one output for each group: the
+    derivative of each output by its own weights.
+    """
+    names = [name for name, _ in module.named_parameters()]
+
+    def outputs(*given: Tensor) -> Tensor:
+        y = torch.func.functional_call(module, dict(zip(names, given)), x)
+        return y.sum(1).flatten(1)  # of a weight, one output is the derivative's only term
+
+    jacobians = torch.autograd.functional.jacobian(outputs, tuple(module.parameters()))
+    parts = [j.reshape(*j.shape[:2], module.groups, -1) for j in jacobians]
+    return torch.cat(parts, -1)
 
 
 def output_vectors(g: Tensor, outputs: int) -> Tensor:
@@ -91,20 +110,6 @@ def running_average(history: Sequence[Tensor], decay: float, start: str = "first
     return sum(w * factor for w, factor in terms) / sum(w for w, _ in terms)
 
 
-def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """`(G (x) A + damping I)^-1 gradient`, with the product written out."""
-    matrix = torch.kron(g, a) + damping * torch.eye(gradient.numel(), dtype=gradient.dtype)
-    return torch.linalg.solve(matrix, gradient.reshape(-1)).view_as(gradient)
-
-
-def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
-    pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
-    damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
-    damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)
-    return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
-
-
 def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """`(G + damping I)^-1 gradient (A + damping I)^-1`."""
     damped_a, damped_g = (m + damping * torch.eye(len(m), dtype=m.dtype) for m in (a, g))
@@ -114,6 +119,17 @@ def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Ten
 def rank_one_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
     """`(g g^T (x) a a^T + damping I)^-1 gradient`, with the product written out."""
     return kronecker_solve(gradient, torch.outer(a, a), torch.outer(g, g), damping)
+
+
+def relative_solve(solver: str, gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """That of a solver, damped in units of mean eigenvalues."""
+    means = a.trace() / len(a), g.trace() / len(g)
+    if solver == "eigen":
+        return kronecker_solve(gradient, a, g, damping * means[0] * means[1])
+    share = damping**0.5 if solver == "inverse" else damping
+    damped = (m + share * mean * torch.eye(len(m), dtype=m.dtype) for m, mean in zip((a, g), means))
+    damped_a, damped_g = damped
+    return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
 
 
 SOLVES: dict[str, Callable[..., Tensor]] = {
@@ -150,11 +166,14 @@ def train(
     basis_every: int,
     decay: float,
     kl_clip: float | None,
+    norm_clip: float | None = None,
+    graft: bool = False,
     solver: str = "eigen",
     start: str = "first",
+    relative_damping: bool = False,
     sources: Mapping[str, int] | None = None,
 ) -> list[float]:
-    """Trains on the joined shards of each step; returns the KL clip's factors.
+    """Trains on the joined shards of each step; returns the clip's factors.
 
     Args:
         sources: the one shard from which each factor is computed; all of them if None.
@@ -162,6 +181,7 @@ def train(
     history: list[dict[str, Tensor]] = []
     used: dict[str, Tensor] = {}
     scales = []
+    solve = partial(relative_solve, solver) if relative_damping else SOLVES[solver]
     estimate = vectors if solver == "rank-one" else factors
     for step, shards in enumerate(steps):
         if step % factor_every == 0:
@@ -171,7 +191,9 @@ def train(
         if step % basis_every == 0:
             names = history[0]
             used = {n: running_average([h[n] for h in history], decay, start) for n in names}
-        scales.append(_precondition(model, optimizer, used, damping, kl_clip, SOLVES[solver]))
+        solve_now = partial(_grafted, solve) if graft else solve
+        bounds = kl_clip, norm_clip
+        scales.append(_precondition(model, optimizer, used, damping, bounds, solve_now))
         optimizer.step()
     return scales
 
@@ -192,12 +214,20 @@ def _joined(shards: Sequence[Batch]) -> Batch:
     return torch.cat([x for x, _ in shards]), torch.cat([y for _, y in shards])
 
 
+def _grafted(
+    solve: Callable[..., Tensor], gradient: Tensor, a: Tensor, g: Tensor, damping: float
+) -> Tensor:
+    """The direction that `solve` gives, at the gradient's length."""
+    direction = solve(gradient, a, g, damping)
+    return direction * (gradient.norm() / direction.norm())
+
+
 def _precondition(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     used: Mapping[str, Tensor],
     damping: float,
-    kl_clip: float | None,
+    bounds: tuple[float | None, float | None],
     solve: Callable[..., Tensor],
 ) -> float:
     lr_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
@@ -207,7 +237,11 @@ def _precondition(
         gradient = gradient_matrix(module)
         directions[name] = solve(gradient, used[f"{name}.A"], used[f"{name}.G"], damping)
         divergence += float((directions[name] * gradient).sum()) * lr_of[id(module.weight)] ** 2
+    kl_clip, norm_clip = bounds
     scale = 1.0 if kl_clip is None else min(1.0, (kl_clip / abs(divergence)) ** 0.5)
+    if norm_clip is not None:
+        whole = torch.cat([direction.flatten() for direction in directions.values()])
+        scale = min(1.0, norm_clip / float(whole.norm()))
     for name, module in modules.items():
         set_gradient(module, scale * directions[name])
     return scale

@@ -38,7 +38,7 @@ BAD = {
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be a finite number > 0 or null"),
     "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
-    "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, res"),
+    "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
     "workers": (
         "--kfac.strategy=hybrid --kfac.workers=4",
         "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
@@ -179,7 +179,7 @@ def test_help_names_every_option_and_model(capsys):
     assert not leave.value.code
     shown = capsys.readouterr().out
     assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in config.OPTIONS)
-    assert set(re.findall(r"digits_cnn|resnet\d+", shown)) == set(MODELS)
+    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small", shown)) == set(MODELS)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from problem import SETTINGS
+from problem import SETTINGS, network, run, sgd
 
 import mpikfac
 from mpikfac_apps import inspect_checkpoint, spectra
@@ -49,27 +49,47 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
         assert [float(word) for word in words] == close([*expected, np.linalg.cond(damped)])
 
 
+@pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
-def test_conditions_are_those_of_what_each_solver_inverts(solver):
+def test_conditions_are_those_of_what_each_solver_inverts(solver, relative):
     """Oracle: NumPy's condition number of the dense matrix, the damping shared as documented."""
     generator = torch.Generator().manual_seed(0)
     a, g = (torch.randn(n, 3 * n, generator=generator).double() for n in (6, 4))
     a, g = (a @ a.T).numpy(), (g @ g.T).numpy() / 100
+    means = np.trace(a) / 6, np.trace(g) / 4
     share = {"eigen": (0, 0), "unsplit-inverse": (0.1, 0.1)}.get(solver)
     if share is None:
-        pi = np.sqrt(np.trace(a) / 6 / (np.trace(g) / 4))
+        pi = 1 if relative else np.sqrt(means[0] / means[1])
         share = pi * np.sqrt(0.1), np.sqrt(0.1) / pi
+    if relative:
+        share = share[0] * means[0], share[1] * means[1]
     dense = np.kron(a + share[0] * np.eye(6), g + share[1] * np.eye(4))
     if solver == "eigen":
-        dense += 0.1 * np.eye(24)
+        dense += 0.1 * (means[0] * means[1] if relative else 1) * np.eye(24)
     spectrum = spectra.Spectrum("layer", *map(spectra.eigenvalues, map(torch.from_numpy, (a, g))))
-    assert spectrum.condition(solver, 0.1) == pytest.approx(np.linalg.cond(dense))
+    assert spectrum.condition(solver, 0.1, relative) == pytest.approx(np.linalg.cond(dense))
 
 
 def test_a_singular_layer_without_damping_has_an_infinite_condition():
     """Oracle: by definition; rounding below 0 is no negative condition."""
     values = torch.tensor([-1e-18, 1.0])
     assert spectra.Spectrum("layer", values, values).condition("eigen", 0.0) == float("inf")
+
+
+def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
+    """Oracle: the damping of the running K-FAC, which began with another."""
+    model = network()
+    damping = mpikfac.LevenbergMarquardt(0.01, every=1)
+    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), damping=damping, solver="eigen")
+    run(kfac, mpikfac.world(), [0])
+    kfac.adapt(1.0, 0.0)
+    mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
+    settings = "{solver: eigen, damping: 0.01, relative_damping: true}"
+    (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")
+    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert damping.damping != 0.01
+    expected = f"with relative damping {damping.damping:g} and solver eigen"
+    assert expected in table_of_layers(capsys.readouterr().out)[0]
 
 
 def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path, capsys):

@@ -44,6 +44,8 @@ def test_parameter_counts_are_the_published_ones(name):
     [
         ("digits_cnn", (2, 1, 8, 8)),
         ("resnet20", (2, 3, 32, 32)),
+        ("mobilenet_small", (2, 3, 32, 32)),
+        ("vit_small", (2, 3, 32, 32)),
         ("resnet18", (2, 3, 64, 64)),
         ("resnet50", (2, 3, 64, 64)),
     ],
@@ -69,5 +71,7 @@ def test_option_a_subsamples_and_adds_zero_channels():
 
 
 def test_an_unknown_model_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'resnet21' is unknown; try one of digits_cnn, resnet20"):
+    with pytest.raises(
+        ValueError, match="'resnet21' is unknown; try one of digits_cnn, mobilenet_small"
+    ):
         models.build("resnet21", classes=10)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from torch import nn
 
+import mpikfac
 from launch import launch
 from mpikfac_apps import lock, metrics, models, record, train_cnn
 from mpikfac_apps.options import Options
@@ -113,6 +114,42 @@ def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(tmp_path):
     assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())
     assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
+
+
+LENGTHS = {
+    "relative": ("relative_damping=true", "damping=0.1"),
+    "grafted and bounded": ("graft=sgd", "kl_clip=null", "norm_clip=0.5"),
+    "adapted": ("damping_adapt=2", "damping=0.1"),
+}
+
+
+@pytest.mark.parametrize("chosen", LENGTHS.values(), ids=LENGTHS)
+def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(tmp_path, chosen):
+    """Oracle: one rank; and a run without these options, which learns otherwise."""
+    options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
+    runs = [tmp_path / name for name in ("one", "two", "without")]
+    plain(1, runs[0], *options)
+    plain(2, runs[1], *options)
+    plain(1, runs[2], "--kfac.solver=eigen", "--kfac.damping=0.1")
+    assert_same_training(rows(runs[1]), rows(runs[0]))
+    losses = [last(run, "test_loss") for run in runs]
+    assert losses[2] != pytest.approx(losses[0], rel=1e-3)
+
+
+def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
+    """Oracle: the run that was not interrupted; BatchNorm's count of the passes that were taken."""
+    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train_cnn.main(arguments(whole, *chosen)) == 0
+    assert train_cnn.main(arguments(parts, *chosen, "--max_steps=4")) == 0
+    assert train_cnn.main(arguments(parts, *chosen, "--resume=auto")) == 0
+    assert rows(parts) == rows(whole)
+    saved = mpikfac.latest_checkpoint(whole / "checkpoints")
+    state = mpikfac.read_checkpoint(saved)
+    assert state["kfac/damping"] != 0.003
+    counts = {name for name in state if name.endswith("num_batches_tracked")}
+    assert counts
+    assert {int(state[name]) for name in counts} == {9}
 
 
 def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):

@@ -43,6 +43,13 @@ print("trains" if training else "decomposes")
 """
 
 
+SCALED = """
+assert LOSS(model(loader[0][0]), loader[0][1]).item() < first
+assert kfac.steps == 4 and scaler.state_dict()["_growth_tracker"] == 4
+print("trains")
+"""
+
+
 def program(path: Path, word: str, after: str) -> str:
     """A file with the page's program that has that word."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -55,6 +62,12 @@ def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
     """Oracle: `step()` on the same batches."""
     job = launch(2, program(tmp_path / "program.py", "precondition()", STEPS))
     assert job.stdout.splitlines() == ["as step()"] * 2, job.stderr
+
+
+def test_scaled_losses_train(tmp_path):
+    """Oracle: the loss before; no step was skipped."""
+    job = launch(2, program(tmp_path / "program.py", "GradScaler", SCALED))
+    assert job.stdout.splitlines() == ["trains"] * 2, job.stderr
 
 
 def test_the_last_rank_decomposes_for_the_others(tmp_path):

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-import mpikfac.comm
 import mpikfac.curvature
 from mpikfac import NAMED, Strategy, Trace, decompose
+from mpikfac.comm import intercomm
 
 RANKS = mpikfac.world().size
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
@@ -95,8 +95,14 @@ def test_in_single_precision_the_damping_is_not_rounded(comm, solver):
 
 def test_in_messages_of_limited_size(comm, monkeypatch):
     """Oracle: see `assert_same`."""
-    monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", 1000)
+    monkeypatch.setattr(intercomm, "MAX_COUNT", 1000)
     assert_same(comm, 1)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+def test_relative_damping(comm, solver):
+    """Oracle: see `assert_same`."""
+    assert_same(comm, 1, solver=solver, relative_damping=True)
 
 
 def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import mpikfac
-import mpikfac.comm
 from mpikfac import Strategy, UserError, agree, make_plan, together
-from mpikfac.comm import Grid
+from mpikfac.comm import Grid, agreement, primitives
 from mpikfac.messages import Message
 
 RANKS = mpikfac.world().size
@@ -29,8 +28,8 @@ def numbers(rank, size):
 def pieces(request, monkeypatch):
     """Messages in one piece, and split as large reductions and messages of 2^31 elements are."""
     if request.param:
-        monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", request.param)
-        monkeypatch.setattr(mpikfac.comm, "PIECE", request.param)
+        monkeypatch.setattr(primitives, "MAX_COUNT", request.param)
+        monkeypatch.setattr(primitives, "PIECE", request.param)
 
 
 def sent(primitive, over, spans, root=-1):
@@ -93,7 +92,7 @@ def test_owners_get_the_sum_of_their_segment(comm, pieces, primitive):
 
 def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch):
     """Oracle: the same additions of float32 numbers in one process."""
-    monkeypatch.setattr(mpikfac.comm, "PIECE", 8)
+    monkeypatch.setattr(primitives, "PIECE", 8)
     edges = bounds(*uneven(comm.size))
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(comm.size, edges[-1], generator=generator)
@@ -134,8 +133,9 @@ def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
         return problem.run(kfac, comm)
 
     whole = trained()
-    monkeypatch.setattr(mpikfac.comm, "MAX_COUNT", 500)
-    monkeypatch.setattr(mpikfac.comm, "PIECE", 500)
+    for module in (agreement, primitives):
+        monkeypatch.setattr(module, "MAX_COUNT", 500)
+    monkeypatch.setattr(primitives, "PIECE", 500)
     torch.testing.assert_close(trained(), whole, rtol=0, atol=1e-10)
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import mpikfac
-import mpikfac.comm
 from mpikfac import LayerShape, Strategy, UserError, make_plan
-from mpikfac.comm import Grid
+from mpikfac.comm import Grid, primitives, startup
 
 RANKS = mpikfac.world().size
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("fc", 11, 5), LayerShape("out", 6, 3)]
@@ -51,7 +50,7 @@ def test_every_stage_gives_the_numbers_of_one_level(
 ):
     """Oracle: one level; whole numbers, whose sums are exact. Bytes sent are those planned."""
     if piece:
-        monkeypatch.setattr(mpikfac.comm, "PIECE", piece)
+        monkeypatch.setattr(primitives, "PIECE", piece)
     found = []
     for ranks_per_node in (None, per_node):
         strategy = Strategy(workers, **choices, ranks_per_node=ranks_per_node)
@@ -74,7 +73,7 @@ def test_every_stage_gives_the_numbers_of_one_level(
 @pytest.mark.skipif(RANKS == 1, reason="one rank sits on its own node")
 def test_ranks_of_several_nodes_are_no_node(comm, monkeypatch):
     """Oracle: by hand, on every rank: ranks dealt out to two nodes in turn."""
-    monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm: comm.rank % 2)
+    monkeypatch.setattr(startup, "lowest_in_node", lambda comm: comm.rank % 2)
     with pytest.raises(UserError) as refused:
         Grid(comm, 1, mpikfac.Trace(), RANKS)
     (text,) = set(comm.allgather(str(refused.value)))
@@ -86,13 +85,13 @@ def test_ranks_of_several_nodes_are_no_node(comm, monkeypatch):
 def test_a_node_may_be_a_part_of_one(comm, monkeypatch):
     """Oracle: by hand: ranks 0 and 1 share a node, and 2 and 3, whatever else does."""
     for nodes in ([0, 0, 2, 2], [0, 0, 0, 0]):
-        monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm, at=nodes: at[comm.rank])
+        monkeypatch.setattr(startup, "lowest_in_node", lambda comm, at=nodes: at[comm.rank])
         Grid(comm, 1, mpikfac.Trace(), 2)
-    monkeypatch.setattr(mpikfac.comm, "lowest_in_node", lambda comm: [0, 1, 1, 3][comm.rank])
+    monkeypatch.setattr(startup, "lowest_in_node", lambda comm: [0, 1, 1, 3][comm.rank])
     with pytest.raises(UserError, match="ranks 0 and 1 are on different nodes"):
         Grid(comm, 1, mpikfac.Trace(), 2)
 
 
 def test_the_lowest_rank_of_this_host(comm):
     """Oracle: all ranks of a test share a host."""
-    assert mpikfac.comm.lowest_in_node(comm) == 0
+    assert startup.lowest_in_node(comm) == 0

@@ -91,7 +91,7 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
         kfac.factors.statistics["0.A"][0, 0] = math.nan
     kfac.step()
     if "0.A" in kfac.factors.averages:
-        identity = torch.eye(kfac.plan.orders["0.A"], dtype=torch.float64)
+        identity = torch.eye(kfac.plan.factors["0.A"].order, dtype=torch.float64)
         torch.testing.assert_close(
             mpikfac.kron.unfold_triangle(kfac.factors.averages["0.A"]), identity
         )
@@ -123,7 +123,7 @@ def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, mo
     kfac = trainer(comm, strategy, solver=solver, basis_every=1, factor_every=1)
     problem.run(kfac, comm, [0])
     before = {name: block.clone() for name, block in kfac.bases.arena.items()}
-    fail_at(monkeypatch, order=kfac.plan.orders["3.A"])
+    fail_at(monkeypatch, order=kfac.plan.factors["3.A"].order)
     problem.run(kfac, comm, [1])
     for name, block in kfac.bases.arena.items():
         assert torch.equal(block, before[name]) == name.startswith("3.A"), name
@@ -212,7 +212,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     """
     alone = comm.Split(comm.rank)
     kfac = trainer(alone, Strategy(1, stagger=2), basis_every=6)
-    fail_at(monkeypatch, order=kfac.plan.orders["0.A"])
+    fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.shares_of["0"] == 1
     last = 3 + 6 * (TOLERATED - 1)
     problem.run(kfac, alone, range(last))

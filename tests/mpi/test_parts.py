@@ -12,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from mpikfac.comm import Grid, primitives
 
 PARTS = 12  # a divisor of it is every number of ranks that the tests are run on
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
@@ -74,8 +75,8 @@ def test_sgd_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm):
 
 def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
     """Oracle: the sum in one process, element by element in order."""
-    monkeypatch.setattr(mpikfac.comm, "PIECE", 7)
-    grid = mpikfac.comm.Grid(comm, 1, mpikfac.Trace())
+    monkeypatch.setattr(primitives, "PIECE", 7)
+    grid = Grid(comm, 1, mpikfac.Trace())
     parts = torch.randn(3 * comm.size, 40, generator=torch.Generator().manual_seed(0))
     expected = parts[0].clone()
     for part in parts[1:]:

@@ -1,63 +1,107 @@
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
+import oracles
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from mpikfac import convolution
+from mpikfac import convolution, window
 
-pairs = st.tuples
+SIZES = {1: 8, 2: 5, 3: 2}  # up to how much more than one position asks for, by dimensions
+KERNELS = {1: 5, 2: 4, 3: 3}
 
 
 @st.composite
-def convolutions(draw, channels, stride, kernel):
-    """An input `[batch, channels, height, width]` and a window with at least one position."""
-    shape = convolution.Window(
-        kernel=draw(pairs(kernel, kernel)),
-        stride=draw(pairs(stride, stride)),
-        padding=draw(pairs(*[pairs(st.integers(0, 4), st.integers(0, 4))] * 2)),
-        dilation=draw(pairs(st.integers(1, 3), st.integers(1, 3))),
+def convolutions(draw, stride):
+    """A module without padding, an input that has a position, and the zeros around it."""
+    n = draw(st.integers(1, 3))
+    kernel, dilation, strides = (
+        draw(st.tuples(*[numbers] * n))
+        for numbers in (st.integers(1, KERNELS[n]), st.integers(1, 3), stride)
     )
-    smallest = [
-        max(1, (k - 1) * d + 1 - sum(p))
-        for k, d, p in zip(shape.kernel, shape.dilation, shape.padding)
-    ]
-    size = [draw(st.integers(least, least + 8)) for least in smallest]
+    zeros = st.tuples(st.integers(0, 4), st.integers(0, 4))
+    padding = draw(st.tuples(*[zeros] * n))
+    smallest = [max(1, (k - 1) * d + 1 - sum(p)) for k, d, p in zip(kernel, dilation, padding)]
+    size = [draw(st.integers(least, least + SIZES[n])) for least in smallest]
+    module, x = draw(modules(f"Conv{n}d", size, kernel, strides, dilation=dilation))
+    return module, x, padding
+
+
+@st.composite
+def transposed(draw):
+    """A transposed convolution and an input for which it has an output."""
+    n = draw(st.integers(1, 3))
+    kernel, stride, dilation, padding, size = (
+        draw(st.tuples(*[st.integers(least, most)] * n))
+        for least, most in ((1, KERNELS[n]), (1, 3), (1, 3), (0, 5), (1, 5 - n))
+    )
+    extra = [draw(st.integers(0, max(s, d) - 1)) for s, d in zip(stride, dilation)]
+    sizes = zip(size, kernel, stride, dilation, padding, extra)
+    assume(all((i - 1) * s + (k - 1) * d + 1 + e > 2 * p for i, k, s, d, p, e in sizes))
+    options = {"padding": padding, "output_padding": extra, "dilation": dilation}
+    return draw(modules(f"ConvTranspose{n}d", size, kernel, stride, **options))
+
+
+@st.composite
+def modules(draw, name, size, *geometry, **options):
+    """A module with one output for each group, and its input `[batch, channels, *size]`."""
+    groups, channels = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (2, 6), (3, 3)]))
+    batch, bias = draw(st.integers(1, 3)), draw(st.booleans())
     torch.manual_seed(draw(st.integers(0, 99)))
-    return torch.randn(draw(st.integers(1, 3)), draw(channels), *size).double(), shape
+    module = getattr(nn, name)(channels, groups, *geometry, groups=groups, bias=bias, **options)
+    return module.double(), torch.randn(batch, channels, *size).double()
 
 
-def assert_sum_over_patches(x, shape, bias):
-    (top, bottom), (left, right) = shape.padding
-    padded = F.pad(x, (left, right, top, bottom))
-    columns = F.unfold(padded, shape.kernel, shape.dilation, 0, shape.stride)
-    a = columns.transpose(1, 2).reshape(-1, columns.shape[1])
-    a = torch.cat([a, a.new_ones(len(a), 1)], 1) if bias else a
-    found = convolution.input_sum(x, shape, bias)
-    torch.testing.assert_close(found, a.T @ a, rtol=1e-10, atol=1e-10)
-    vector = convolution.input_vector(x, shape, bias)
-    torch.testing.assert_close(vector, a.sum(0), rtol=1e-10, atol=1e-10)
+def assert_moments(a, x, shape, bias, groups):
+    """Moments of what `shape` sees of `x` are those of `a` `[batch, positions, groups, inputs]`."""
+    total, vector, means = torch.einsum("bpgi,bpgj->gij", a, a), a.sum((0, 1)), a.mean(1)
+    if groups == 1:
+        total, vector, means = total[0], vector[0], means[:, 0]
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
+    close(convolution.input_sum(x, shape, bias, groups=groups), total)
+    close(convolution.input_vector(x, shape, bias, groups), vector)
+    close(convolution.input_means(x, shape, bias, groups), means)
 
 
-@given(
-    convolutions(st.sampled_from([1, 3, 8]), st.just(1), st.integers(1, 4)),
-    st.booleans(),
-)
-@settings(max_examples=150)
-def test_unstrided_convolutions(case, bias):
-    """Oracle: im2col by `torch.nn.functional.unfold`, whether the autocorrelation pays or not."""
+def assert_convolution(module, x, padding):
+    shape = window.Window(module.kernel_size, module.stride, padding, module.dilation)
+    padded = F.pad(x, [zeros for pair in reversed(padding) for zeros in pair])
+    a = oracles.weight_vectors(module, padded)
+    assert_moments(a, x, shape, module.bias is not None, module.groups)
+
+
+@given(convolutions(st.just(1)))
+@settings(max_examples=300)
+def test_unstrided_convolutions(case):
+    """Oracle: autograd's derivative of the module's output, whether correlating pays or not."""
     with mock.patch.object(convolution, "worth_correlating", return_value=True):
-        assert_sum_over_patches(*case, bias)
+        assert_convolution(*case)
 
 
-@given(
-    convolutions(st.sampled_from([1, 3, 8]), st.integers(1, 3), st.integers(1, 4)),
-    st.booleans(),
-)
-@settings(max_examples=100)
-def test_any_convolution(case, bias):
-    """Oracle: im2col by `torch.nn.functional.unfold`."""
-    assert_sum_over_patches(*case, bias)
+@given(convolutions(st.integers(1, 3)))
+@settings(max_examples=300)
+def test_any_convolution(case):
+    """Oracle: autograd's derivative of the module's output by its weight and bias."""
+    assert_convolution(*case)
+
+
+@given(transposed(), st.booleans())
+@settings(max_examples=300)
+def test_transposed_convolutions(case, correlates):
+    """Oracle: autograd's derivative of the module's output by its weight and bias."""
+    module, x = case
+    image, shape = window.spread(
+        *(x, module.kernel_size, module.stride, module.padding),
+        *(module.output_padding, module.dilation),
+    )
+    a = oracles.weight_vectors(module, x)
+    with mock.patch.object(convolution, "worth_correlating", return_value=correlates):
+        assert_moments(a, image, shape, module.bias is not None, module.groups)
+    patches = window.patches(image, shape).flatten(1, x.dim() - 2).flatten(2).flip(1)
+    seen = a[..., : patches.shape[-1] // module.groups].flatten(2)
+    torch.testing.assert_close(patches, seen, rtol=0, atol=0)

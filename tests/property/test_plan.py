@@ -7,17 +7,30 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikfac.layout import ALIGNMENT, triangle_shape
-from mpikfac.plan import LayerShape, make_plan
+from mpikfac.plan import make_plan
+from mpikfac.shapes import LayerShape
 from mpikfac.strategy import Strategy, divisors
 
 orders = st.integers(1, 40)
 
 
 @st.composite
+def shapes(draw):
+    """Orders, groups and factors of any layer; plain ones mostly."""
+    size = draw(st.tuples(orders, orders))
+    if draw(st.booleans()):
+        return size
+    sides = draw(st.sampled_from(["AG", "A", "G"]))
+    diagonal = "".join(side for side in sides if draw(st.booleans()))
+    largest = draw(st.sampled_from([None, 7]))
+    return (*size, draw(st.sampled_from([1, 3])), sides, diagonal, largest)
+
+
+@st.composite
 def plans(draw):
     """Any plan that `make_plan` accepts, for up to 12 ranks."""
     ranks = draw(st.integers(1, 12))
-    sizes = draw(st.lists(st.tuples(orders, orders), max_size=8))
+    sizes = draw(st.lists(shapes(), max_size=8))
     solver = draw(st.sampled_from(["eigen", "inverse", "unsplit-inverse", "rank-one"]))
     reduction = draw(st.sampled_from(["everyone", "owners", "none"]))
     separate = solver != "inverse" or reduction == "everyone"
@@ -30,8 +43,8 @@ def plans(draw):
         ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])),
     )
     layers = [LayerShape(f"layer{i}", *size) for i, size in enumerate(sizes)]
-    shapes = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
-    others = [(f"other{i}", shape) for i, shape in enumerate(shapes)]
+    rest = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
+    others = [(f"other{i}", shape) for i, shape in enumerate(rest)]
     return make_plan(layers, ranks, strategy, others, solver)
 
 
@@ -45,10 +58,10 @@ def layouts(plan, rank):
 def test_every_factor_has_one_owner_in_its_layers_column(plan):
     """Oracle: the definition of the grid: rank r is in column r % columns."""
     owned = [name for rank in range(plan.ranks) for name in plan.owned(rank)]
-    factors = [name for layer in plan.layers for name, _ in layer.factors]
+    factors = [factor.name for layer in plan.layers for factor in layer.factors]
     assert sorted(owned) == sorted(name for name in factors if not plan.replicated(name))
     for layer in plan.layers:
-        owners = [plan.owners[name] for name, _ in layer.factors]
+        owners = [plan.owners[factor.name] for factor in layer.factors]
         assert {owner % plan.columns for owner in owners} == {plan.columns_of[layer.name]}
         assert len(set(owners)) == 1 or not plan.strategy.colocate
         assert plan.updaters[layer.name] in owners
@@ -68,7 +81,8 @@ def test_every_layer_is_preconditioned_by_its_workers(plan):
             assert len(ranks) == plan.strategy.workers
         for rank in ranks:
             held = plan.bases(rank).shapes
-            assert all(any(n.startswith(f"{f}.") for n in held) for f, _ in layer.factors)
+            factors = [factor.name for factor in layer.factors]
+            assert all(any(n.startswith(f"{f}.") for n in held) for f in factors)
             assert layer.name in plan.directions(rank).shapes
 
 
@@ -83,10 +97,10 @@ def test_load_stays_near_the_mean(plan):
         return
     if not plan.strategy.colocate and plan.columns > 1:
         return
-    cubes = {name: order**3 for name, order in plan.orders.items()}
+    cubes = {name: factor.work() for name, factor in plan.factors.items()}
     jobs = list(cubes.values())
     if plan.strategy.colocate:
-        jobs = [sum(cubes[name] for name, _ in layer.factors) for layer in plan.layers]
+        jobs = [sum(cubes[factor.name] for factor in layer.factors) for layer in plan.layers]
     loads = [plan.load(rank) for rank in range(plan.ranks)]
     if plan.vectors:
         assert not any(loads)
@@ -164,7 +178,7 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
     for rank, messages in enumerate(sent):
         assert elements(messages) == elements(exact.messages(rank, True, True))
         not_encoded = {message.stage for message in messages if not message.codec}
-        assert not_encoded <= {"clip", "reduce gradients", "publish weights"}
+        assert not_encoded <= {"reduce statistics", "clip", "reduce gradients", "publish weights"}
 
 
 def test_one_rank_sends_nothing():
@@ -176,3 +190,19 @@ def test_one_rank_sends_nothing():
 def test_a_folded_triangle_wastes_nothing(order):
     """Oracle: n (n + 1) / 2 elements."""
     assert math.prod(triangle_shape(order)) == order * (order + 1) // 2
+
+
+@given(shapes())
+def test_the_factors_of_a_side_make_it_up(shape):
+    """Oracle: orders add up to the side's, of even blocks none is larger than asked."""
+    layer = LayerShape("layer", *shape)
+    for side, order in (("A", layer.inputs), ("G", layer.outputs)):
+        factors = layer.side(side)
+        if side not in layer.sides:
+            assert factors == ()
+            continue
+        assert sum(factor.size for factor in factors) == layer.groups * order
+        sizes = [factor.order for factor in factors]
+        assert max(sizes) - min(sizes) <= 1
+        assert max(sizes) <= (layer.largest or order)
+        assert side not in layer.diagonal or sizes == [1]

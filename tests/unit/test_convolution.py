@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import convolution
+from mpikfac import convolution, correlation
+from mpikfac.window import Window, spread
 
 
 def window(module):
-    return convolution.Window(
+    return Window(
         module.kernel_size, module.stride, [(p, p) for p in module.padding], module.dilation
     )
 
@@ -57,49 +58,103 @@ def test_a_convolutions_inputs_are_its_patches(geometry, channels, bias):
     assert_moment(convolution.input_sum(x, window(module), bias), oracles.input_vectors(module, x))
 
 
-def test_patches_need_not_be_contiguous():
+def channels_last(x):
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def every_second(x):
+    wide = x.new_zeros(*x.shape[:-1], 2 * x.shape[-1])
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+def turned(x):
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", [channels_last, every_second, turned])
+@pytest.mark.parametrize("groups", [1, 3, 9])
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_images_need_not_be_contiguous(dims, groups, layout, dtype):
     """Oracle: the same values in the usual memory format."""
-    x = torch.randn(3, 9, 6, 6).double()
-    shape = window(nn.Conv2d(9, 2, 3, padding=1))
-    expected = convolution.input_sum(x, shape, True)
-    found = convolution.input_sum(x.to(memory_format=torch.channels_last), shape, True)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    x = torch.randn(3, 9, *(6, 7, 8)[:dims], dtype=dtype)
+    laid_out = layout(x)
+    assert not laid_out.is_contiguous()
+    close = torch.finfo(dtype).eps ** 0.6
+    for kernel, stride, padding in [(3, 1, (1, 1)), (3, 2, (0, 1)), (1, 1, (0, 0)), (1, 2, (0, 0))]:
+        shape = Window((kernel,) * dims, (stride,) * dims, (padding,) * dims, (1,) * dims)
+        for moment in (convolution.input_sum, convolution.input_vector, convolution.input_means):
+            found, expected = (moment(i, shape, True, groups=groups) for i in (laid_out, x))
+            torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    for moment in (convolution.output_sum, convolution.output_vector):
+        found, expected = moment(laid_out, groups), moment(x, groups)
+        torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("channels", [3, 40])
-@pytest.mark.parametrize("way", [convolution.by_patches, convolution.by_correlation])
+@pytest.mark.parametrize(("channels", "groups"), [(3, 1), (40, 1), (3, 3), (40, 40), (40, 5)])
+@pytest.mark.parametrize("way", [convolution.by_patches, correlation.by_correlation])
 @pytest.mark.parametrize(("kernel", "padding", "dilation"), [(3, 1, 1), (2, 0, 3), (5, 2, 1)])
-def test_every_way_in_float32(way, channels, memory_format, kernel, padding, dilation):
+def test_every_way_in_float32(way, channels, groups, memory_format, kernel, padding, dilation):
     """Oracle: im2col in float64; float32 takes other kernels than float64 does."""
     module = nn.Conv2d(channels, 2, kernel, padding=padding, dilation=dilation, bias=False)
     x = torch.randn(5, channels, 9, 8).to(memory_format=memory_format)
-    vectors = oracles.input_vectors(module, x.double())
-    found = way(x, window(module)).double()
-    assert (found - vectors.T @ vectors).norm() < 1e-6 * (vectors.T @ vectors).norm()
+    vectors = oracles.input_vectors(module, x.double()).unflatten(1, (groups, -1))
+    expected = torch.einsum("vgi,vgj->gij", vectors, vectors)
+    found = way(x, window(module), groups)
+    assert found.shape == expected.shape
+    assert (found.double() - expected).norm() < 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("groups", [1, 2, 8])
 @pytest.mark.parametrize("shape", [(4, 16, 20, 20), (4, 64, 3, 3), (6, 8, 1, 1)])
-def test_outputs_in_float32(shape, memory_format):
+def test_outputs_in_float32(shape, groups, memory_format):
     """Oracle: the sum over outer products in float64."""
     g = torch.randn(shape).to(memory_format=memory_format)
-    vectors = g.double().permute(0, 2, 3, 1).reshape(-1, shape[1])
-    found = convolution.output_sum(g).double()
-    assert (found - vectors.T @ vectors).norm() < 1e-6 * (vectors.T @ vectors).norm()
+    vectors = g.double().permute(0, 2, 3, 1).reshape(-1, groups, shape[1] // groups)
+    expected = torch.einsum("vgi,vgj->gij", vectors, vectors)
+    found = convolution.output_sum(g, groups).double()
+    assert (found - expected).norm() < 1e-6 * expected.norm()
 
 
+@pytest.mark.parametrize("groups", [1, 2, 6])
+@pytest.mark.parametrize("size", [(7,), (4, 3), (3, 2, 4)])
+def test_outputs_of_every_dimension(size, groups):
+    """Oracle: sums over vectors and outer products of the channels of each group."""
+    g = torch.randn(3, 6, *size).double()
+    vectors = g.flatten(2).transpose(1, 2).reshape(-1, groups, 6 // groups)
+    total, vector = torch.einsum("vgi,vgj->gij", vectors, vectors), vectors.sum(0)
+    if groups == 1:
+        total, vector = total[0], vector[0]
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    torch.testing.assert_close(convolution.output_sum(g, groups), total, **close)
+    torch.testing.assert_close(convolution.output_vector(g, groups), vector, **close)
+
+
+def test_what_a_transposed_convolution_cuts_off_is_not_in_the_image():
+    """Oracle: by hand. Pixels 1 2 3, two apart and one zero longer, are 1 0 2 0 3 0; turned over,
+    and an element less on each side, 3 0 2 0.
+    """
+    image, shape = spread(torch.tensor([[[1.0, 2, 3]]]), (1,), (2,), (1,), (1,), (1,))
+    assert image.tolist() == [[[3, 0, 2, 0]]]
+    assert shape == Window((1,), (1,), ((0, 0),), (1,))
+
+
+@pytest.mark.parametrize("groups", [1, 4, 16])
 @pytest.mark.parametrize("geometry", [{"padding": 1}, {"padding": 1, "stride": 2}], ids=str)
-def test_inputs_rounded_to_bfloat16(geometry):
+def test_inputs_rounded_to_bfloat16(geometry, groups):
     """Oracle: im2col in float64; errors stay within bfloat16's rounding, 2^-8."""
-    module = nn.Conv2d(16, 2, 3, bias=True, **geometry)
+    module = nn.Conv2d(16, 2, 3, bias=False, **geometry)
     x = torch.randn(32, 16, 8, 8).relu()
-    vectors = oracles.input_vectors(module, x.double())
-    expected = vectors.T @ vectors
-    found = convolution.input_sum(x, window(module), True, torch.bfloat16)
+    vectors = oracles.input_vectors(module, x.double()).unflatten(1, (groups, -1))
+    vectors = F.pad(vectors, (0, 1), value=1)
+    expected = torch.einsum("vgi,vgj->gij", vectors, vectors).squeeze(0)
+    found = convolution.input_sum(x, window(module), True, torch.bfloat16, groups)
     assert found.dtype == torch.float32
     assert 1e-6 < (found - expected).norm() / expected.norm() < 2**-8
-    assert found[-1, -1] == expected[-1, -1]  # counts are not rounded
+    assert torch.equal(found[..., -1, -1].double(), expected[..., -1, -1])  # counts are exact
 
 
 def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):

@@ -105,9 +105,9 @@ def test_numbers_of_parameter_groups_are_restored_as_they_were(comm):
         assert type(restored) is type(first.optimizer.param_groups[0][key])
 
 
-def test_half_precision_is_refused(comm):
-    model = nn.Sequential(nn.Linear(2, 2)).bfloat16()
-    with pytest.raises(ValueError, match="0.weight is torch.bfloat16; parameters must be"):
+def test_float16_is_refused(comm):
+    model = nn.Sequential(nn.Linear(2, 2)).half()
+    with pytest.raises(ValueError, match="0.weight is torch.float16; parameters must be"):
         mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
 
 

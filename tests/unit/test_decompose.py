@@ -139,7 +139,7 @@ def test_what_is_not_positive_definite_is_not_inverted(order):
 @pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
     """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
-    share = decompose.tikhonov_share(torch.tensor(a), torch.tensor(g), 0.04)
+    share = decompose.tikhonov_share(torch.tensor(a) / torch.tensor(g), 0.04)
     assert share.item() == pytest.approx(0.2)
 
 
@@ -158,7 +158,9 @@ def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own
 
     for name in ("eigenbasis", "damped_inverse"):
         monkeypatch.setattr(decompose, name, failing)
-    made = dict(decompose.decompositions({"0.A": torch.ones(3, 1, dtype=own)}, {}, 0.1, solver))
+    factors = {"0.A": torch.ones(3, 1, dtype=own)}
+    added = {} if solver == "eigen" else {"0.A": torch.tensor(0.1, dtype=own)}
+    made = dict(decompose.decompositions(factors, added, solver))
     assert all(block.isnan().all() for block in made.values())
     assert len(set(seen)) == len(seen)
     assert [dtype for dtype, *_ in seen] == tried[own == torch.float64 :]

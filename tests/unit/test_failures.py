@@ -44,7 +44,7 @@ CRASHES = {
             loss.backward()
         kfac.step()
         """,
-        "RuntimeError: layer '0' took no part",
+        "RuntimeError: no covered layer took part",
     ),
 }
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpikfac import LayerShape, layers
+from mpikfac import LayerShape, convolution, layers
 
 VOTES = ("(votes)", (layers.VOTES,))
 
@@ -55,15 +55,17 @@ def test_inputs_of_a_convolution_are_what_its_weight_multiplies(
     monkeypatch, geometry, correlates, bias
 ):
     """Oracle: autograd's derivative of the module's own output by its weight."""
-    monkeypatch.setattr(layers.convolution, "worth_correlating", lambda *_: correlates)
+    monkeypatch.setattr(convolution, "worth_correlating", lambda *_: correlates)
     torch.manual_seed(0)
     module = nn.Conv2d(3, 2, bias=bias, **geometry).double()
     x = torch.randn(2, 3, 6, 7).double()
     a = vectors(module, x)
     layer = layers.ConvLayer("conv", module)
-    torch.testing.assert_close(layer.input_sum(x), a.T @ a, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(layer.input_vector(x), a.sum(0), rtol=1e-10, atol=1e-10)
-    assert layer.positions(module(x)) == len(a)
+    y = module(x)
+    image = layer.prepared(x, y)
+    torch.testing.assert_close(layer.input_sum(image), a.T @ a, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(layer.input_vector(image), a.sum(0), rtol=1e-10, atol=1e-10)
+    assert layer.positions(y) == len(a)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -108,12 +110,13 @@ def test_orders_of_factors():
 
 
 def test_what_is_frozen_is_neither_covered_nor_trained():
-    """Oracle: a frozen bias is no coordinate; a frozen weight leaves its bias to the optimizer."""
+    """Oracle: a frozen bias is no coordinate; with a frozen weight, the bias is a layer alone."""
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.Linear(5, 6))
     model[0].bias.requires_grad_(False)
     model[1].weight.requires_grad_(False)
     model[2].requires_grad_(False)
-    assert layers.covered_shapes(model) == ([LayerShape("0", 3, 4)], [("1.bias", (5,)), VOTES])
+    shapes = [LayerShape("0", 3, 4), LayerShape("1", 1, 5, sides="G")]
+    assert layers.covered_shapes(model) == (shapes, [VOTES])
 
 
 class Subclass(nn.Linear):
@@ -136,25 +139,42 @@ def test_skip_takes_a_module_and_all_in_it():
 
 
 def tied():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    """An embedding and an output layer with one weight."""
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3))
     model[1].weight = model[0].weight
     return model
+
+
+def twins():
+    """Two modules that are alike and share their parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight, model[2].bias = model[0].weight, model[0].bias
+    return model
+
+
+def test_modules_that_share_their_parameters_are_one_layer():
+    """Oracle: the modules themselves."""
+    model = twins()
+    first, second = layers.cover(model)[0]
+    assert (first.name, first.modules) == ("0", [model[0], model[2]])
+    assert (second.name, second.modules) == ("1", [model[1]])
 
 
 @pytest.mark.parametrize(
     ("model", "skip", "text"),
     [
         (
-            nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)),
+            nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)),
             [],
-            "layer '0': Conv2d with groups=2 is not covered; add '0' to skip",
+            "layer '0': Embedding with max_norm=1.0 is not covered; add '0' to skip",
         ),
         (nn.ModuleDict({"conv1": nn.Linear(2, 2)}), ["conv2"], "did you mean 'conv1'?"),
         (nn.Sequential(nn.Linear(2, 2)), ["head"], "skip names 'head', which is no module"),
         (
             tied(),
             [],
-            "layers '0' and '1' share a parameter, which is not covered; add '0' to skip",
+            "layers '0' and '1' share a parameter but are not alike, which is not covered; "
+            "add '0' to skip",
         ),
     ],
 )
@@ -165,5 +185,5 @@ def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
 
 def test_what_was_refused_may_be_skipped():
     """Oracle: the parameters are trained first-order, a tied one once."""
-    assert others(nn.Sequential(nn.Conv2d(4, 4, 3, groups=2)), skip=["0"]) == ["0.weight", "0.bias"]
-    assert others(tied(), skip=["0", "1"]) == ["0.weight", "0.bias", "1.bias"]
+    assert others(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), skip=["0"]) == ["0.weight"]
+    assert others(tied(), skip=["0", "1"]) == ["0.weight", "1.bias"]

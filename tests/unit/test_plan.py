@@ -67,15 +67,27 @@ def test_every_divisor_makes_a_grid(ranks):
 
 
 def test_statistics_are_aligned_triangles():
-    """Oracle: n (n + 1) / 2 elements rounded up to 16, by hand: 55, 10, 36, 36, 21, 3."""
-    offsets = {"conv.A": 0, "conv.G": 64, "fc.A": 80, "fc.G": 128, "out.A": 176, "out.G": 208}
+    """Oracle: n (n + 1) / 2 elements rounded up to 16, by hand: 55, 10, 36, 36, 21, 3.
+
+    Behind each is the number of examples in it, in 16.
+    """
+    offsets = {"conv.A": 0, "conv.G": 80, "fc.A": 112, "fc.G": 176, "out.A": 240, "out.G": 288}
     layout = plan(2).statistics(0)
-    assert (layout.offsets, layout.bounds) == (offsets, (0, 224))
+    assert {n: offset for n, offset in layout.offsets.items() if n in offsets} == offsets
+    assert (layout.offsets["conv.A#"], layout.shapes["conv.A#"]) == (64, (1,))
+    assert (len(layout.offsets), layout.bounds) == (12, (0, 320))
     by_owner = plan(2, 1, "owners").statistics(0)
-    assert by_owner.bounds == (0, 80, 224)
-    assert by_owner.counts() == (80, 144)
-    assert list(plan(2, 1, "none").statistics(0).shapes) == ["conv.A", "conv.G"]
+    assert by_owner.bounds == (0, 112, 320)
+    assert by_owner.counts() == (112, 208)
+    assert list(plan(2, 1, "none").statistics(0).shapes) == [
+        "conv.A",
+        "conv.A#",
+        "conv.G",
+        "conv.G#",
+    ]
     assert list(plan(2, 1, "owners").averages(1).shapes) == ["fc.A", "fc.G", "out.A", "out.G"]
+    apart = make_plan(LAYERS, 2, Strategy(2, factor_wire="int8")).statistics(0)
+    assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
 
 
 def test_gradients_and_bases_by_hand():
@@ -92,11 +104,12 @@ def test_gradients_and_bases_by_hand():
 def test_vectors_by_hand():
     """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, each in a piece of 16, in bytes of 4."""
     everywhere = plan(2, 2, solver="rank-one")
-    for layout in (everywhere.statistics(0), everywhere.averages(0), everywhere.bases(0)):
+    assert everywhere.statistics(0).size == 2 * 6 * 16  # with their counts
+    for layout in (everywhere.averages(0), everywhere.bases(0)):
         assert layout.size == 6 * 16
     assert everywhere.bases(0).shapes["conv.A.vector"] == (10,)
     sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
-    assert sizes == [("reduce statistics", 4 * 96), ("reduce gradients", 4 * 176)]
+    assert sizes == [("reduce statistics", 4 * 192), ("reduce gradients", 4 * 176)]
     to_owners = plan(2, 2, "owners", solver="rank-one")
     (bases,) = to_owners.publish_bases(1)
     assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
@@ -151,7 +164,7 @@ def test_sizes_of_messages():
     """Oracle: 2 ranks, conv on 0 and the rest on 1; elements by hand, in bytes of 4."""
     p = plan(2, 2, "owners", solver="eigen")
     statistics, bases, gradients = p.messages(1, True, True)
-    assert (statistics.bytes, statistics.wire) == (4 * 224, 4 * 224 // 2)
+    assert (statistics.bytes, statistics.wire) == (4 * 320, 4 * 320 // 2)
     assert (bases.bytes, bases.wire) == (4 * 256, 4 * (160 + 256) // 2)
     assert (gradients.bytes, gradients.wire) == (4 * 176, 4 * 176)
     row = plan(2, 1).messages(0, False, False)[1]
@@ -160,27 +173,28 @@ def test_sizes_of_messages():
 
 
 def test_sizes_of_encoded_messages():
-    """Oracle: 2 ranks; 224 elements of factors, 176 of gradients, 128 of them of layers, by hand.
+    """Oracle: 2 ranks; 224 elements of factors and 96 of counts, 176 of gradients, 128 of layers.
 
     In int8 16 elements take 17 bytes, in bfloat16 an element takes 2, of a quarter's places 4 more.
     """
     wires = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
     strategy = Strategy(2, top_share=0.25, **wires)
     p = make_plan(LAYERS, 2, strategy, OTHERS, solver="eigen")
-    statistics, bases, covered, others = p.messages(1, True, True)
+    statistics, counts, bases, covered, others = p.messages(1, True, True)
     assert statistics.primitive == "Alltoall, Allgather"
     assert (statistics.bytes, statistics.wire) == (3 * 119, 2 * 119)  # shards of 112 elements
+    assert (counts.primitive, counts.bytes, counts.codec) == ("Allreduce", 4 * 96, None)
     assert (bases.bytes, bases.wire) == (2 * 256, 2 * (160 + 256) // 2)
     assert (covered.primitive, covered.bytes, covered.wire) == ("Allgather", 32 * 8, 32 * 8)
     assert (others.primitive, others.bytes, others.wire) == ("Allreduce", 4 * 48, 4 * 48)
     owner = Strategy(1, "owners", "owner", top_share=0.25, **wires)
     p = make_plan(LAYERS, 2, owner, OTHERS)
-    statistics, covered, others, _, weights, exact = p.messages(1, True, True)
+    statistics, counts, covered, others, _, weights, exact = p.messages(1, True, True)
     assert (statistics.primitive, statistics.bytes) == ("Alltoall", 224 * 17 // 16)
     assert (covered.primitive, covered.bytes) == ("Alltoall", 32 * 8)
     assert (weights.primitive, weights.bytes) == ("Allgatherv", 20 * 8)  # of 80 on rank 1
-    assert [m.primitive for m in (others, exact)] == ["Reduce_scatter", "Allgatherv"]
-    assert p.memory(0)["wires"] == 4 * (224 + 3 * 176)
+    assert [m.primitive for m in (counts, others, exact)] == 2 * ["Reduce_scatter"] + ["Allgatherv"]
+    assert p.memory(0)["wires"] == 4 * (320 + 3 * 176)
 
 
 def test_what_wires_keep_of_sums_is_what_makes_up_for_them():
@@ -190,9 +204,9 @@ def test_what_wires_keep_of_sums_is_what_makes_up_for_them():
         p = make_plan(LAYERS, 2, Strategy(2, **choices), OTHERS)
         return [bool(m.codec and m.codec.feedback) for m in p.messages(0, True, True)]
 
-    assert kept(factor_wire="int8", basis_wire="int8", gradient_wire="int8") == [1, 0, 1, 0]
-    assert kept(factor_wire="int8", reduce_at="bases") == [0, 0, 0]
-    assert kept(factor_wire="bfloat16", gradient_wire="bfloat16") == [0, 0, 0, 0]
+    assert kept(factor_wire="int8", basis_wire="int8", gradient_wire="int8") == [1, 0, 0, 1, 0]
+    assert kept(factor_wire="int8", reduce_at="bases") == [0, 0, 0, 0]
+    assert kept(factor_wire="bfloat16", gradient_wire="bfloat16") == [0, 0, 0, 0, 0]
 
 
 def test_the_digest_tells_any_two_plans_apart():
@@ -227,7 +241,7 @@ def test_published_sizes_of_resnet50():
     """Oracle: 586.9 MiB of factors, 293.6 of triangles, 97.3 of weights; a bound of 4.6x."""
     with torch.device("meta"):
         layers, others = mpikfac.covered_shapes(models.build("resnet50", classes=1000))
-    orders = [order for layer in layers for _, order in layer.factors]
+    orders = [factor.order for layer in layers for factor in layer.factors]
     assert mib(sum(n * n for n in orders)) == 586.9
     assert mib(sum(n * (n + 1) // 2 for n in orders)) == 293.6
     assert mib(sum(layer.inputs * layer.outputs for layer in layers)) == 97.3

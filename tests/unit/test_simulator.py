@@ -114,12 +114,12 @@ def test_shares_of_kinds_of_steps(factors, bases):
 def test_a_prediction_by_hand():
     """Oracle: 2 ranks; times of the network, n^3 of fc and out, ring bytes at 1 GB/s.
 
-    Elements, aligned: 224 of statistics, 48 + 64 + 16 + 2 * 16 of gradients, and of inverses
+    Elements, aligned: 320 of statistics, 48 + 64 + 16 + 2 * 16 of gradients, and of inverses
     112 + 16 of conv and 2 * 64 + 48 + 16 of the others.
     """
     plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
     found = mpikfac.simulate(plan, MACHINE, JOB)
-    statistics, gradients, bases = (size * 1e-9 for size in (4 * 224, 4 * 160, 2 * 320))
+    statistics, gradients, bases = (size * 1e-9 for size in (4 * 320, 4 * 160, 2 * 320))
     steps = found.ordinary, found.factors, found.refresh
     seconds = [3.1 + gradients, 3.6 + gradients + statistics]
     seconds.append(seconds[1] + bases + 1248e-9)

@@ -7,12 +7,13 @@ parts in the order of ranks: they hold the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
+from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.codecs import add_decoded, encode
+from mpikfac.comm.buffers import settle
 from mpikfac.messages import Codec, Message, shard_length
 
 Span = tuple[int, int]
@@ -30,7 +31,7 @@ class Encoded:
         self._direct = direct
         self.lost: dict[str, Tensor] = {}
 
-    def exchange(self, comm: Any, message: Message, flat: Tensor) -> None:
+    def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
         """Sends what the message says of `flat`.
 
         Collective over: comm.
@@ -44,7 +45,7 @@ class Encoded:
         for lost in self.lost.values():
             lost.zero_()
 
-    def _in_shards(self, comm: Any, message: Message, codec: Codec, flat: Tensor) -> int:
+    def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Each member adds up one shard and sends the sum to all, encoded as the parts are."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
@@ -64,7 +65,7 @@ class Encoded:
         _decode(flat, span, [whole[: len(mine)]], codec)
         return parts.numel() + len(shard)
 
-    def _to_all(self, comm: Any, message: Message, codec: Codec, flat: Tensor) -> int:
+    def _to_all(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Every member gets all parts of a span and adds them up."""
         (span,) = message.spans
         mine = self._encoded(flat, span, message.stage, codec)
@@ -72,7 +73,7 @@ class Encoded:
         _decode(flat, span, parts.split(len(mine)), codec)
         return len(mine)
 
-    def _to_owners(self, comm: Any, message: Message, codec: Codec, flat: Tensor) -> int:
+    def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Each member gets all parts of its span and adds them up."""
         mine = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
         counts = [len(part) for part in mine]
@@ -85,7 +86,7 @@ class Encoded:
         _decode(flat, message.spans[comm.rank], parts.split(own), codec)
         return sum(counts)
 
-    def _gather(self, comm: Any, message: Message, codec: Codec, flat: Tensor) -> int:
+    def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Every member gets all spans."""
         counts = [codec.size(stop - start, flat.element_size()) for start, stop in message.spans]
         mine = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
@@ -98,7 +99,7 @@ class Encoded:
             _decode(flat, span, [part], codec)
         return len(mine)
 
-    def _broadcast(self, comm: Any, message: Message, codec: Codec, flat: Tensor) -> int:
+    def _broadcast(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Every member gets the root's span."""
         (span,) = message.spans
         mine = flat.new_empty(0, dtype=torch.uint8)
@@ -107,7 +108,7 @@ class Encoded:
 
         def broadcast(sent: Tensor, received: Tensor) -> None:
             received[: len(sent)] = sent
-            self._settle(received)
+            settle(received)
             comm.Bcast(received, message.root)
 
         size = codec.size(span[1] - span[0], flat.element_size())
@@ -130,15 +131,9 @@ class Encoded:
         place = sent.device if self._direct else torch.device("cpu")
         received = torch.empty(size, dtype=torch.uint8, device=place)
         readable = sent.to(place)
-        self._settle(readable)
+        settle(readable)
         collective(readable, received)
         return received.to(sent.device)
-
-    @staticmethod
-    def _settle(buffer: Tensor) -> None:
-        """Waits for what fills a device buffer: MPI is handed the pointer alone."""
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
 
 
 PRIMITIVES = {

@@ -1,0 +1,248 @@
+"""K-FAC by its definitions: vectors as modules themselves show them, products written out.
+
+What a model's layers are checked against. Nothing here is fast or distributed; of the library it
+takes only which elements of weight, bias and outputs are a layer's matrices, as the layer says.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpikfac
+
+
+class Call(NamedTuple):
+    """One use of a layer: its input, and the gradient of the mean loss at its output."""
+
+    x: Tensor
+    g: Tensor
+
+
+def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[Call]]:
+    """All uses of each layer in the pass that `loss` makes; leaves the gradients of parameters."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def keep(name: str, _: nn.Module, inputs: Any, named: Any, output: Tensor) -> Tensor:
+        if not output.requires_grad:
+            return output
+        output.retain_grad()
+        x = inputs[0] if inputs else named["input"]
+        seen.setdefault(name, []).append((x.detach().clone(), output))
+        return output.clone()  # an in-place activation behind the layer leaves the kept one alone
+
+    by_name = {layer.name: layer for layer in layers}
+    inside = {id(layer.parameters[0]): layer for layer in by_name.values() if in_attention(layer)}
+    hooks = [
+        module.register_forward_hook(partial(keep, name), with_kwargs=True)
+        for name, layer in by_name.items()
+        for module in layer.modules
+        if not in_attention(layer)
+    ]
+    with _linear_maps(inside, seen):
+        loss().backward()
+    for hook in hooks:
+        hook.remove()
+    used = {
+        name: [(x, y.grad) for x, y in uses if y.grad is not None] for name, uses in seen.items()
+    }
+    return {
+        name: [_call(by_name[name], *use) for use in uses] for name, uses in used.items() if uses
+    }
+
+
+@contextmanager
+def _linear_maps(inside: Mapping[int, Any], seen: dict[str, list[Any]]) -> Iterator[None]:
+    """Inside, uses of attentions' projections, by the identity of their weight, are `seen`."""
+    plain = F.linear
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y, layer = plain(x, weight, bias), inside.get(id(weight))
+        if layer is None or not y.requires_grad:
+            return y
+        y.retain_grad()
+        rows = x.detach().clone().view(-1, examples[id(layer.module)], x.shape[-1])
+        seen.setdefault(layer.name, []).append((rows.transpose(0, 1), y))
+        return y.clone()
+
+    def note(module: nn.Module, inputs: Any, named: Any) -> None:
+        query = inputs[0] if inputs else named["query"]
+        batch = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
+        examples[id(module)] = batch
+
+    examples: dict[int, int] = {}
+    modules = {layer.module for layer in inside.values()}
+    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
+    F.linear = linear
+    try:
+        yield
+    finally:
+        F.linear = plain
+        for hook in hooks:
+            hook.remove()
+
+
+def in_attention(layer: Any) -> bool:
+    """Whether a layer is a projection that an attention computes without a module for it."""
+    return isinstance(layer.module, nn.MultiheadAttention)
+
+
+def as_module(layer: Any) -> Any:
+    """The layer, of a module that computes it alone: a projection is that of a `Linear`."""
+    if not in_attention(layer):
+        return layer
+    weight, *bias = layer.parameters
+    linear = nn.Linear(weight.shape[1], len(weight), bool(bias)).to(weight)
+    linear.weight.data = weight.detach().clone()
+    if bias:
+        linear.bias.data = bias[0].detach().clone()
+    return mpikfac.Layer(layer.name, linear)
+
+
+def _call(layer: Any, x: Tensor, g: Tensor) -> Call:
+    """A call; an example without a batch dimension is a batch of one.
+
+    Inside an attention positions come before examples.
+    """
+    if in_attention(layer):
+        return Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1))
+    return Call(x[None], g[None]) if x.dim() < layer.dimensions else Call(x, g)
+
+
+def output_vectors(layer: Any, g: Tensor) -> Tensor:
+    """All `g`, or outputs, `[batch, shared, groups, outputs]`."""
+    if not layer.spatial:
+        return layer.outputs(g).unsqueeze(2)
+    return g.reshape(len(g), layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
+
+
+@torch.no_grad()
+def input_vectors(layer: Any, x: Tensor) -> Tensor:
+    """All `a` `[batch, shared, groups, inputs]`, as the layer's module shows them.
+
+    Its outputs are linear in its weight: where the rows of that are unit vectors, they are the
+    elements of `a`.
+    """
+    probe, shape = copy.deepcopy(layer), layer.shape
+    matrix = torch.zeros(shape.groups, shape.outputs, shape.inputs).to(layer.parameters[0])
+
+    def outputs() -> Tensor:
+        probe.write_values(matrix.view(shape.gradient))
+        return output_vectors(layer, probe.module(x))
+
+    rest, found = outputs(), []  # of a bias that is not trained
+    for start in range(0, shape.inputs, shape.outputs):
+        rows = torch.arange(min(shape.outputs, shape.inputs - start))
+        matrix.zero_()[:, rows, start + rows] = 1
+        found.append((outputs() - rest)[..., : len(rows)])
+    vectors = torch.cat(found, -1)
+    if (padding := getattr(layer.module, "padding_idx", None)) is not None:
+        vectors[..., padding] = 0  # an embedding's, which has no gradient
+    return vectors
+
+
+def factors(layer: Any, uses: Sequence[Call]) -> dict[str, Tensor]:
+    """A and G `[groups, order, order]`, of those that the layer has.
+
+    A is the mean of `a a^T`, G the sum of `g g^T` times the batch; of a normalisation, A is such a
+    sum, of examples' gradients.
+    """
+    if is_norm(layer):
+        own = torch.cat([norm_gradients(layer, call) for call in uses])
+        return {"A": len(uses[0].x) * torch.einsum("bui,buj->uij", own, own)}
+    g = torch.cat([output_vectors(layer, call.g).flatten(0, 1) for call in uses])
+    found = {"G": len(uses[0].x) * torch.einsum("vgi,vgj->gij", g, g)}
+    if "A" in layer.shape.sides:
+        a = torch.cat([input_vectors(layer, call.x).flatten(0, 1) for call in uses])
+        found["A"] = torch.einsum("vgi,vgj->gij", a, a) / len(a)
+    return {side: found[side] for side in layer.shape.sides}
+
+
+def gradients(layer: Any, call: Call) -> Tensor:
+    """Each example's `sum(g a^T)` over positions `[batch, groups, outputs, inputs]`."""
+    if is_norm(layer):
+        return norm_gradients(layer, call).unsqueeze(2)
+    g, a = output_vectors(layer, call.g), input_vectors(layer, call.x)
+    return torch.einsum("bsgo,bsgi->bgoi", g, a)
+
+
+def gradients_alone(layer: Any, call: Call) -> Tensor:
+    """The same by autograd, of each example put through the module alone."""
+    own, found = copy.deepcopy(layer), []
+    for x, g in zip(call.x.split(1), call.g.split(1)):
+        parts = torch.autograd.grad(own.module(x), own.parameters, g)
+        for parameter, part in zip(own.parameters, parts):
+            parameter.grad = part
+        found.append(gradient_of(own))
+    return torch.stack(found)
+
+
+def gradient_of(layer: Any) -> Tensor:
+    """The gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
+    shape = layer.shape
+    matrix = torch.zeros(shape.gradient).to(layer.parameters[0])
+    layer.read_gradient(matrix)
+    return matrix.view(shape.groups, shape.outputs, shape.inputs)
+
+
+def is_norm(layer: Any) -> bool:
+    """Whether a layer is a normalisation: it scales and shifts, and multiplies by no matrix."""
+    return isinstance(layer.module, tuple(mpikfac.NORMS))
+
+
+@torch.no_grad()
+def norm_gradients(layer: Any, call: Call) -> Tensor:
+    """Each example's gradient of what is trained of scale and shift `[batch, units, 1 or 2]`."""
+    module = copy.deepcopy(layer.module)
+    for name, parameter in module.named_parameters():
+        parameter.fill_(float(name == "weight"))
+    of = {"weight": call.g * module(call.x), "bias": call.g}
+    trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units come last, elsewhere after the batch
+        sums = [one.reshape(len(one), -1, layer.shape.groups).sum(1) for one in trained]
+    else:
+        sums = [one.reshape(len(one), layer.shape.groups, -1).sum(2) for one in trained]
+    return torch.stack(sums, -1)
+
+
+# -- solves --------------------------------------------------------------------------------------
+
+
+def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """`(G (x) A + damping I)^-1 gradient`, with the product written out."""
+    matrix = torch.kron(g, a) + damping * torch.eye(gradient.numel(), dtype=gradient.dtype)
+    return torch.linalg.solve(matrix, gradient.reshape(-1)).view_as(gradient)
+
+
+def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
+    """The same with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
+    pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
+    damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
+    damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)
+    return kronecker_solve(gradient, damped_a, damped_g, 0.0)
+
+
+SOLVES: Mapping[str, Callable[..., Tensor]] = {
+    "eigen": kronecker_solve,
+    "inverse": tikhonov_solve,
+}
+
+
+def solve(solver: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: float) -> Tensor:
+    """What that solver makes of a gradient `[groups, outputs, inputs]`, group by group.
+
+    The identity stands for a side that a layer lacks; all of the damping is the other's then.
+    """
+    eye = partial(torch.eye, dtype=gradient.dtype)
+    groups, outputs, inputs = gradient.shape
+    a = sides.get("A", eye(inputs).expand(groups, -1, -1))
+    g = sides.get("G", eye(outputs).expand(groups, -1, -1))
+    chosen = SOLVES[solver] if len(sides) == 2 else kronecker_solve
+    return torch.stack([chosen(*group, damping) for group in zip(gradient, a, g)])

@@ -1,0 +1,102 @@
+"""What all ranks come to share: an error, settings, values, a clock."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpikfac.comm.buffers import MAX_COUNT, pieces
+from mpikfac.errors import UserError
+
+CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
+
+
+@contextmanager
+def together(comm: MPI.Intracomm, doing: str) -> Iterator[None]:
+    """A failure of the body on any rank becomes the same `UserError` on every rank.
+
+    Catches what files and data raise (`OSError`, `ValueError`, `UserError`); the lowest failing
+    rank's text, after `doing`, is raised everywhere.
+
+    Collective over: comm.
+    """
+    text, cause = None, None
+    try:
+        yield
+    except (OSError, ValueError, UserError) as error:
+        text, cause = str(error), error
+    texts = [found for found in comm.allgather(text) if found is not None]
+    if texts:
+        raise UserError(f"{doing}: {texts[0]}") from cause
+
+
+def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
+    """Returns if every rank holds the same `values`.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the first key whose value differs, both values, and the ranks that hold them.
+    """
+    mine = {key: repr(value) for key, value in values.items()}
+    first, *rest = comm.allgather(mine)
+    for rank, theirs in enumerate(rest, start=1):
+        for key in [*first, *theirs]:
+            if first.get(key) != theirs.get(key):
+                raise UserError(
+                    f"ranks disagree on {key}: {first.get(key)} on rank 0, {theirs.get(key)} on "
+                    f"rank {rank}; start all ranks with the same code, configuration and versions"
+                )
+
+
+def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
+    """The sum over ranks of each of a few numbers, added in order: the same bits on all ranks.
+
+    Collective over: comm.
+    """
+    return [sum(column) for column in zip(*comm.allgather(list(numbers)))]
+
+
+def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
+    """Every rank's tensors become rank 0's.
+
+    Collective over: comm.
+    """
+    for tensor in tensors:
+        host = tensor.detach().cpu().contiguous()
+        content = host.view(-1).view(torch.uint8).numpy()
+        for piece in pieces(content, 0, len(content), MAX_COUNT):
+            comm.Bcast(piece, root=0)
+        if comm.rank:
+            with torch.no_grad():
+                tensor.copy_(host)
+
+
+def clock_offset(comm: MPI.Intracomm) -> float:
+    """Seconds to add to this rank's `time.perf_counter` to get rank 0's, at this moment.
+
+    Wrong by half the time of a message there and back at most, the quickest of several.
+
+    Collective over: comm.
+    """
+    clock = array("d", [0.0])
+    if comm.rank == 0:
+        for rank in range(1, comm.size):  # one after the other: nobody's message has to wait
+            for _ in range(CLOCK_READINGS):
+                comm.Recv(clock, source=rank)
+                clock[0] = time.perf_counter()
+                comm.Send(clock, dest=rank)
+        return 0.0
+    readings = []
+    for _ in range(CLOCK_READINGS):
+        began = time.perf_counter()
+        comm.Sendrecv_replace(clock, dest=0, source=0)
+        ended = time.perf_counter()
+        readings.append((ended - began, clock[0] - (began + ended) / 2))
+    return min(readings)[1]

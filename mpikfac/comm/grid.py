@@ -1,0 +1,152 @@
+"""The ranks as a grid, and collectives on arenas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpikfac.comm.beside import Beside, ProgressThread
+from mpikfac.comm.buffers import Buffers, check_summable
+from mpikfac.comm.encoded import Encoded
+from mpikfac.comm.primitives import PRIMITIVES, SUMS, handed, sum_in_order
+from mpikfac.comm.startup import check_nodes, cuda_aware
+from mpikfac.layout import Layout
+from mpikfac.levels import BETWEEN_NODES, IN_NODE
+from mpikfac.messages import Message
+from mpikfac.trace import Trace
+
+
+class Grid:
+    """The ranks as `rows` x `columns`, with a communicator for each direction.
+
+    Rank r sits at row `r // columns`, column `r % columns`. Collective over: world.
+
+    Attributes:
+        world: all ranks; statistics and gradients are reduced over it.
+        column: the gradient workers of one layer group; bases are published in it.
+        row: one rank of every column; preconditioned gradients are published in it.
+        encoded: what sends numbers that travel encoded, and keeps what that loses.
+
+    Raises:
+        UserError: ranks that should share a node do not.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, rows: int, trace: Trace, ranks_per_node: int | None = None
+    ) -> None:
+        self.world = comm.Create_cart([rows, comm.size // rows])
+        self.column = self.world.Sub([True, False])
+        self.row = self.world.Sub([False, True])
+        self._teams: dict[str, MPI.Intracomm] = {}
+        for name, team in (("world", self.world), ("column", self.column), ("row", self.row)):
+            self._teams[name], team.name = team, name
+        if ranks_per_node is not None:
+            check_nodes(self.world, ranks_per_node)
+            self._teams |= self._levels(self.world.rank // ranks_per_node)
+        self.trace = trace
+        direct = cuda_aware()
+        self.encoded = Encoded(direct)
+        self._buffers = Buffers(trace, direct)
+        self._progress: ProgressThread | None = None
+
+    @property
+    def communicators(self) -> list[MPI.Intracomm]:
+        """All its communicators."""
+        progress = [self._progress.comm] if self._progress is not None else []
+        return [*self._teams.values(), *progress]
+
+    def _levels(self, node: int) -> dict[str, MPI.Intracomm]:
+        """The parts of each communicator that `levels` speaks of."""
+        parts: dict[str, MPI.Intracomm] = {}
+        for name, team in self._teams.items():
+            inside = cast(MPI.Intracomm, team.Split(node))
+            across = cast(MPI.Intracomm, team.Split(inside.rank))
+            parts |= {IN_NODE.format(name): inside, BETWEEN_NODES.format(name): across}
+            inside.name = f"{IN_NODE.format(name)} {node}"
+            across.name = f"{BETWEEN_NODES.format(name)} {inside.rank}"
+        return parts
+
+    def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Sends what the messages say of `flat`, one after the other.
+
+        Summed elements become sums over all ranks, on every rank or on the message's root;
+        gathered ones those of the member that they come from, or where they travel encoded what all
+        members decode, that one too. What a rank neither owns nor gets is undefined.
+
+        Collective over: each message's `over`.
+        """
+        if not messages:
+            return
+        check_summable(flat)
+        self._exchange_rounded([m for m in messages if m.codec and m.primitive in SUMS], flat)
+        for message in messages:
+            if message.codec and message.primitive not in SUMS:
+                comm = self._teams[message.over]
+                with self.trace.stage(message.stage, comm.name, message.bytes):
+                    self.encoded.exchange(comm, message, flat)
+        self._exchange([message for message in messages if not message.codec], flat)
+
+    def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Sums in bfloat16: MPI adds up a rounded copy."""
+        if not messages:
+            return
+        with self.trace.stage(messages[0].stage):
+            rounded = flat.to(torch.bfloat16)
+        self._exchange(messages, rounded.view(torch.int16))
+        with self.trace.stage(messages[0].stage):
+            for message in messages:
+                for start, stop in message.spans:
+                    flat[start:stop] = rounded[start:stop]
+
+    def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Numbers as MPI takes them."""
+        if not messages:
+            return
+        with self._buffers.of(flat, messages[0].stage) as buffer:
+            for message in messages:
+                comm = self._teams[message.over]
+                sent = handed(message, comm.rank) * flat.element_size()
+                with self.trace.stage(message.stage, comm.name, sent):
+                    PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
+
+    def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
+        """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
+
+        The sum passes from rank to rank, and the last one sends it to all. Each element is added up
+        in one order, which does not depend on how the parts are spread over ranks.
+
+        Collective over: world.
+        """
+        check_summable(flat)
+        several = self.world.size > 1
+        with self.trace.stage(stage, "world" if several else "", flat.nbytes if several else 0):
+            parts, total = parts.cpu(), flat.cpu()  # themselves where they are on the host
+            sum_in_order(self.world, parts, total)
+            flat.copy_(total)
+
+    def beside(
+        self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
+    ) -> Beside:
+        """What sends the messages of `flat`, sums over the world, beside the computation.
+
+        Collective over: world; in the same order on all ranks, before any of them is sent.
+
+        Raises:
+            ValueError: MPI does not allow it.
+        """
+        check_summable(flat)
+        if self._progress is None:
+            self._progress = ProgressThread(self.world, self.trace, flat.is_cuda)
+        return self._progress.beside(messages, layout, flat, urgency)
+
+    def close(self) -> None:
+        """Ends the thread that sends beside the computation, if there is one, once all is sent.
+
+        Collective over: world.
+        """
+        if self._progress is not None:
+            self._progress.close()

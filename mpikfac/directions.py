@@ -1,0 +1,131 @@
+"""Preconditioned gradients: made by workers, sent to all, and how far a step goes along them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from mpikfac import kron
+from mpikfac.arena import Arena
+from mpikfac.bases import Bases
+from mpikfac.checks import groups_of
+from mpikfac.comm import Grid, summed
+from mpikfac.data_parallel import Gradients
+from mpikfac.layers import Layer
+from mpikfac.plan import Plan
+from mpikfac.schedule import Settings
+from mpikfac.troubles import all_finite, not_finite
+
+
+class Directions(Arena):
+    """The directions that one rank holds, by layer.
+
+    Attributes:
+        scale: what the last step's directions were multiplied by, `[1]`.
+        expected: by how much the loss of all ranks would change by the quadratic model, as far as
+            layers are stepped from here, `[1]`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        plan: Plan,
+        grid: Grid,
+        gradients: Gradients,
+        bases: Bases,
+        optimizer: Optimizer,
+        settings: Settings,
+        graft: str | None,
+    ) -> None:
+        """See `KFAC` for `graft`."""
+        like = gradients.arena.flat
+        rank = grid.world.rank
+        super().__init__(plan.directions(rank), like.dtype, like.device)
+        self.layers, self.plan, self.grid = layers, plan, grid
+        self.gradients, self.bases, self.optimizer = gradients, bases, optimizer
+        self.settings, self.graft = settings, graft
+        self._groups = groups_of(layers, optimizer)
+        self._messages = plan.publish_directions(rank)
+        self._bound = plan.clip()
+        self.scale = like.new_ones(1)
+        self.expected = like.new_zeros(1)
+
+    def precondition(self, step: int) -> None:
+        """Preconditions the gradients of the layers that this rank works on."""
+        with self.grid.trace.stage("precondition"):
+            self.bases.damp(self.settings.at("damping", step))
+            for name in self.plan.preconditioned(self.grid.world.rank):
+                direction, gradient = self[name], self.gradients.arena[name]
+                direction.copy_(self.bases.precondition(name, gradient))
+                if self.graft:
+                    direction.copy_(kron.grafted(direction, gradient))
+
+    def publish(self) -> None:
+        """Sends directions to the ranks that did not compute them.
+
+        Collective over: row.
+        """
+        self.grid.exchange(self._messages, self.flat)
+
+    def check(self) -> None:
+        """A direction that is not finite, as its layer has no bases, becomes the gradient."""
+        if not all_finite(self.flat):
+            for name in not_finite(self):
+                gradient = self.gradients.arena[name]
+                usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
+                self[name].copy_(usable)
+
+    def clip(self, step: int) -> None:
+        """Bounds the step's Fisher norm, or its norm.
+
+        Collective over: world where no rank holds all directions, else none.
+        """
+        if not self.settings.clipped or not self.layers:
+            return
+        by_norm = self.settings.norm_clip is not None
+        square = self._square() if by_norm else self._along_gradient(2)
+        self.grid.exchange(self._bound, square)
+        bound = self.settings.at("norm_clip" if by_norm else "kl_clip", step)
+        self.scale = kron.clip_scale(square, bound**2 if by_norm else bound)
+        self.flat *= self.scale
+
+    def predict(self) -> None:
+        """What the quadratic model says of the step."""
+        self.expected = self.scale * self._along_gradient(2) / 2 - self._along_gradient(1)
+
+    def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
+        """What the mean loss over ranks changed by, relative to what was predicted; None for 0.
+
+        Collective over: world.
+        """
+        # What every rank has, each counts in part.
+        mine = self.expected.item() / (1 if self.gradients.owner_updates else self.plan.ranks)
+        change = (loss_after - loss_before) / self.plan.ranks
+        change, expected = summed(self.grid.world, [change, mine])
+        return change / expected if expected else None
+
+    def _along_gradient(self, power: int) -> torch.Tensor:
+        """`sum lr^power <direction, gradient>` `[1]` over the layers that are stepped from here."""
+        total = self.flat.new_zeros(1)
+        for layer in self._usable():
+            products = self[layer.name] * self.gradients.arena[layer.name]
+            for part, group in zip(layer.parts(products), self._groups[layer.name]):
+                total += part.sum() * self.optimizer.param_groups[group]["lr"] ** power
+        return total
+
+    def _square(self) -> torch.Tensor:
+        """`sum <direction, direction>` `[1]` over the same layers."""
+        total = self.flat.new_zeros(1)
+        for layer in self._usable():
+            total += self[layer.name].square().sum()
+        return total
+
+    def _usable(self) -> list[Layer]:
+        """The layers whose directions are here.
+
+        But for those whose gradients are not finite, which are not stepped: sums would be so, too.
+        """
+        broken = self.gradients.broken
+        return [x for x in self.layers if x.name in self and x.name not in broken]

@@ -1,0 +1,162 @@
+"""What K-FAC keeps of a layer, as numbers: its Kronecker factors and the form of its gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from mpikfac.layout import Shape, triangle_shape
+
+Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
+
+BLOCKS: Mapping[Solver, Mapping[str, int]] = {
+    "eigen": {"vectors": 2, "values": 1},
+    "inverse": {"inverse": 2},
+    "unsplit-inverse": {"inverse": 2},
+    "rank-one": {"vector": 1},
+}
+"""What a solver makes of a factor: blocks, and how many dimensions of its order they have.
+
+The first is what gradients are multiplied by."""
+
+
+@dataclass(frozen=True)
+class FactorShape:
+    """A symmetric matrix, or several of one order: the groups of a layer, or a diagonal.
+
+    Attributes:
+        name: "conv1.A"; "conv1.A0" and so on are the blocks along the diagonal of a large factor.
+        order: of each matrix; counts the bias coordinate.
+        count: of matrices. Those of order 1 are a diagonal where the layer has no groups.
+    """
+
+    name: str
+    order: int
+    count: int = 1
+
+    @property
+    def size(self) -> int:
+        """Order of the factor as one matrix."""
+        return self.count * self.order
+
+    @property
+    def triangle(self) -> Shape:
+        """The shape of its packed triangles."""
+        return self._several(triangle_shape(self.order))
+
+    def block(self, dimensions: int) -> Shape:
+        """The shape of a block of its decomposition: `[order]` or `[order, order]`."""
+        return self._several((self.order,) * dimensions)
+
+    def work(self, power: int = 3) -> int:
+        """Operations of a decomposition, in units of `order^3`, or elements (2)."""
+        return self.count * self.order**power
+
+    def _several(self, shape: Shape) -> Shape:
+        return shape if self.count == 1 else (self.count, *shape)
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """A layer's Kronecker factors, and the form of its gradient `[outputs, inputs]`.
+
+    Attributes:
+        name: the module's name in the model.
+        inputs: order of the input factor A; counts the bias coordinate.
+        outputs: order of the output factor G.
+        groups: parts of the layer that share no weight, each with factors of these orders.
+        sides: the factors that it has; the identity stands for one that is missing.
+        diagonal: of `sides`, those of which only the diagonal is kept.
+        largest: order above which a factor falls into equal blocks along its diagonal, each a
+            factor of its own, that are decomposed apart; None for no such order.
+        sharing: what a weight that an example uses at several positions is taken for: "expand",
+            each position is an example; "reduce", an example has the mean of their inputs and the
+            sum of their gradients [Eschenhagen et al. 2023].
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    groups: int = 1
+    sides: Literal["AG", "A", "G"] = "AG"
+    diagonal: Literal["", "A", "G", "AG"] = ""
+    largest: int | None = None
+    sharing: Literal["expand", "reduce"] = "expand"
+
+    @property
+    def gradient(self) -> Shape:
+        """`[outputs, inputs]`, or of several groups `[groups, outputs, inputs]`."""
+        own = (self.outputs, self.inputs)
+        return own if self.groups == 1 else (self.groups, *own)
+
+    @property
+    def factors(self) -> tuple[FactorShape, ...]:
+        """All factors, A's before G's."""
+        return tuple(factor for side in self.sides for factor in self.side(side))
+
+    def side(self, side: str) -> tuple[FactorShape, ...]:
+        """The factors that stand for A or for G; none if that is the identity."""
+        if side not in self.sides:
+            return ()
+        name, order = f"{self.name}.{side}", self.inputs if side == "A" else self.outputs
+        if side in self.diagonal:
+            return (FactorShape(name, 1, self.groups * order),)
+        parts = math.ceil(order / (self.largest or order))
+        if parts == 1:
+            return (FactorShape(name, order, self.groups),)
+        ends = [order * number // parts for number in range(parts + 1)]
+        return tuple(
+            FactorShape(f"{name}{number}", stop - start, self.groups)
+            for number, (start, stop) in enumerate(zip(ends, ends[1:]))
+        )
+
+    def work(self) -> int:
+        """Operations of the decompositions of all factors."""
+        return sum(factor.work() for factor in self.factors)
+
+    def products(self) -> list[int]:
+        """Multiplications that the gradient takes with each side that is not a diagonal."""
+        across = {"A": self.outputs, "G": self.inputs}
+        whole = (side for side in self.sides if side not in self.diagonal)
+        return [across[s] * sum(factor.work(2) for factor in self.side(s)) for s in whole]
+
+
+def count_of(factor: str) -> str:
+    """The block beside a factor's that says how many examples, or weight, its sum stands for."""
+    return f"{factor}#"
+
+
+def added_to(factor: str) -> str:
+    """The block beside a factor's that says what is added to it before it is inverted."""
+    return f"{factor}+"
+
+
+HUGE = 16384
+"""Order above which `usual_rule` keeps a diagonal; the whole matrix has a gigabyte."""
+
+
+def usual_rule(layer: LayerShape) -> LayerShape:
+    """Whole factors, but a diagonal for one of more than `HUGE` inputs or outputs.
+
+    A rule of your own starts from it and replaces what it likes:
+
+        def rule(layer):
+            return dataclasses.replace(mpikfac.usual_rule(layer), largest=1024)
+    """
+    orders = {"A": layer.inputs, "G": layer.outputs}
+    huge = (side for side in layer.sides if side in layer.diagonal or orders[side] > HUGE)
+    return replace(layer, diagonal="".join(huge))  # type: ignore[arg-type]
+
+
+def forward_only(layer: LayerShape) -> LayerShape:
+    """The layer without G; a bias alone has nothing else and keeps it [Benzing 2022]."""
+    if "A" not in layer.sides:
+        return layer
+    return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")
+
+
+def parent(name: str) -> str:
+    """The layer of a factor, or the factor of a block of its decomposition."""
+    return name.rpartition(".")[0]

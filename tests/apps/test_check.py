@@ -1,0 +1,315 @@
+"""A good model passes `mpikfac check`; what is wrong with another is told by name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import mpikfac
+from launch import launch
+from mpikfac.bases import Bases
+from mpikfac.layers.attention import ProjectionLayer
+from mpikfac_apps import check, findings
+
+PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
+MODELS = """
+import torch
+from torch import nn
+import mpikfac
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x / 3)
+
+class ScaledLayer(mpikfac.Layer):
+    def inputs(self, x):
+        return super().inputs(x / 3)
+
+class Reversed(ScaledLayer):
+    def outputs(self, g):
+        return super().outputs(g).flip(-1)
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 4, 3, groups=2, padding="same", padding_mode="reflect")
+        self.bn = nn.BatchNorm2d(4)
+        self.position = nn.Parameter(torch.randn(4))
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight, self.two.bias = self.one.weight, self.one.bias
+        self.entries = nn.Embedding(5, 4, padding_idx=1)
+        self.scaled, self.unused = Scaled(4, 4), nn.Linear(4, 4)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.lstm, self.head = nn.LSTM(4, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, images):
+        x = torch.relu_(self.bn(self.conv(images))).flatten(2).transpose(1, 2) + self.position
+        x = self.two(nn.functional.dropout(torch.tanh(self.one(x)), 0.5, self.training))
+        entries = (3 * images[:, 0, 0]).long().abs() % 5
+        x = self.frozen(self.scaled(torch.cat([x, self.entries(entries)], 1)))
+        return self.head(self.lstm(x)[0][:, -1])
+
+def mixed():
+    return Mixed()
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.second = nn.MultiheadAttention(4, 1, bias=False)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        x, _ = self.first(x, x, x, need_weights=False)
+        x = x.transpose(0, 1)
+        x, _ = self.second(x, x, x)
+        return self.head(torch.tanh(x).mean(0))
+
+def attends():
+    return Attends()
+
+class Elsewhere(nn.Module):  # uses a weight where no layer sees it
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(nn.functional.linear(self.body(x), self.body.weight))
+
+class Frequent(nn.Module):  # has gradients that are no means over examples
+    def __init__(self):
+        super().__init__()
+        self.entries = nn.Embedding(2, 4, scale_grad_by_freq=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.entries((x > 0).long()).mean(1))
+
+class Failing(nn.Module):
+    def forward(self, x):
+        return {"logits": x}
+
+def number():
+    return 3
+
+def alone():
+    return nn.Linear(4, 3)
+
+def frozen():
+    return alone().requires_grad_(False)
+
+COVERS = {**mpikfac.KINDS, **mpikfac.NORMS, Scaled: LAYER}
+"""
+MIXED = ["--input", "2,4,4"]
+ALONE = mpikfac.world()
+
+
+@pytest.fixture
+def file(tmp_path):
+    """A file of models; `file(layer)` says what covers `Scaled`."""
+
+    def write(layer="ScaledLayer"):
+        (tmp_path / "own.py").write_text(MODELS.replace("LAYER", layer))
+        return str(tmp_path / "own.py")
+
+    return write
+
+
+def wrong(capsys, *arguments):
+    """Whether a check finds something wrong, and what it prints."""
+    found = check.checked(ALONE, check.parse(arguments))
+    return found, capsys.readouterr().out
+
+
+def verdicts(text):
+    """The verdict on each layer."""
+    numbers = text.partition("Numbers")[2].partition("\n\n")[0].splitlines()[5:]
+    return {line.split()[0]: " ".join(line.split()[7:]) for line in numbers}
+
+
+def test_a_model_of_ones_own_passes(file, capsys):
+    """Oracle: the layers of the model by hand, each of them right."""
+    found, text = wrong(capsys, f"{file()}:mixed", *MIXED)
+    layers = ["conv", "bn", "one", "entries", "scaled", "unused", "head"]
+    assert verdicts(text) == dict.fromkeys(layers, "ok") | {"unused": "no vectors"}
+    assert "All right: 6 of 6 checked" in text
+    assert not found
+
+
+def test_a_network_by_name_passes(capsys):
+    """Oracle: all four layers, by hand; the plan's own numbers for five ranks."""
+    found, text = wrong(capsys, "digits_cnn", "--ranks", "5")
+    assert verdicts(text) == dict.fromkeys(["0", "3", "8", "10"], "ok")
+    assert not found
+    row = next(line for line in text.splitlines() if line.startswith("  mem-opt"))
+    plan = check.models.build("digits_cnn", 10, 1)
+    layers, others = mpikfac.covered_shapes(plan)
+    plan = mpikfac.make_plan(layers, 5, mpikfac.Strategy.mem_opt(), others)
+    kept = [sum(plan.memory(rank).values()) / 2**20 for rank in range(5)]
+    assert row.split()[1:4] == ["1", f"{min(kept):.2f}", f"{max(kept):.2f}"]
+
+
+def test_a_model_that_is_one_layer_passes(file, capsys):
+    """Oracle: the orders of its factors."""
+    found, text = wrong(capsys, f"{file()}:alone", "--input", "4")
+    assert re.search(r"^  \(model\) +Linear +A 5, G 3$", text, re.MULTILINE)
+    assert verdicts(text) == {"(model)": "ok"}
+    assert not found
+
+
+def test_coverage_is_told_with_reasons(file, capsys):
+    """Oracle: the forms of the model's layers, by hand."""
+    _, text = wrong(capsys, f"{file()}:mixed", *MIXED)
+    for line in (
+        *(r"conv +Conv2d +A 2 x 10, G 2 x 2", r"bn +BatchNorm2d +A 4 x 2"),
+        *(r"two +Linear +weights of one", r"entries +Embedding +A diagonal of 5, G 4"),
+        *(r"scaled +Scaled +A 5, G 4", r"unused .*G 4; took no part in this batch"),
+        *(r"Mixed: trained first-order\n +position", r"LSTM: trained first-order\n +lstm"),
+        r"Linear: frozen\n +frozen",
+    ):
+        assert re.search(rf"^  {line}$", text, re.MULTILINE), line
+
+
+def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monkeypatch, capsys):
+    """Oracle: what the library covers if nothing is said."""
+    path = file()
+    Path(path).write_text(Path(path).read_text().replace("COVERS =", "UNUSED ="))
+    found, text = wrong(capsys, f"{path}:mixed", *MIXED)
+    assert "Scaled: trained first-order; derived from Linear, may compute something else" in text
+    assert "BatchNorm2d: trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS}" in text
+    assert not found
+
+
+@pytest.mark.parametrize(("layer", "what"), [("mpikfac.Layer", "A"), ("Reversed", "A, gradient")])
+def test_a_wrong_layer_is_named(layer, what, file, capsys):
+    """Oracle: a layer that forgets what its module divides inputs by, or mistakes its outputs."""
+    found, text = wrong(capsys, f"{file(layer)}:mixed", *MIXED)
+    assert found
+    assert {n: v for n, v in verdicts(text).items() if "WRONG" in v} == {"scaled": f"WRONG: {what}"}
+    assert text.splitlines()[-1] == "WRONG: scaled"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "what"),
+    [
+        (mpikfac.KINDS[nn.Conv2d], "input_sum", "A"),
+        (mpikfac.KINDS[nn.Conv2d], "output_sum", "G"),
+        (Bases, "precondition", "eigen, inverse"),
+    ],
+)
+def test_a_mistake_in_the_library_is_seen(owner, name, what, monkeypatch, capsys):
+    """Oracle: results that are a millionth too large."""
+    right = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *given: right(self, *given) * (1 + 1e-6))
+    found, text = wrong(capsys, "digits_cnn")
+    assert found
+    assert verdicts(text)["0"] == f"WRONG: {what}"
+
+
+def test_a_weight_that_is_used_elsewhere_is_seen(file, capsys):
+    """Oracle: a model that uses a layer's weight without the layer."""
+    found, text = wrong(capsys, f"{file()}:Elsewhere", "--input", "4")
+    assert found
+    assert verdicts(text) == {"body": "WRONG: gradient", "head": "ok"}
+
+
+def test_layers_too_large_for_the_oracle_are_told(monkeypatch, capsys):
+    """Oracle: bounds by which some are."""
+    monkeypatch.setattr(findings, "LARGEST_ORDER", 300)
+    found, text = wrong(capsys, "digits_cnn")
+    assert verdicts(text)["8"] == "too large for the oracle"
+    assert verdicts(text)["3"] == "ok"
+    assert "All right: 3 of 3 checked" in text
+    assert not found
+
+
+def test_solves_too_large_to_be_written_out_are_left_out(file, monkeypatch, capsys):
+    """Oracle: orders by hand; a layer that is left out takes along what shares its weights."""
+    monkeypatch.setattr(findings, "LARGEST_PRODUCT", 15)
+    found, text = wrong(capsys, f"{file()}:mixed", *MIXED)
+    solved = re.findall(r"^  (\w+) .* (-|\de-\d+) +ok$", text, re.MULTILINE)
+    unsolved = {name for name, error in solved if error == "-"}
+    assert unsolved == {"conv", "one", "entries", "scaled"}
+    assert not found
+
+
+def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
+    """Oracle: the message of the library."""
+    found, text = wrong(capsys, f"{file()}:Frequent", "--input", "4")
+    assert "Embedding with scale_grad_by_freq=True is not covered" in text
+    assert verdicts(text) == {"head": "ok"}
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("resnet5", "model='resnet5' is unknown"),
+        ("nothing.py:build --input 3", "nothing.py is no file"),
+        ("FILE:nothing --input 3", "has no function 'nothing'"),
+        ("FILE:mixed", "needs --input"),
+        ("FILE:number --input 3", "number() returned int, no torch.nn.Module"),
+        ("FILE:Failing --input 3", "the model returns dict"),
+        ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
+        ("FILE:mixed --input 2,0", "whole number"),
+        ("FILE:frozen --input 4", "no parameter that requires a gradient"),
+        ("bad.py:build --input 3", "bad.py raised ZeroDivisionError: division by zero"),
+        ("", "model"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, told, file, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("bad.py").write_text("1 / 0")
+    with pytest.raises(SystemExit) as ended:
+        check.main(arguments.replace("FILE", file()).split())
+    output = capsys.readouterr()
+    assert (ended.value.code, output.out, output.err.count("\n")) == (2, "", 1)
+    assert told in output.err
+
+
+def test_a_wrong_layer_ends_with_code_1(file):
+    job = launch(1, PROGRAM, f"{file('mpikfac.Layer')}:mixed", *MIXED)
+    assert job.returncode == 1
+    assert "\nWRONG: scaled\n" in job.stdout, job.stderr
+
+
+def test_strategies_are_compared_under_mpi(file):
+    """Oracle: one process on the joined batches, by the program itself; the next test fails."""
+    job = launch(2, PROGRAM, f"{file()}:mixed", *MIXED)
+    assert job.returncode == 0, job.stderr
+    found = dict(re.findall(r"^  ([a-z-]+) +\S+  (ok|WRONG)$", job.stdout, re.MULTILINE))
+    assert found == dict.fromkeys(["sgd", *findings.STRATEGIES], "ok")
+    assert "All right: 12 of 12 checked" in job.stdout
+
+
+def test_a_model_that_cannot_be_distributed_is_seen_under_mpi(file):
+    """Oracle: an embedding whose gradient depends on what else is in the batch."""
+    job = launch(2, PROGRAM, f"{file()}:Frequent", "--input", "4")
+    assert job.returncode == 1
+    assert f"WRONG: sgd, {', '.join(findings.STRATEGIES)}\n" in job.stdout, job.stderr
+
+
+def test_projections_of_attentions_are_checked(file, capsys):
+    """Oracle: what `F.linear` is given inside of them; orders by hand."""
+    assert check.main([f"{file()}:attends", "--input", "3,4"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"first.in_proj +MultiheadAttention +A 5, G 12", text)
+    assert re.search(r"second.out_proj +MultiheadAttention +A 4, G 4", text)
+    assert "Not covered: nothing" in text
+    assert "All right: 5 of 5 checked" in text
+
+
+def test_a_projection_that_is_recorded_wrongly_is_seen(file, monkeypatch, capsys):
+    """Oracle: the one number that was changed."""
+    watch = ProjectionLayer.watch
+
+    def wrong(self, *given):
+        call = watch(self, *given)
+        return call and (call[0] * (1 + 1e-6), call[1])
+
+    monkeypatch.setattr(ProjectionLayer, "watch", wrong)
+    assert check.main([f"{file()}:attends", "--input", "3,4"]) == 1
+    assert "WRONG: A" in capsys.readouterr().out

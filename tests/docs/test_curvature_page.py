@@ -1,0 +1,94 @@
+"""The programs on the page about curvature run as they stand, under MPI."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from launch import launch
+
+PAGE = Path(__file__).parents[2] / "docs" / "curvature.md"
+BEFORE = """
+import torch
+import mpikfac
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.middle = torch.nn.Linear(6, 6), torch.nn.Linear(6, 600)
+        self.head = torch.nn.Linear(600, 2)
+
+    def forward(self, x):
+        return self.head(self.middle(self.body(x)).mean(1))
+
+comm = mpikfac.world()
+torch.manual_seed(0)
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+RULE = """
+labels = torch.tensor([0, 1, 0, 1])
+torch.nn.functional.cross_entropy(model(torch.randn(4, 3, 6)), labels).backward()
+kfac.step()
+if comm.rank == 0:
+    print(*(f"{f.name}:{f.count}x{f.order}" for f in kfac.plan.factors.values()))
+"""
+OWN = """
+model = torch.nn.Sequential(Scaled(6, 2))
+x, g = torch.randn(4, 6), torch.randn(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+KFAC
+a = torch.cat([x / 6**0.5, torch.ones(4, 1)], 1)
+found = kfac.layers[0].second_moment("A", x, g)
+torch.testing.assert_close(found, a.T @ a)
+print("as the module sees it")
+"""
+
+
+def code(word):
+    """The page's program that has that word."""
+    codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (found,) = (code for code in codes if word in code)
+    return found
+
+
+def test_a_rule_says_what_is_kept(tmp_path):
+    """Oracle: orders by hand: 600 inputs and a bias as numbers, 600 outputs in halves."""
+    (tmp_path / "program.py").write_text(BEFORE + code("def rule") + RULE)
+    job = launch(2, str(tmp_path / "program.py"))
+    expected = "body.A:1x7 body.G:1x6 middle.A:1x7 middle.G0:1x300 middle.G1:1x300 "
+    assert job.stdout.split("\n")[0] == f"{expected}head.A:601x1 head.G:1x2", job.stderr
+
+
+def test_labels_are_drawn(tmp_path):
+    """Oracle: both factors of each layer after a step, whatever the labels are."""
+    batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
+    (tmp_path / "program.py").write_text(
+        f"{BEFORE}{batch}loader = [(images, labels)]\n{code('squared-error')}"
+        "weights = kfac.factors.weights.values()\n"
+        "print(len(weights), *{round(weight.item(), 6) for weight in weights})\n"
+    )
+    job = launch(2, str(tmp_path / "program.py"))
+    assert job.stdout.splitlines() == ["6 0.4"] * 2, job.stderr
+
+
+def test_damping_is_adapted(tmp_path):
+    """Oracle: damping after five and ten steps of one batch, by hand: a power of 0.95**5 each."""
+    batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
+    (tmp_path / "program.py").write_text(
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('kfac.adapt')}"
+        "import math\n"
+        "moves = math.log(damping.damping / 0.03, 0.95**5)\n"
+        "print(len({*comm.allgather(damping.damping)}), round(moves, 9) in (-2, 2), kfac.steps)\n"
+    )
+    job = launch(2, str(tmp_path / "program.py"))
+    assert job.stdout.splitlines() == ["1 True 10"] * 2, job.stderr
+
+
+def test_a_layer_of_ones_own(tmp_path):
+    """Oracle: the inputs that the module multiplies by its weight."""
+    first, _, last = code("class Scaled(").partition("kfac = ")
+    program = BEFORE + first + OWN.replace("KFAC", f"kfac = {last}")
+    (tmp_path / "program.py").write_text(program)
+    job = launch(2, str(tmp_path / "program.py"))
+    assert job.stdout.splitlines() == ["as the module sees it"] * 2, job.stderr

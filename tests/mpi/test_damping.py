@@ -1,0 +1,141 @@
+"""Damping and the length of a step are the same for every way to distribute them."""
+
+from __future__ import annotations
+
+import collections
+import functools
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import LevenbergMarquardt
+
+RANKS = mpikfac.world().size
+EXACT = problem.strategies(RANKS, ("everyone", "owners"))
+
+
+def trainer(comm, strategy, **settings):
+    model = problem.network()
+    choices = problem.SETTINGS | settings
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+
+
+@functools.cache
+def textbook(**settings):
+    """The model after training in one process on the joined batches, and the clip's factors."""
+    model = problem.network()
+    steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
+    scales = oracles.train(model, problem.sgd(model), steps, **problem.SETTINGS | settings)
+    return problem.state(model), scales
+
+
+def refused(strategy, solver):
+    """Whether the plan of that solver needs other owners."""
+    return solver == "inverse" and not strategy.colocate and strategy.reduction == "owners"
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
+def test_relative_damping_is_the_textbooks(comm, strategy, solver):
+    """Oracle: K-FAC by im2col and dense solves on the joined batch."""
+    if not refused(strategy, solver):
+        choices = {"solver": solver, "relative_damping": True}
+        found = problem.run(trainer(comm, strategy, **choices), comm)
+        torch.testing.assert_close(found, textbook(**choices)[0], rtol=0, atol=1e-10)
+
+
+LENGTHS = {
+    "graft": {"graft": "sgd", "kl_clip": None},
+    "graft, then the KL clip": {"graft": "sgd", "kl_clip": 0.001},
+    "norm": {"kl_clip": None, "norm_clip": 0.1},
+    "graft, then norm": {"graft": "sgd", "kl_clip": None, "norm_clip": 0.1},
+}
+
+
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
+def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
+    """Oracle: dense solves, norms and factors of the bounds in one process; the plan's bytes."""
+    expected, scales = textbook(**lengths)
+    kfac = trainer(comm, strategy, **lengths)
+    for step in range(problem.STEPS):
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        assert kfac.kl_scale.item() == pytest.approx(scales[step])
+        planned = problem.planned(kfac, step)
+        if not kfac.settings.clipped:
+            planned.pop("clip", None)
+        assert +collections.Counter(kfac.trace.sent) == planned
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    assert kfac.settings.clipped == (max(scales) < 1)  # else the bound would not be tested
+    assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+def adaptive(comm, strategy, **settings):
+    """K-FAC whose damping follows every step, from where it has to fall."""
+    damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
+    return trainer(comm, strategy, **{"damping": damping, "basis_every": 2, **settings})
+
+
+def run_adaptive(comm, kfac, steps):
+    """Trains; the model's state, and the ratios and dampings of all steps."""
+    seen = []
+    for step in steps:
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        kfac.optimizer.zero_grad()
+        loss = F.cross_entropy(kfac.model(images), labels)
+        loss.backward()
+        kfac.step()
+        with torch.no_grad():
+            after = F.cross_entropy(kfac.model(images), labels)
+        ratio = kfac.adapt(loss.item(), after.item())
+        seen.append((ratio, kfac.settings.at("damping", kfac.steps)))
+    return problem.state(kfac.model), seen
+
+
+def assert_same_run(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-9)
+    numbers = [[number for row in seen for number in row] for _, seen in (found, expected)]
+    assert numbers[0] == pytest.approx(numbers[1], rel=1e-7)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
+def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strategy, solver):
+    """Oracle: one process on the joined batches; among ranks, to the last bit."""
+    if refused(strategy, solver):
+        return
+    steps, alone = range(6), comm.Split(comm.rank)
+    expected = run_adaptive(alone, adaptive(alone, None, solver=solver), steps)
+    found = run_adaptive(comm, adaptive(comm, strategy, solver=solver), steps)
+    assert_same_run(found, expected)
+    assert len(set(map(str, comm.allgather(found[1])))) == 1
+    assert len({damping for _, damping in found[1]}) > 1
+
+
+@pytest.mark.parametrize("fewer", range(1, RANKS + 1))
+def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
+    """Oracle: the uninterrupted run; the restarted one is made with another damping."""
+    strategy = mpikfac.Strategy(1, "owners", "owner")
+    kfac = adaptive(comm, strategy)
+    run_adaptive(comm, kfac, range(3))
+    state = {}
+    for share in comm.allgather(kfac.state_dict()):
+        state |= share
+    expected = run_adaptive(comm, kfac, range(3, 6))
+    team = comm.Split(comm.rank < fewer, comm.rank)
+    if comm.rank < fewer:
+        other = adaptive(team, strategy, damping=LevenbergMarquardt(0.001, every=1, decay=0.8))
+        other.load_state_dict(state)
+        assert_same_run(run_adaptive(team, other, range(3, 6)), expected)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank cannot disagree")
+def test_ranks_that_adapt_otherwise_are_refused(comm):
+    damping = LevenbergMarquardt(0.3, every=1 + comm.rank)
+    with pytest.raises(mpikfac.UserError, match="ranks disagree on adaptation: LevenbergMarquardt"):
+        adaptive(comm, None, damping=damping)

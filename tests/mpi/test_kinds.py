@@ -1,0 +1,166 @@
+"""Every kind of layer, form of factors and Fisher under every placement: one process's numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
+SETTINGS = problem.SETTINGS | {"covers": COVERS, "damping": 0.1}
+STRATEGIES = [
+    *problem.strategies(RANKS, ["everyone", "owners"]),
+    Strategy(RANKS, packing="square", fusion=1),
+    Strategy(1, "owners", "owner", reduce_at="bases"),
+    Strategy(RANKS, reduce_at="bases", delay=1, stagger=3),
+    Strategy(RANKS, overlap=True, fusion=2, replicate_below=5),
+]
+
+
+class AllKinds(nn.Module):
+    """Each kind of layer once, one that few batches use, and one whose weight is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        self.depthwise = nn.Conv2d(2, 4, 3, groups=2)
+        self.group_norm = nn.GroupNorm(2, 4)
+        self.transposed = nn.ConvTranspose2d(4, 4, 2, stride=2, groups=2, bias=False)
+        self.tokens = nn.Conv1d(4, 6, 3, stride=3)
+        self.embedding = nn.Embedding(5, 6)
+        self.layer_norm = nn.LayerNorm(6)
+        self.rare, self.often = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.often.weight.requires_grad_(False)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, images):
+        x = F.relu(self.group_norm(self.depthwise(images)))
+        x = self.tokens(self.transposed(x).flatten(2)).transpose(1, 2)
+        entries = (10 * images[:, 0, 0, :3]).long().abs() % 5
+        x = self.layer_norm(torch.cat([x, self.embedding(entries)], 1))
+        x = torch.tanh((self.rare if images[0, 0, 0, 0] > 0 else self.often)(x))
+        return self.head(x.mean(1))
+
+
+def network():
+    torch.manual_seed(3)
+    return AllKinds().double()
+
+
+def forms(layer):
+    """Another form of factors for each of some layers."""
+    chosen = {
+        "transposed": {"diagonal": "A"},
+        "tokens": {"largest": 5},
+        "layer_norm": {"diagonal": "A"},
+        "rare": {"sharing": "reduce", "largest": 4},
+        "head": {"sides": "A"},
+    }
+    return replace(mpikfac.usual_rule(layer), **chosen.get(layer.name, {}))
+
+
+def joined(shards):
+    """One shard's branch for all: a batch takes the branch of its first image."""
+    images, labels = shards
+    images[:, 0, 0, 0] = images[0, 0, 0, 0]
+    return images, labels
+
+
+def train(comm, strategy, ranks, record=False, **settings):
+    """Trains on this rank's shards of as many as `ranks` ranks have; the whole state."""
+    model = network()
+    optimizer = problem.sgd_all(model)
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
+    for step in range(2 * problem.STEPS):
+        batch = joined(problem.batch(step))
+        images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in batch)
+        optimizer.zero_grad()
+        outputs = model(images)
+        if record:
+            kfac.record(outputs)
+        F.cross_entropy(outputs, labels).backward()
+        kfac.step()
+    kfac.close()
+    return problem.state(model)
+
+
+def assert_as_one_process(comm, strategy, **settings):
+    """Compares all ranks' training with that of one process on the joined batches."""
+    alone = Strategy(delay=strategy.delay, stagger=strategy.stagger)
+    expected = train(comm.Split(comm.rank), alone, 1, **settings)
+    found = train(comm, strategy, RANKS, **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (expected - problem.state(network())).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse", "rank-one"])
+@pytest.mark.parametrize("rule", [mpikfac.usual_rule, forms], ids=["whole", "forms"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_all_kinds_of_layers_under_each_placement(comm, strategy, rule, solver):
+    """Oracle: one process on the joined batches."""
+    apart = not strategy.colocate and strategy.reduction != "everyone"
+    if (solver == "inverse" and apart) or (solver == "rank-one" and strategy.packing == "square"):
+        return  # refused: test_plan.py
+    assert_as_one_process(comm, strategy, solver=solver, rule=rule)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
+def test_relative_damping_under_each_placement(comm, strategy, solver):
+    """Oracle: one process on the joined batches; factors in blocks may have several owners."""
+    if solver != "inverse" or strategy.colocate or strategy.reduction == "everyone":
+        choices = {"solver": solver, "rule": forms, "relative_damping": True}
+        assert_as_one_process(comm, strategy, **choices)
+
+
+@pytest.mark.parametrize("chosen", ["exact", "forward-only"])
+@pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
+def test_each_fisher_under_each_placement(comm, strategy, chosen):
+    """Oracle: one process on the joined batches."""
+    assert_as_one_process(comm, strategy, solver="eigen", fisher=chosen, record=True)
+
+
+def averages(comm, images, labels):
+    """Factors after one batch."""
+    model = network()
+    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm, **SETTINGS)
+    F.cross_entropy(model(images), labels).backward()
+    kfac.precondition()
+    return kfac.factors.averages
+
+
+@pytest.mark.skipif(RANKS == 1, reason="needs two ranks that take other branches")
+def test_a_layer_may_take_part_on_some_ranks_only(comm):
+    """Oracle: the factors of those ranks alone."""
+    images, labels = problem.shards(0, RANKS)[comm.rank]
+    images[:, 0, 0, 0] = 1.0 if comm.rank == 0 else -1.0
+    ranks_of_a_branch = comm.Split(min(comm.rank, 1))
+    found, expected = (averages(ranks, images, labels) for ranks in (comm, ranks_of_a_branch))
+    name = "rare.A" if comm.rank == 0 else "often.G"
+    torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
+
+
+def test_shards_of_unequal_size_weigh_by_their_examples(comm):
+    """Oracle: factors of all examples at once, each gradient that of its shard's mean loss."""
+    sizes = [2 * rank + 2 for rank in range(RANKS)]
+    images, labels = (torch.cat([part] * 3) for part in problem.batch(0))
+    start = sum(sizes[: comm.rank])
+    mine = slice(start, start + sizes[comm.rank])
+    model = problem.network()
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+    F.cross_entropy(model(images[mine]), labels[mine]).backward()
+    kfac.precondition()
+    whole = problem.network()
+    one = mpikfac.KFAC(whole, problem.sgd(whole), comm.Split(comm.rank), **problem.SETTINGS)
+    total = slice(0, sum(sizes))
+    F.cross_entropy(whole(images[total]), labels[total]).backward()
+    one.precondition()
+    for name, average in kfac.factors.averages.items():
+        torch.testing.assert_close(average, one.factors.averages[name], rtol=1e-10, atol=1e-10)

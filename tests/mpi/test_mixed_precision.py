@@ -1,0 +1,148 @@
+"""Mixed precision on several ranks: what overflows on one is skipped by all, whoever steps what."""
+
+from __future__ import annotations
+
+import math
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+SETTINGS = problem.SETTINGS | {"factor_every": 1, "basis_every": 1}
+OTHERS = [
+    *(Strategy(RANKS, "owners", update, reduce_at="bases") for update in ("everyone", "owner")),
+    Strategy(update="owner", sums="alltoall"),
+    Strategy(RANKS, ranks_per_node=RANKS),
+    Strategy(RANKS, delay=1),
+]
+WIRES = [{"gradient_wire": wire, "factor_wire": "int8"} for wire in ("bfloat16", "int8", "top-k")]
+
+
+def trainer(comm, strategy, dtype=torch.float64):
+    model = problem.network().to(dtype)
+    if strategy == "sgd":
+        return mpikfac.DataParallel(model, problem.sgd(model), comm)
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **SETTINGS)
+
+
+def scaler():
+    return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
+
+
+def step(trainer, comm, number, scale, bad=None):
+    """A step, in which one layer's gradient on one rank may be multiplied by `bad`."""
+    images, labels = problem.shards(number, comm.size)[comm.rank]
+    trainer.optimizer.zero_grad()
+    loss = F.cross_entropy(trainer.model(images), labels)
+    scale.scale(loss).backward()
+    if bad is not None and comm.rank == comm.size - 1:
+        trainer.model[3].bias.grad *= bad
+    trainer.step(scale)
+
+
+def everything(trainer):
+    """Copies of all that this rank holds from step to step, taken without a word to others."""
+    found = dict(trainer.model.state_dict())
+    for number, state in enumerate(trainer.optimizer.state.values()):
+        found |= {f"{number}/{key}": value for key, value in state.items()}
+    if isinstance(trainer, mpikfac.KFAC):
+        found |= trainer.factors.averages | {f"{n}#": w for n, w in trainer.factors.weights.items()}
+        found |= trainer.bases.arena
+    return {name: value.clone() for name, value in found.items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert different == []
+
+
+def assert_skips(comm, strategy, bad):
+    """A step is skipped by all ranks as if there had been no batch, and votes come back."""
+    one, other = trainer(comm, strategy), trainer(comm, strategy)
+    scale, plain = scaler(), scaler()
+    for number in range(4):
+        if number == 2:
+            before = everything(one)
+            one.votes[0] = comm.rank + 1
+            step(one, comm, 9, scale, bad)
+            assert one.votes.tolist() == pytest.approx([(comm.size + 1) / 2] + 15 * [0.0])
+            assert_equal(everything(one), before)
+            assert comm.allgather(scale.get_scale()) == comm.size * [2.0**9]
+            other.gradients.grid.encoded.forget()
+        step(one, comm, number, scale)
+        step(other, comm, number, plain)
+    assert_equal(everything(one), everything(other))
+    assert (one.steps, other.steps) == (5, 4)
+    assert comm.allgather(scale.state_dict()) == comm.size * [scale.state_dict()]
+    assert comm.allgather(plain.get_scale()) == comm.size * [2.0**11]
+    state = problem.state(one.model)
+    assert all(torch.equal(state, others) for others in comm.allgather(state))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("strategy", ["sgd", *problem.strategies(RANKS)], ids=problem.label)
+def test_what_overflows_on_one_rank_is_skipped_by_all(comm, strategy, bad):
+    """Oracle: the state before, and the run without that batch, to the last bit."""
+    assert_skips(comm, strategy, bad)
+
+
+@pytest.mark.parametrize("strategy", OTHERS, ids=str)
+def test_however_it_is_sent(comm, strategy):
+    """Oracle: the same."""
+    assert_skips(comm, strategy, math.inf)
+
+
+@pytest.mark.parametrize("update", ["everyone", "owner"])
+@pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire["gradient_wire"])
+def test_whatever_it_is_encoded_in(comm, wire, update):
+    """Oracle: the same, where the other run forgets what encoding lost at that time."""
+    assert_skips(comm, Strategy(update=update, **wire), math.inf)
+
+
+@pytest.mark.parametrize("strategy", ["sgd", *problem.strategies(RANKS)], ids=problem.label)
+def test_a_power_of_two_changes_nothing(comm, strategy):
+    """Oracle: the steps of the loss as it is, to the last bit."""
+    scaled, plain, scale = trainer(comm, strategy), trainer(comm, strategy), scaler()
+    for number in range(4):
+        step(scaled, comm, number, scale)
+    problem.run(plain, comm)
+    assert_equal(everything(scaled), everything(plain))
+
+
+@pytest.mark.skipif(RANKS < 2, reason="rank 0 steps the only layer")
+def test_a_rank_that_steps_nothing_would_not_know(comm):
+    """Oracle: the message, on all ranks; nothing is sent."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    strategy = Strategy(update="owner")
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters()), comm, strategy)
+    with pytest.raises(ValueError, match=rf"rank 1 of {RANKS} has nothing to step"):
+        kfac.step(scaler())
+
+
+@pytest.mark.parametrize("strategy", ["sgd", *problem.strategies(RANKS)], ids=problem.label)
+def test_bfloat16_models_stay_alike(comm, strategy):
+    """Oracle: this rank's weights and others'; the averaged gradient in float32, then rounded."""
+    one = trainer(comm, strategy, torch.bfloat16)
+    first = problem.state(one.model)
+    for number in range(3):
+        images, labels = problem.shards(number, comm.size)[comm.rank]
+        one.optimizer.zero_grad()
+        F.cross_entropy(one.model(images.bfloat16()).float(), labels).backward()
+        own = one.model[5].bias.grad.float()
+        one.step()
+        state = problem.state(one.model)
+        assert all(torch.equal(state, other) for other in comm.allgather(state))
+        if strategy == "sgd":
+            mean = torch.stack(comm.allgather(own)).double().mean(0).float()
+            torch.testing.assert_close(one.gradients.arena["5.bias"], mean, rtol=1e-6, atol=1e-8)
+            assert torch.equal(one.model[5].bias.grad, one.gradients.arena["5.bias"].bfloat16())
+    assert state.isfinite().all()
+    assert not torch.equal(state, first)
+    assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}

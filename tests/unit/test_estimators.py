@@ -1,0 +1,166 @@
+"""What each Fisher's factors are, in the factors of a step."""
+
+from __future__ import annotations
+
+import oracles
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import fisher, kron
+
+LOSSES = {
+    "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),
+    "squared-error": lambda f: F.mse_loss(f, torch.zeros_like(f)),
+}
+
+
+def linear_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5, bias=False), nn.Linear(5, 3)).double()
+
+
+def tanh_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.LayerNorm(3), nn.Linear(3, 3)).double()
+
+
+def inputs():
+    return torch.randn(7, 4, generator=torch.Generator().manual_seed(1)).double()
+
+
+def step(comm, model, loss, **settings):
+    """Factors after a step whose loss has labels of its own; K-FAC with its gradients."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    outputs = model(inputs())
+    kfac.record(outputs, loss)
+    (3 * LOSSES[loss](outputs)).backward()
+    kfac.precondition()
+    kfac.detach()
+    return {name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()}
+
+
+def blocks(model, loss):
+    """The generalised Gauss-Newton matrix of each layer: the mean of J^T H J, by autograd."""
+    x = inputs()
+    outputs = model(x)
+    hessian = torch.autograd.functional.hessian(LOSSES[loss], outputs.detach())
+    found = {}
+    for name, module in oracles.kfac_modules(model).items():
+        parameters = [p for p in (module.weight, module.bias) if p is not None]
+        rows = []
+        for output in outputs.reshape(-1):
+            gradients = torch.autograd.grad(output, parameters, retain_graph=True)
+            rows.append(torch.cat([g.reshape(len(g), -1) for g in gradients], 1).reshape(-1))
+        jacobian = torch.stack(rows)
+        matrix = hessian.reshape(len(jacobian), len(jacobian))
+        found[name] = jacobian.T @ matrix @ jacobian
+    return found
+
+
+def test_in_deep_linear_nets_all_labels_give_the_gauss_newton_matrix(comm):
+    """Oracle: J^T H J by autograd; exact, as the squared error's Hessian is the same everywhere."""
+    model = linear_net()
+    found = step(comm, model, "squared-error", fisher="exact")
+    for name, block in blocks(model, "squared-error").items():
+        product = torch.kron(found[f"{name}.G"], found[f"{name}.A"])
+        torch.testing.assert_close(product, block, rtol=1e-10, atol=1e-10)
+
+
+def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
+    """Oracle: J^T H J by autograd. A mean of products is not the product of means."""
+    model = linear_net()
+    found = step(comm, model, "cross-entropy", fisher="exact")
+    for name, block in blocks(model, "cross-entropy").items():
+        product = torch.kron(found[f"{name}.G"], found[f"{name}.A"])
+        assert 0.01 < (product - block).norm() / block.norm() < 1
+
+
+@pytest.mark.parametrize("loss", fisher.LOSSES)
+@pytest.mark.parametrize("samples", [1, 3])
+def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
+    """Oracle: fisher="exact", within six standard errors; A is the same at each draw."""
+    expected = step(comm, tanh_net(), loss, fisher="exact")
+    draws = []
+    for seed in range(100):
+        model = tanh_net()
+        torch.manual_seed(seed)
+        draws.append(step(comm, model, loss, fisher="sampled", samples=samples))
+    for name, factor in expected.items():
+        drawn = torch.stack([draw[name] for draw in draws])
+        error = drawn.std(0) / len(draws) ** 0.5 + 1e-12
+        assert ((drawn.mean(0) - factor).abs() < 6 * error).all(), name
+        assert (drawn.std(0).max() < 1e-12) == (name in ("0.A", "3.A"))
+
+
+@pytest.mark.parametrize("chosen", ["sampled", "exact"])
+def test_gradients_stay_those_of_the_loss(comm, chosen):
+    """Oracle: autograd without K-FAC."""
+    model = tanh_net()
+    (3 * LOSSES["cross-entropy"](model(inputs()))).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher=chosen)
+    outputs = model(inputs())
+    kfac.record(outputs)
+    (3 * LOSSES["cross-entropy"](outputs)).backward()
+    for parameter, gradient in zip(model.parameters(), expected):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_normalisations_take_all_labels_too(comm):
+    """Oracle: the mean of J^T H J of scale and shift, by autograd, unit by unit."""
+    model = tanh_net()
+    covers = {**mpikfac.KINDS, **mpikfac.NORMS}
+    found = step(comm, model, "cross-entropy", fisher="exact", covers=covers)["2.A"]
+    outputs = model(inputs())
+    hessian = torch.autograd.functional.hessian(LOSSES["cross-entropy"], outputs.detach())
+    rows = [
+        torch.stack(torch.autograd.grad(o, [model[2].weight, model[2].bias], retain_graph=True), 1)
+        for o in outputs.reshape(-1)
+    ]
+    jacobian = torch.stack(rows)  # [outputs, units, 2]
+    matrix = hessian.reshape(len(rows), len(rows))
+    expected = torch.einsum("oui,op,puj->uij", jacobian, matrix, jacobian)
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_only_has_no_output_factors(comm):
+    """Oracle: (A + damping I)^-1 from the right."""
+    model = linear_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"damping": 0.1, "kl_clip": None}
+    kfac = mpikfac.KFAC(model, optimizer, comm, fisher="forward-only", **settings)
+    LOSSES["cross-entropy"](model(inputs())).backward()
+    gradient = oracles.gradient_matrix(model[0])
+    kfac.precondition()
+    a = torch.cat([inputs(), torch.ones(7, 1)], 1).double()
+    damped = a.T @ a / 7 + 0.1 * torch.eye(5).double()
+    expected = torch.linalg.solve(damped, gradient.T).T
+    torch.testing.assert_close(oracles.gradient_matrix(model[0]), expected)
+    assert list(kfac.plan.factors) == ["0.A", "1.A", "2.A"]
+
+
+@pytest.mark.parametrize("settings", [{"fisher": "true"}, {"samples": 0}])
+def test_what_is_no_fisher_is_refused(comm, settings):
+    (name, value) = next(iter(settings.items()))
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be"):
+        step(comm, linear_net(), "cross-entropy", **settings)
+
+
+@pytest.mark.parametrize("chosen", ["sampled", "exact"])
+def test_vectors_have_no_mean_at_the_models_own_labels(comm, chosen):
+    with pytest.raises(ValueError, match=f"it needs fisher='empirical' or .* not {chosen!r}"):
+        step(comm, linear_net(), "cross-entropy", fisher=chosen, solver="rank-one")
+
+
+def test_without_a_record_there_are_no_statistics(comm):
+    kfac = mpikfac.KFAC(
+        model := linear_net(), torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher="sampled"
+    )
+    LOSSES["cross-entropy"](model(inputs())).backward()
+    with pytest.raises(RuntimeError, match=r"call record\(outputs\) before the loss's backward"):
+        kfac.step()

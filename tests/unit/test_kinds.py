@@ -1,0 +1,242 @@
+"""Every kind of layer against what autograd says of the module itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from mpikfac import layers
+from mpikfac_apps import dense
+
+BATCH = 3
+KINDS = {**layers.KINDS, **layers.NORMS}
+
+LINEAR = [  # what multiplies inputs by a weight, and an example's input
+    (lambda: nn.Linear(3, 4), (3,)),
+    (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
+    (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 7)),
+    (lambda: nn.Conv2d(4, 6, (3, 2), padding=(1, 0), dilation=(1, 2), groups=2), (4, 5, 6)),
+    (lambda: nn.Conv2d(3, 6, 3, groups=3, padding="same", bias=False), (3, 4, 5)),
+    (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4, 4)),
+    (lambda: nn.Conv3d(2, 4, 2, stride=(1, 2, 1), groups=2), (2, 3, 4, 3)),
+    (lambda: nn.Conv3d(2, 2, (2, 1, 3), padding="same", padding_mode="circular"), (2, 3, 2, 4)),
+    (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4)),
+    (lambda: nn.ConvTranspose2d(4, 6, (2, 3), stride=(2, 1), dilation=(1, 2), groups=2), (4, 3, 3)),
+    (lambda: nn.ConvTranspose3d(2, 2, 2, stride=2, bias=False), (2, 2, 2, 2)),
+    (lambda: frozen(nn.Linear(3, 4), "weight"), (2, 3)),
+    (lambda: frozen(nn.Conv2d(4, 6, 3, groups=2), "weight"), (4, 4, 4)),
+    (lambda: frozen(nn.Conv2d(4, 6, 3, groups=2), "bias"), (4, 4, 4)),
+]
+EMBEDDINGS = [(lambda: nn.Embedding(5, 3), (4,)), (lambda: nn.Embedding(5, 3, padding_idx=1), (4,))]
+NORMS = [
+    (lambda: nn.LayerNorm(4), (3, 4)),
+    (lambda: nn.LayerNorm((2, 3), bias=False), (4, 2, 3)),
+    (lambda: nn.RMSNorm(5), (5,)),
+    (lambda: nn.GroupNorm(2, 4), (4, 3, 2)),
+    (lambda: nn.BatchNorm1d(3), (3,)),
+    (lambda: nn.BatchNorm2d(3), (3, 2, 4)),
+    (lambda: frozen(nn.BatchNorm3d(2), "weight"), (2, 2, 1, 3)),
+    (lambda: frozen(nn.GroupNorm(1, 4), "bias"), (4, 2)),
+]
+
+
+def frozen(module, name):
+    """The module with one parameter that is not trained."""
+    getattr(module, name).requires_grad_(False)
+    return module
+
+
+def case(make, shape):
+    """A layer in float64, an input, and a gradient of its output."""
+    torch.manual_seed(0)
+    module = make().double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    model = nn.Sequential(module)
+    (layer,), _ = layers.cover(model, covers=KINDS)
+    x = torch.randn(BATCH, *shape).double()
+    if isinstance(module, nn.Embedding):
+        x = torch.randint(len(module.weight), (BATCH, *shape))
+    return layer, x, torch.randn_like(module(x))
+
+
+def matrices(layer, gradients):
+    """What these gradients of the parameters are as the layer's matrix."""
+    for parameter, gradient in zip(layer.parameters, gradients):
+        parameter.grad = gradient
+    matrix = torch.empty(layer.shape.gradient, dtype=torch.float64)
+    layer.read_gradient(matrix)
+    return matrix.view(layer.shape.groups, layer.shape.outputs, layer.shape.inputs)
+
+
+def vectors(layer, x):
+    """All `a` `[batch, shared, groups, inputs]`: derivatives of outputs by weight and bias.
+
+    An output's derivative is `a` in its own row of its own group, and 0 elsewhere.
+    """
+    y = layer.module(x)
+    groups, outputs = layer.shape.groups, layer.shape.outputs
+    if not isinstance(layer, layers.ConvLayer):
+        y = y.movedim(-1, 1)
+    y = y.reshape(BATCH, groups, outputs, -1)
+    found = x.new_zeros(BATCH, y.shape[3], groups, layer.shape.inputs, dtype=torch.float64)
+    for b, group, output, s in torch.cartesian_prod(*map(torch.arange, y.shape)).tolist():
+        gradients = torch.autograd.grad(y[b, group, output, s], layer.parameters, retain_graph=True)
+        matrix = matrices(layer, gradients)
+        own = matrix[group, output].clone()
+        matrix[group, output] = 0
+        assert not matrix.any()
+        assert output == 0 or torch.equal(found[b, s, group], own)
+        found[b, s, group] = own
+    return found
+
+
+def rows(layer, g):
+    """All `g` `[batch, shared, groups, outputs]`."""
+    if not isinstance(layer, layers.ConvLayer):
+        g = g.movedim(-1, 1)
+    return g.reshape(BATCH, layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
+
+
+def squares(vectors):
+    """`sum(v v^T)` over all but the last two dimensions, without that of a single group."""
+    total = torch.einsum("...gi,...gj->gij", vectors, vectors)
+    return total[0] if len(total) == 1 else total
+
+
+def moments(layer, side, x, g):
+    x = layer.prepared(x, g)
+    return layer.second_moment(side, x, g), layer.first_moment(side, x, g)
+
+
+def check(layer, side, x, g, expected):
+    """Compares second and first moments, whole and diagonal, with vectors `[..., groups, n]`."""
+    whole = squares(expected)
+    first = expected.flatten(0, -3).sum(0)
+    second, total = moments(layer, side, x, g)
+    if side in layer.shape.diagonal:
+        second = second.view(-1).diag()
+        whole = whole.diagonal().diag()
+    torch.testing.assert_close(second, whole, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(total.view_as(first), first, rtol=1e-10, atol=1e-10)
+    layer.shape = replace(layer.shape, diagonal=side)
+    second, _ = moments(layer, side, x, g)
+    diagonal = whole.diagonal(dim1=-2, dim2=-1).reshape(-1, 1, 1)
+    torch.testing.assert_close(second, diagonal, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
+def test_moments_of_positions(make, shape):
+    """Oracle: autograd's derivatives of the module's outputs; gradients one by one."""
+    layer, x, g = case(make, shape)
+    if "A" in layer.shape.sides:
+        a = vectors(layer, x)
+        assert layer.positions(g) == a.shape[0] * a.shape[1]
+        check(layer, "A", x, g, a)
+    layer, x, g = case(make, shape)
+    check(layer, "G", x, g, rows(layer, g))
+
+
+@pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
+def test_moments_of_examples(make, shape):
+    """Oracle: the same, inputs averaged and gradients added up over an example's positions."""
+    layer, x, g = case(make, shape)
+    layer.shape = replace(layer.shape, sharing="reduce", diagonal="")
+    assert layer.positions(g) == BATCH
+    if "A" in layer.shape.sides:
+        means = vectors(layer, x).mean(1)
+        torch.testing.assert_close(moments(layer, "A", x, g)[0], squares(means))
+    totals = rows(layer, g).sum(1)
+    torch.testing.assert_close(moments(layer, "G", x, g)[0], squares(totals))
+
+
+@pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
+def test_gradients_are_sums_of_outer_products(make, shape):
+    """Oracle: `sum(g a^T)` over all positions, of autograd's derivatives of outputs."""
+    layer, x, g = case(make, shape)
+    gradients = torch.autograd.grad(layer.module(x), layer.parameters, g)
+    found = matrices(layer, gradients)
+    if layer.shape.sides == "G":
+        expected = rows(layer, g).sum((0, 1))[..., None]
+    else:
+        expected = torch.einsum("bsgo,bsgi->goi", rows(layer, g), vectors(layer, x))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
+def test_modules_show_their_vectors(make, shape):
+    """What `mpikfac check` compares with. Oracle: autograd's derivatives of outputs."""
+    layer, x, g = case(make, shape)
+    call = dense.Call(x, g)
+    torch.testing.assert_close(dense.gradients(layer, call), dense.gradients_alone(layer, call))
+    torch.testing.assert_close(dense.output_vectors(layer, g), rows(layer, g))
+    if "A" in layer.shape.sides:
+        torch.testing.assert_close(dense.input_vectors(layer, x), vectors(layer, x))
+
+
+@pytest.mark.parametrize(("make", "shape"), NORMS)
+def test_blocks_of_normalisations(make, shape):
+    """Oracle: autograd's gradients of scale and shift if every example has its own."""
+    layer, x, g = case(make, shape)
+    given = dict(layer.module.named_parameters())
+    own = {n: p.detach().expand(BATCH, *p.shape).clone().requires_grad_() for n, p in given.items()}
+    plain = torch.func.functional_call(
+        layer.module,
+        {n: torch.full_like(p, float(n == "weight")) for n, p in given.items()},
+        x,
+    )
+    form = (BATCH, *[1] * (g.dim() - 1 - given["weight"].dim()), *given["weight"].shape)
+    if not layer.channels_last:
+        form = (BATCH, -1, *[1] * (g.dim() - 2))
+    y = plain * own["weight"].view(form)
+    if "bias" in own:
+        y = y + own["bias"].view(form)
+    trained = [own[name] for name, p in given.items() if p.requires_grad]
+    gradients = torch.autograd.grad(y, trained, g)
+    u = torch.stack([gradient.flatten(1) for gradient in gradients], -1)
+    prepared = layer.prepared(x, g)
+    torch.testing.assert_close(plain, prepared)
+    expected = torch.einsum("bui,buj->uij", u, u)
+    torch.testing.assert_close(layer.second_moment("A", prepared, g), expected)
+    torch.testing.assert_close(layer.first_moment("A", prepared, g), u.sum(0))
+    assert layer.scales("expand", BATCH, BATCH, False) == {"A": BATCH}
+    matrix = torch.randn(layer.shape.gradient).double()
+    layer.write_gradient(matrix)
+    read = torch.stack([parameter.grad.flatten() for parameter in layer.parameters], -1)
+    assert torch.equal(read, matrix[:, 0])
+
+
+@pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS, *NORMS])
+def test_values_go_to_a_matrix_and_back(make, shape):
+    """Oracle: the values before; twice the matrix is twice the values."""
+    layer, _, _ = case(make, shape)
+    before = [parameter.detach().clone() for parameter in layer.parameters]
+    matrix = torch.empty(layer.shape.gradient, dtype=torch.float64)
+    layer.read_values(matrix)
+    assert matrix.square().sum().isclose(sum(value.square().sum() for value in before))
+    layer.write_values(2 * matrix)
+    assert all(torch.equal(p, 2 * value) for p, value in zip(layer.parameters, before))
+
+
+def test_an_input_without_a_batch_is_one_example():
+    """Oracle: the least number of dimensions of each kind's inputs with a batch."""
+    least = {"Linear": 2, "Conv1d": 3, "Conv3d": 5, "Embedding": 1, "GroupNorm": 2}
+    for make, shape in [*LINEAR, *EMBEDDINGS, *NORMS]:
+        layer, _, _ = case(make, shape)
+        kind = type(layer.module).__name__
+        assert layer.dimensions == least.get(kind, layer.dimensions)
+    layer, _, _ = case(lambda: nn.LayerNorm((2, 3)), (2, 3))
+    assert layer.dimensions == 3
+
+
+def test_a_transposed_convolution_may_be_asked_for_a_size():
+    """Oracle: the module whose `output_padding` gives that size."""
+    make = nn.ConvTranspose1d(2, 3, 3, stride=3, padding=1, output_padding=2)
+    padded, x, g = case(lambda: make, (2, 4))
+    asked, _, _ = case(lambda: nn.ConvTranspose1d(2, 3, 3, stride=3, padding=1), (2, 4))
+    assert asked.module(x, output_size=g.shape[2:]).shape == g.shape
+    torch.testing.assert_close(moments(asked, "A", x, g), moments(padded, "A", x, g))

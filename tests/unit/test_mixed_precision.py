@@ -1,0 +1,408 @@
+"""Autocast and scaled losses: factors of rounded passes, steps that are skipped as by torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy, kron
+
+BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
+
+
+def trainer(comm, model, **settings):
+    return mpikfac.KFAC(model, problem.sgd_all(model), comm, **problem.SETTINGS | settings)
+
+
+def network():
+    """Conv - BatchNorm - ReLU - Linear in float32, the norm in training."""
+    torch.manual_seed(1)
+    layers = [nn.Conv2d(2, 9, 3), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(324, 5)]
+    return nn.Sequential(*layers)
+
+
+def batch(step):
+    images, labels = problem.batch(step)
+    return images.float(), labels
+
+
+def factors(kfac):
+    return {n: kron.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
+
+
+# -- autocast ------------------------------------------------------------------------------------
+
+
+class Rounded(nn.Module):
+    """What autocast computes, written out: input, weight and bias are rounded."""
+
+    def forward(self, x):
+        bias = None if self.bias is None else self.bias.bfloat16()
+        return self.computed(x.bfloat16(), self.weight.bfloat16(), bias)
+
+
+class Linear(Rounded, nn.Linear):
+    computed = staticmethod(F.linear)
+
+
+class Conv2d(Rounded, nn.Conv2d):
+    def computed(self, *args):
+        return F.conv2d(*args, self.stride, self.padding)
+
+
+def layered(conv, linear):
+    torch.manual_seed(2)
+    layers = [conv(2, 9, 3, padding=1, bias=False), nn.ReLU(), conv(9, 4, 3, stride=2)]
+    return nn.Sequential(*layers, nn.Flatten(), linear(36, 7), nn.Tanh(), linear(7, 5))
+
+
+def mean_loss(outputs, labels):
+    return F.cross_entropy(outputs.float(), labels)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, inside):
+    """Oracle: a pass with all rounding written out, without autocast, and its sums in float64."""
+    kfac = trainer(comm, layered(nn.Conv2d, nn.Linear))
+    images, labels = batch(0)
+    with BFLOAT16:
+        outputs = kfac.model(images)
+        if inside:
+            mean_loss(outputs, labels).backward()
+    if not inside:
+        mean_loss(outputs, labels).backward()
+    kfac.step()
+    plain = layered(Conv2d, Linear)
+    seen = oracles.calls(plain, (images.bfloat16(), labels), mean_loss)
+    for name, (a, g) in seen.items():
+        assert (a.dtype, g.dtype) == (torch.bfloat16, torch.bfloat16)
+        a, g = a.double(), g.double()
+        expected = {"A": a.T @ a / len(a), "G": len(labels) * g.T @ g}
+        for side, factor in expected.items():
+            found = factors(kfac)[f"{name}.{side}"]
+            assert found.dtype == torch.float32
+            scale = factor.abs().max().item()
+            torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
+
+
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "rank-one"])
+def test_a_step_under_autocast_is_taken_in_float32(comm, solver):
+    """Oracle: the same step outside, to the last bit."""
+    states = []
+    for under in (False, True):
+        kfac = trainer(comm, network(), solver=solver)
+        images, labels = batch(0)
+        with BFLOAT16:
+            outputs = kfac.model(images)
+        mean_loss(outputs, labels).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=under):
+            kfac.step()
+        states.append(problem.state(kfac.model))
+    assert torch.equal(*states)
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm, self.out = nn.Embedding(9, 8), nn.LayerNorm(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.out(self.norm(self.words(x)).mean(1))
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "exact", "sampled"])
+def test_other_layers_and_fishers_follow_autocast(comm, fisher):
+    """Oracle: the pass in float32, to the rounding of bfloat16 in sums of 12 examples."""
+    found = []
+    for under in (False, True):
+        covers = {**mpikfac.KINDS, **mpikfac.NORMS}
+        kfac = trainer(comm, Words(), fisher=fisher, covers=covers)
+        words = torch.randint(9, (12, 4), generator=torch.Generator().manual_seed(3))
+        torch.manual_seed(4)  # of the labels that are drawn
+        with torch.autocast("cpu", torch.bfloat16, enabled=under):
+            outputs = kfac.model(words)
+            kfac.record(outputs)
+        mean_loss(outputs, batch(0)[1]).backward()
+        kfac.step()
+        found.append(factors(kfac))
+    for name, factor in found[0].items():
+        error = (found[1][name] - factor).norm() / factor.norm()
+        assert error < 0.02, name
+
+
+# -- models in bfloat16 --------------------------------------------------------------------------
+
+
+def test_factors_of_a_bfloat16_model_are_sums_in_float32(comm):
+    """Oracle: its pass, and the sums in float64; the directions, rounded, that it is stepped by."""
+    images, labels = batch(0)
+    rounded = images.bfloat16(), labels
+    kfac = trainer(comm, layered(nn.Conv2d, nn.Linear).bfloat16(), kl_clip=None)
+    plain = layered(nn.Conv2d, nn.Linear).bfloat16()
+    mean_loss(kfac.model(rounded[0]), labels).backward()
+    kfac.step()
+    for name, (a, g) in oracles.calls(plain, rounded, mean_loss).items():
+        a, g = a.double(), g.double()
+        expected = {"A": a.T @ a / len(a), "G": len(labels) * g.T @ g}
+        for side, factor in expected.items():
+            found, scale = factors(kfac)[f"{name}.{side}"], factor.abs().max().item()
+            torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
+        gradient = oracles.gradient_matrix(plain.get_submodule(name)).double()
+        direction = oracles.kronecker_solve(gradient, expected["A"], expected["G"], 0.01)
+        torch.testing.assert_close(kfac.directions[name].double(), direction, rtol=1e-3, atol=1e-3)
+        weight = kfac.model.get_submodule(name).weight
+        assert weight.dtype == weight.grad.dtype == torch.bfloat16
+        written = oracles.gradient_matrix(kfac.model.get_submodule(name))
+        assert torch.equal(written, kfac.directions[name].bfloat16())
+
+
+def test_sgd_of_a_bfloat16_model_is_torchs(comm):
+    """Oracle: plain torch, to the last bit."""
+    model, plain = network().bfloat16(), network().bfloat16()
+    data, optimizer = (
+        mpikfac.DataParallel(model, problem.sgd_all(model), comm),
+        problem.sgd_all(plain),
+    )
+    for step in range(3):
+        images, labels = batch(step)
+        for trained, stepper in ((model, data), (plain, optimizer)):
+            trained.zero_grad()
+            mean_loss(trained(images.bfloat16()), labels).backward()
+            stepper.step()
+    assert torch.equal(problem.state(model), problem.state(plain))
+    assert data.votes.dtype == torch.float32
+
+
+def test_a_bfloat16_run_goes_on_to_the_last_bit(comm):
+    """Oracle: the uninterrupted run."""
+
+    def run(kfac, steps):
+        for step in steps:
+            images, labels = batch(step)
+            kfac.optimizer.zero_grad()
+            mean_loss(kfac.model(images.bfloat16()), labels).backward()
+            kfac.step()
+
+    first, second = (trainer(comm, network().bfloat16()) for _ in range(2))
+    run(first, range(4))
+    second.load_state_dict(first.state_dict())
+    run(first, range(4, 7))
+    run(second, range(4, 7))
+    assert_equal(everything(second), everything(first))
+
+
+@pytest.mark.parametrize("sharing", ["expand", "reduce"])
+def test_frequencies_of_a_bfloat16_embedding_are_exact(comm, sharing):
+    """Oracle: 1001 of 1004, where bfloat16 knows no 1001; or its squared means over examples."""
+
+    def rule(layer):
+        return dataclasses.replace(layer, sharing=sharing)
+
+    model = nn.Sequential(nn.Embedding(3, 2), nn.Flatten(), nn.Linear(502, 5)).bfloat16()
+    kfac = trainer(comm, model, rule=rule, skip=["2"])
+    words = torch.zeros(4, 251, dtype=torch.int64)
+    words[0, :3] = 1
+    mean_loss(kfac.model(words), torch.tensor([0, 1, 2, 3])).backward()
+    kfac.step()
+    expected = [1001 / 1004, 3 / 1004, 0]
+    if sharing == "reduce":
+        expected = [((248 / 251) ** 2 + 3) / 4, (3 / 251) ** 2 / 4, 0]
+    found = kfac.factors.averages["0.A"].flatten().tolist()
+    assert found == pytest.approx(expected, rel=2e-5)
+
+
+# -- scaled losses -------------------------------------------------------------------------------
+
+
+def scaler(scale=2.0**10, **choices):
+    return torch.amp.GradScaler("cpu", init_scale=scale, **choices)
+
+
+def learn(trainer, step, scaler=None, record=False, spoil=None):
+    """A step on one batch, scaled if there is a scaler; `spoil` may change the images."""
+    images, labels = batch(step)
+    trainer.optimizer.zero_grad()
+    outputs = trainer.model(spoil(images) if spoil else images)
+    if record:
+        trainer.record(outputs)
+    loss = F.cross_entropy(outputs, labels)
+    (scaler.scale(loss) if scaler else loss).backward()
+    trainer.step(scaler)
+
+
+def everything(trainer):
+    """All of a trainer's state but the number of steps, copied."""
+    state = trainer.state_dict()
+    del state["trainer/steps"], state["model/1.num_batches_tracked"]
+    return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value
+        assert same, name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"solver": "inverse"},
+        {"solver": "rank-one"},
+        {"fisher": "exact"},
+        {"fisher": "sampled"},
+        {"fisher": "forward-only"},
+        {"covers": {**mpikfac.KINDS, **mpikfac.NORMS}, "normalization": "sc20"},
+        {"strategy": Strategy(update="owner", reduce_at="bases")},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+def test_a_power_of_two_changes_nothing(comm, settings):
+    """Oracle: the steps of the loss as it is, to the last bit, while the scale grows."""
+    states = []
+    for scale in (None, scaler(growth_interval=2)):
+        kfac = trainer(comm, network(), **settings)
+        torch.manual_seed(5)
+        for step in range(5):
+            learn(kfac, step, scale, record=True)
+        states.append(everything(kfac))
+    assert scale.get_scale() == 2.0**12
+    assert_equal(*states)
+
+
+def test_sgd_takes_scaled_losses_as_kfac_does(comm):
+    """Oracle: plain torch with a scaler of its own, overflows included; its scale at each step."""
+    model, plain = network(), network()
+    data = mpikfac.DataParallel(model, problem.sgd_all(model), comm)
+    optimizer, expected = problem.sgd_all(plain), scaler(growth_interval=2)
+    found = scaler(growth_interval=2)
+    for step in range(8):
+        factor = math.inf if step in (2, 3, 6) else 1.0
+        handle = model[4].weight.register_hook(lambda g, factor=factor: g * factor)
+        learn(data, step, found)
+        handle.remove()
+        optimizer.zero_grad()
+        loss = F.cross_entropy(plain(batch(step)[0]), batch(step)[1])
+        expected.scale(loss * factor).backward()
+        expected.step(optimizer)
+        expected.update()
+        assert found.state_dict() == expected.state_dict()
+        assert torch.equal(model[0].weight, plain[0].weight)
+    assert data.steps == 8
+
+
+@pytest.mark.parametrize("parts", [None, 2])
+def test_parts_of_a_batch_are_scaled_together(comm, parts):
+    """Oracle: the losses as they are, to the last bit; a bad part costs the batch, and no more."""
+
+    def run(trainer, scale, bad=None):
+        for step in range(3):
+            images, labels = batch(step)
+            for number, part in enumerate((slice(0, 6), slice(6, 12))):
+                trainer.optimizer.zero_grad()
+                factor = math.inf if (step, number) == bad else 1.0
+                loss = F.cross_entropy(trainer.model(images[part] * factor), labels[part])
+                (scale.scale(loss) if scale else loss).backward()
+                trainer.collect()
+            before = everything(trainer)
+            trainer.step(scale)
+            if bad and step == bad[0]:
+                running = {n: v for n, v in everything(trainer).items() if "running" not in n}
+                assert_equal(running, {n: v for n, v in before.items() if "running" not in n})
+        return everything(trainer)
+
+    def made():
+        if parts:
+            return trainer(comm, network(), strategy=Strategy(parts=2), factor_every=1)
+        model = network()
+        return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=2)
+
+    expected = run(made(), None)
+    assert_equal(run(made(), scaler()), expected)
+    scale = scaler()
+    run(made(), scale, bad=(1, 0))
+    assert scale.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 2])
+def test_a_skipped_batch_leaves_all_as_it_was(comm, bad, at):
+    """Oracle: the state before; then the run without that batch, to the last bit."""
+    settings = {"factor_every": 1, "basis_every": 1}
+    kfac, without = (trainer(comm, network(), **settings) for _ in range(2))
+    scale, other = scaler(), scaler()
+    for step in range(4):
+        if step == at:
+            before = everything(kfac)
+            kfac.votes[:3] = torch.tensor([1.0, 0.0, 2.0])
+            learn(kfac, 9, scale, spoil=lambda images: images * bad)
+            assert kfac.votes.tolist() == [1.0, 0.0, 2.0] + 13 * [0.0]
+            assert_equal(everything(kfac), before)
+        learn(kfac, step, scale)
+        learn(without, step, other)
+    assert (scale.get_scale(), other.get_scale()) == (2.0**9, 2.0**10)
+    assert_equal(everything(kfac), everything(without))
+    assert (kfac.steps, without.steps) == (5, 4)
+    assert not kfac.troubles.counts
+
+
+def test_a_scale_whose_square_overflows_is_reduced(comm):
+    """Oracle: gradients alone would fit in float32; the run with a small scale, to the last bit."""
+    kfac, without = (trainer(comm, network(), factor_every=1, basis_every=1) for _ in range(2))
+    large = scaler(2.0**80)
+    while kfac.steps < 30:
+        learn(kfac, 0, large)
+    taken = 30 - round(80 - math.log2(large.get_scale()))
+    assert 10 < taken < 30
+    for _ in range(taken):
+        learn(without, 0, scaler(2.0))
+    assert_equal(everything(kfac), everything(without))
+
+
+def test_float16_learns(comm):
+    """Oracle: the losses of the same steps in float32, to 0.06; the first scale overflows."""
+    histories = []
+    for half in (False, True):
+        kfac, scale, losses = trainer(comm, network()), scaler(2.0**24), []
+        while len(losses) < 6:
+            images, labels = batch(0)
+            kfac.optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16, enabled=half):
+                loss = mean_loss(kfac.model(images), labels)
+            before = scale.get_scale()
+            scale.scale(loss).backward()
+            kfac.step(scale)
+            if scale.get_scale() == before:
+                losses.append(loss.item())
+        assert (kfac.steps > 6) == half
+        histories.append(losses)
+    assert histories[1] == pytest.approx(histories[0], abs=0.06)
+    assert histories[0][-1] < histories[0][0] / 2
+
+
+def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
+    """Oracle: the layer that is left out, and the others that move, as without a scaler."""
+    states = []
+    for scale in (None, scaler(enabled=False)):
+        kfac = trainer(comm, network())
+        learn(kfac, 0)
+        kfac.model[4].weight.register_hook(lambda g: g * math.nan)
+        learn(kfac, 1, scale)
+        states.append(everything(kfac))
+    assert_equal(*states)
+
+
+def test_scaled_gradients_cannot_be_sent_early(comm):
+    """Oracle: the message; nothing has been sent."""
+    kfac = trainer(comm, network(), strategy=Strategy(overlap=True))
+    with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
+        kfac.step(scaler())

@@ -1,0 +1,129 @@
+"""The length of a step: grafting and bounds."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import oracles
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import decompose, kron
+
+SOLVERS = ["eigen", "inverse", "rank-one"]
+
+
+def directions(comm, **settings):
+    """Gradients and directions of the first step, by layer, and the trainer."""
+    model = problem.network()
+    choices = problem.SETTINGS | {"kl_clip": None} | settings
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+    images, labels = problem.batch(0)
+    F.cross_entropy(model(images), labels).backward()
+    names = oracles.kfac_modules(model).items()
+    gradients = {name: oracles.gradient_matrix(module) for name, module in names}
+    kfac.precondition()
+    return gradients, {n: oracles.gradient_matrix(module) for n, module in names}, kfac
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
+    """Oracle: norms by hand, and the direction without grafting."""
+    gradients, found, _ = directions(comm, solver=solver, graft="sgd")
+    _, plain, _ = directions(comm, solver=solver)
+    for name, gradient in gradients.items():
+        unit = plain[name] / plain[name].norm()
+        torch.testing.assert_close(found[name], unit * gradient.norm(), rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
+@pytest.mark.parametrize("graft", [None, "sgd"])
+def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
+    """Oracle: the norm of all layers' directions by hand; within the bound they stay."""
+    _, free, _ = directions(comm, graft=graft)
+    _, found, kfac = directions(comm, graft=graft, norm_clip=bound)
+    whole = math.sqrt(sum(float(d.square().sum()) for d in free.values()))
+    scale = (length or whole) / whole
+    assert (scale < 1) == (bound == 0.01)
+    assert kfac.kl_scale.item() == pytest.approx(scale)
+    for name, direction in free.items():
+        torch.testing.assert_close(found[name], scale * direction)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("bound", ["kl_clip", "norm_clip"])
+def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
+    """Oracle: the bits before: no gradient arrives behind weights of zeros, or anywhere."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
+    nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    settings = {"graft": "sgd", "kl_clip": None, bound: 0.1, "solver": solver}
+    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    before = model[0].weight.clone()
+    F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
+    kfac.step()
+    assert torch.equal(model[0].weight, before)
+    assert problem.state(model).isfinite().all()
+    before = problem.state(model)
+    optimizer.zero_grad()
+    (0 * model(torch.randn(8, 6).double())).sum().backward()
+    kfac.step()
+    assert torch.equal(problem.state(model), before)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_direction_that_is_not_finite_is_not_made_so_by_grafting(bad):
+    """Oracle: NaN is left to those who look for it; 0 would be a step that nobody asked for."""
+    found = kron.grafted(torch.tensor([1.0, bad]), torch.tensor([3.0, 4.0]))
+    assert not found.isfinite().all()
+
+
+def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch):
+    """Oracle: the gradient; others at their own gradients' lengths."""
+
+    def failing(factor, damping):
+        raise ArithmeticError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decompose, "damped_inverse", failing)
+        gradients, found, kfac = directions(comm, solver="inverse", graft="sgd")
+    assert kfac.troubles.counts["decomposition"] == 6
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        *(
+            ({"norm_clip": value, "kl_clip": None}, f"norm_clip={value!r} must be")
+            for value in (-1, 0, math.nan, math.inf, "0.1")
+        ),
+        ({"norm_clip": 1.0}, "kl_clip=0.001 and norm_clip=1.0 both bound the step; make one of"),
+        ({"graft": "adam"}, "graft='adam' must be one of None, 'sgd'"),
+    ],
+)
+def test_bad_settings_are_refused_by_name(comm, settings, text):
+    model = problem.network()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+
+
+def test_the_bound_may_be_a_schedule(comm):
+    """Oracle: the norm at each step by hand."""
+    model = problem.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    bound = mpikfac.schedule.linear(0.01, 0.001, 3)
+    kfac = mpikfac.KFAC(model, optimizer, comm, kl_clip=None, norm_clip=bound)
+    for step in range(4):
+        problem.run(kfac, comm, [step])
+        written = [
+            oracles.gradient_matrix(module) for module in oracles.kfac_modules(model).values()
+        ]
+        whole = torch.cat([matrix.flatten() for matrix in written])
+        assert whole.norm().item() == pytest.approx(bound(step))
