@@ -7,6 +7,12 @@ from problem import SETTINGS, network, run, sgd
 import mpikfac
 
 
+@pytest.fixture(autouse=True)
+def mpi_goes_on(monkeypatch):
+    """A program that leaves with an error code ends MPI, which later tests of the process need."""
+    monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+
+
 @pytest.fixture
 def trained(tmp_path):
     """K-FAC after a few steps, whose state lies in a run directory, `tmp_path / "run"`."""
