@@ -67,11 +67,11 @@ class Cell:
     def directory(self) -> str:
         """A name that changes with any option: whatever is there belongs to this cell.
 
-        Cells of SGD that differ in settings of K-FAC are one run, but for `kfac.basis_every`, which
-        its metrics go by.
+        Cells without K-FAC that differ in its settings are one run, but for `kfac.basis_every`,
+        which its metrics go by.
         """
         given, usual = (flattened(dataclasses.asdict(o)) for o in (self.options, Options()))
-        unused = ("run_dir", "kfac.") if self.options.optimizer == "sgd" else ("run_dir",)
+        unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
         chosen = {
             key: value
             for key, value in given.items()
@@ -288,7 +288,7 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
     channels = 1 if options.data.name == "digits" else 3
     with torch.device("meta"):  # shapes without numbers
         model = models.build(options.model, options.data.classes or 10, channels)
-    if options.optimizer == "sgd":
+    if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.covered_shapes(model, every)
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
@@ -308,8 +308,8 @@ def shown_interval(options: Options, ranks: int) -> int:
 
 
 def basis_every(options: Options, ranks: int) -> int:
-    """Steps between two decompositions, also where the strategy says it; of SGD the usual."""
-    if options.optimizer == "sgd":
+    """Steps between two decompositions, by option, strategy or, without K-FAC, as usual."""
+    if options.optimizer != "kfac":
         return options.kfac.basis_every or config.USUAL["basis_every"]
     training = config.training_ranks(options, ranks)
     return config.strategy(options.kfac, training, options.parts)[1]["basis_every"]

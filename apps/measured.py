@@ -260,7 +260,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
     numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
-    if cell.options.optimizer == "sgd":
+    if cell.options.optimizer != "kfac":
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
     ranks = config.training_ranks(cell.options, cell.ranks)
     strategy, settings = config.strategy(cell.options.kfac, ranks, cell.options.parts)

@@ -144,10 +144,10 @@ class KfacOptions:
 
 @dataclass
 class Options:
-    """Trains a CNN with K-FAC or SGD; start it under mpirun or srun.
+    """Trains a CNN with K-FAC, SGD or AdamW; start it under mpirun or srun.
 
     Args:
-        optimizer: K-FAC preconditions SGD's gradient; SGD is the baseline.
+        optimizer: K-FAC preconditions SGD's gradient; SGD and AdamW are the baselines.
         model: digits_cnn; resnet20, resnet32, resnet44, resnet56, resnet110, mobilenet_small or
             vit_small (for 32x32 pixels); resnet18, resnet34, resnet50, resnet101 or resnet152 (for
             ImageNet).
@@ -169,8 +169,8 @@ class Options:
             to 0 at the end.
         decay_epochs: schedule=step: when.
         decay_factor: schedule=step: by how much.
-        momentum: of SGD.
-        weight_decay: of SGD.
+        momentum: of SGD; AdamW's beta1.
+        weight_decay: of SGD, an L2 penalty; AdamW's is decoupled from the gradient.
         seed: of initial weights, order and augmentation.
         run_dir: where configuration, log, metrics and checkpoints go.
         resume: never, auto (from the newest checkpoint in run_dir if there is one), or the path of
@@ -194,7 +194,7 @@ class Options:
         tensorboard: write TensorBoard events too.
     """
 
-    optimizer: Literal["kfac", "sgd"] = "kfac"
+    optimizer: Literal["kfac", "sgd", "adamw"] = "kfac"
     model: str = "digits_cnn"
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)

@@ -160,7 +160,8 @@ def _variants(
     rows = {}
     for cell in cells:
         options, variant = cell.cell.options, cell.cell.variant
-        what = "Gradients are averaged, and SGD steps: no K-FAC"
+        steps = "AdamW" if options.optimizer == "adamw" else "SGD"
+        what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.NAMED.get(options.kfac.strategy)
             what = f"{named.what} [{named.source}]" if named else "What the machine is best at"

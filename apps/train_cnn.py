@@ -1,4 +1,4 @@
-"""Trains a CNN with K-FAC or SGD on as many ranks as it is started with.
+"""Trains a CNN with K-FAC, SGD or AdamW on as many ranks as it is started with.
 
     mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
 
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps import batches, checkpoints, config, data, models, record
@@ -196,12 +196,9 @@ class Run:
         model = models.build(options.model, self.classes, self.channels)
         model = model.to(self.device, memory_format=torch.channels_last)
         self.lr = config.learning_rate(options, len(self.batches), self.began_on)
-        self.optimizer = torch.optim.SGD(
-            model.parameters(), options.lr, options.momentum, weight_decay=options.weight_decay
-        )
-        self.model = model
+        self.model, self.optimizer = model, make_optimizer(options, model)
         with mpikfac.together(comm, "options"):
-            if options.optimizer == "sgd":
+            if options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
                 strategy, settings = config.strategy(options.kfac, comm.size, options.parts)
@@ -360,7 +357,8 @@ class Run:
         loss = self._finite(self.meter.recent())
         speed, communication = self.speed.rates()
         self.speed.mark()
-        clip = {} if self.options.optimizer == "sgd" else {"kl_scale": self.trainer.kl_scale.item()}
+        kfac = isinstance(self.trainer, mpikfac.KFAC)
+        clip = {"kl_scale": self.trainer.kl_scale.item()} if kfac else {}
         more = clip | ({"troubles": self.troubles} if self.troubles else {})
         if self.trainer.plan.strategy.tolerance:  # else they follow from the options
             mean = self.trainer.votes[DECOMPOSITIONS].item()
@@ -454,6 +452,15 @@ class Run:
                     mpikfac.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
         return kept
+
+
+def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW if the options say so; else SGD, also for K-FAC's directions."""
+    parameters, lr, decay = model.parameters(), options.lr, options.weight_decay
+    if options.optimizer == "adamw":
+        betas = options.momentum, 0.999
+        return torch.optim.AdamW(parameters, lr, betas, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:

@@ -29,7 +29,7 @@ BAD = {
     "not a bool": ("--kfac.colocate=maybe", "kfac.colocate=maybe must be true or false"),
     "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
-    "not a choice": ("--optimizer=adam", "optimizer=adam must be one of kfac, sgd"),
+    "not a choice": ("--optimizer=adam", "optimizer=adam must be one of kfac, sgd, adamw"),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
     "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number > 0"),
@@ -125,7 +125,7 @@ BAD = {
     "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
     "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1: unknown key"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
-    "number for a name": ("optimizer: 1\n", "optimizer=1 must be one of kfac, sgd"),
+    "number for a name": ("optimizer: 1\n", "optimizer=1 must be one of kfac, sgd, adamw"),
 }
 
 

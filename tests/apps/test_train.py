@@ -71,7 +71,8 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "strategy"), [("sgd", "comm-opt"), ("kfac", "comm-opt"), ("kfac", "eva")]
+    ("optimizer", "strategy"),
+    [("sgd", "comm-opt"), ("adamw", "comm-opt"), ("kfac", "comm-opt"), ("kfac", "eva")],
 )
 @pytest.mark.parametrize("stop", [3, 4, 7])
 def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):

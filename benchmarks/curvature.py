@@ -1,0 +1,151 @@
+"""Which options of K-FAC help: test accuracy within a small budget, each tuned alike.
+
+    OMP_NUM_THREADS=1 python benchmarks/curvature.py vit_small --data DIR --out runs/curvature
+
+Every way to train a network is tried with three settings and seed 0; the best setting then gets
+seeds 1 and 2. What a run came to goes to `NETWORK.json` beside this script's tables, in
+`benchmarks/curvature`, and a run that stands there is not repeated. `--table` prints what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from learning import COMMON, SEEDS, by_epoch, launch
+
+KNOWN = Path(__file__).with_name("curvature")
+PLAIN = {
+    "lr": "0.1",
+    "kfac.solver": "eigen",
+    "kfac.damping": "0.03",
+    "kfac.factor_every": "5",
+    "kfac.kl_clip": "0.001",
+}
+CLIPS = [{"kfac.kl_clip": clip} for clip in ("0.01", "0.001", "0.0003")]
+
+Settings = dict[str, str]
+
+
+def kfac(*tried: Settings, **always: str) -> tuple[str, list[Settings]]:
+    """K-FAC as it is plainly, but for `always` and what is tried."""
+    changed = {f"kfac.{key}": value for key, value in always.items()}
+    return "kfac", [{**PLAIN, **changed, **settings} for settings in tried]
+
+
+def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, list[Settings]]:
+    """An optimizer without K-FAC at several learning rates."""
+    return optimizer, [{"lr": rate, **always} for rate in rates]
+
+
+BASELINES = {
+    "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
+    "AdamW": first_order("adamw", ["0.001", "0.003", "0.006"], weight_decay="0.05"),
+}
+WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
+    "resnet20": {
+        "plain": kfac(*CLIPS),
+        "damping adapted": kfac(
+            *[{"kfac.damping": start} for start in ("0.01", "0.03", "0.1")], damping_adapt="5"
+        ),
+        "normalisations": kfac(*CLIPS, norms="true"),
+        "relative damping": kfac(
+            *[{"kfac.damping": share} for share in ("0.1", "0.3", "1")], relative_damping="true"
+        ),
+        "grafted to SGD": kfac(
+            *[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], graft="sgd", kl_clip="null"
+        ),
+        "labels sampled": kfac(*CLIPS, fisher="sampled"),
+        "sharing reduced": kfac(*CLIPS, sharing="reduce"),
+    },
+    "mobilenet_small": {
+        **BASELINES,
+        "plain": kfac(*CLIPS),
+        "normalisations": kfac(*CLIPS, norms="true"),
+    },
+    "vit_small": {
+        **BASELINES,
+        "plain": kfac(*CLIPS),
+        "normalisations": kfac(*CLIPS, norms="true"),
+    },
+}
+
+
+def main() -> int:
+    """Runs what is missing of a network, then prints its table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("network", choices=WAYS)
+    parser.add_argument("--data", type=Path, help="folder of cifar-10-batches-bin")
+    parser.add_argument("--out", type=Path, default=Path("runs/curvature"))
+    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    known = Known(options)
+    if not options.table:
+        for way in WAYS[options.network]:
+            known.tried(way)
+        for way in WAYS[options.network]:
+            for seed in SEEDS:
+                known.run(way, known.best(way), seed)
+    known.report()
+    return 0
+
+
+class Known:
+    """What the runs of a network came to, by optimizer, settings and seed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.file = KNOWN / f"{options.network}.json"
+        self.runs: dict[str, list[dict[str, float]]] = {}
+        if self.file.exists():
+            self.runs = json.loads(self.file.read_text())
+
+    def run(self, way: str, settings: Settings, seed: int) -> float:
+        """Test accuracy at the end, in percent, of a run that is made unless it is known."""
+        optimizer = WAYS[self.options.network][way][0]
+        name = self.name(optimizer, settings, seed)
+        if name not in self.runs:
+            asked: dict[str, Any] = {**COMMON, "model": self.options.network, **settings}
+            lines = by_epoch(launch(self.options, name, optimizer, asked, seed))
+            kept = ("epoch", "seconds", "train_loss", "test_loss", "test_accuracy")
+            self.runs[name] = [{key: line[key] for key in kept} for line in lines]
+            self.file.parent.mkdir(exist_ok=True)
+            self.file.write_text(json.dumps(self.runs, indent=1, sort_keys=True) + "\n")
+        return 100 * self.runs[name][-1]["test_accuracy"]
+
+    def name(self, optimizer: str, settings: Settings, seed: int) -> str:
+        """A run's name: where its settings differ from the plain ones, and its seed."""
+        said = [f"{k.rpartition('.')[2]}={v}" for k, v in settings.items() if PLAIN.get(k) != v]
+        return ",".join([optimizer, *said, f"seed={seed}"])
+
+    def tried(self, way: str) -> list[tuple[float, Settings]]:
+        """What each setting came to with the first seed."""
+        grid = WAYS[self.options.network][way][1]
+        return [(self.run(way, settings, SEEDS[0]), settings) for settings in grid]
+
+    def best(self, way: str) -> Settings:
+        """The setting that came to most with the first seed."""
+        return max(self.tried(way), key=lambda found: found[0])[1]
+
+    def report(self) -> None:
+        """Prints a row for each way of which all runs are known."""
+        for way, (optimizer, grid) in WAYS[self.options.network].items():
+            first = [self.name(optimizer, settings, SEEDS[0]) for settings in grid]
+            if not self.runs.keys() >= set(first):
+                continue
+            best = self.best(way)
+            seeds = [self.name(optimizer, best, seed) for seed in SEEDS]
+            ends = [100 * self.runs[n][-1]["test_accuracy"] for n in seeds if n in self.runs]
+            values = ", ".join(f"{end:.2f}" for end in ends)
+            tried = ", ".join(f"{value:.2f}" for value, _ in self.tried(way))
+            said = ", ".join(self.name("", best, 0).split(",")[1:-1]) or "as plainly"
+            print(f"| {way} | {tried} | {said} | {values} | {statistics.mean(ends):.2f} |")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
