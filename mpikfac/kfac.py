@@ -136,15 +136,14 @@ class KFAC:
         trace: Trace | None = None,
     ) -> None:
         strategy = strategy or Strategy.comm_opt(comm.size)
-        self.model = model
-        self.optimizer = optimizer
+        self.model, self.optimizer = model, optimizer
+        self.trace = trace or Trace()
         self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip, norm_clip)
         self.settings.due("basis_every", 0, strategy.stagger)  # refused here, not at some step
         self.estimator = Estimator(
             normalization, start, fisher, samples, subsample, statistics_dtype
         )
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        self.trace = trace or Trace()
         _check_damping(damping, relative_damping, solver, graft)
         _check_solver(solver, self.estimator, precondition_dtype)
 
@@ -163,6 +162,7 @@ class KFAC:
         )
         check_joins(curvature, self.plan.strategy.curvature_ranks)
         groups_of(self.layers, optimizer)  # refused here, before any communication
+
         self._check_agreement(
             comm,
             relative_damping=relative_damping,
@@ -171,49 +171,63 @@ class KFAC:
             precondition_dtype=precondition_dtype,
         )
         broadcast(comm, [*model.parameters(), *model.buffers()])
-
         self.grid = Grid(comm, self.plan.rows, self.trace, self.plan.strategy.ranks_per_node)
-        rank = comm.rank
+        self.curvature = (
+            Curvature(self.plan, comm.rank, curvature, self.trace) if curvature else None
+        )
+        self._build(dtype, device, precondition_dtype, relative_damping, graft)
+        self._forget_curvature()
+        self._begin(0)
+        if comm.rank == 0:
+            report_others(self.others, optimizer)
+
+    def _build(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        precondition_dtype: torch.dtype | None,
+        relative_damping: bool,
+        graft: str | None,
+    ) -> None:
+        """What a step goes through, in its order."""
+        plan, grid, rank = self.plan, self.grid, self.grid.world.rank
         self.troubles = Troubles(rank)
         blocks: list[Block] = [*self.layers, *self.others]
-        self.gradients = Gradients(blocks, self.plan, self.grid, dtype, device)
-        self._stepped = self.gradients.stepped(model)
-        self.factors = Factors(self.plan, self.grid, dtype, device, self.troubles)
-        joined = Curvature(self.plan, rank, curvature, self.trace) if curvature else None
-        self.curvature = joined
+        self.gradients = Gradients(blocks, plan, grid, dtype, device)
+        self._stepped = self.gradients.stepped(self.model)
+        self.factors = Factors(plan, grid, dtype, device, self.troubles)
+        self.recorder = Recorder(
+            self.model,
+            self.layers,
+            self.factors.statistics,
+            self.trace,
+            self.estimator,
+            plan.vectors,
+        )
+        if self.factors.overlap:
+            self.recorder.before_first = self.factors.settle
+            self.recorder.after_each = self._send_statistics
         self.bases = Bases(
-            self.plan,
+            plan,
             rank,
             dtype,
             device,
             precondition_dtype,
             self.troubles,
-            joined,
+            self.curvature,
             relative_damping,
         )
+        self._messages = {share: plan.publish_bases(rank, share) for share in plan.shares}
         self.directions = Directions(
             self.layers,
-            self.plan,
-            self.grid,
+            plan,
+            grid,
             self.gradients,
             self.bases,
-            optimizer,
+            self.optimizer,
             self.settings,
             graft,
         )
-        shares = self.plan.shares
-        self._messages = {share: self.plan.publish_bases(rank, share) for share in shares}
-        statistics = self.factors.statistics
-        self.recorder = Recorder(
-            model, self.layers, statistics, self.trace, self.estimator, self.plan.vectors
-        )
-        if self.factors.overlap:
-            self.recorder.before_first = self.factors.settle
-            self.recorder.after_each = self._send_statistics
-        self._forget_curvature()
-        self._begin(0)
-        if comm.rank == 0:
-            report_others(self.others, optimizer)
 
     @property
     def kl_scale(self) -> Tensor:
