@@ -100,6 +100,7 @@ class Known:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
+        self.options.out /= options.network
         self.file = KNOWN / f"{options.network}.json"
         self.runs: dict[str, list[dict[str, float]]] = {}
         if self.file.exists():
