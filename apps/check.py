@@ -2,6 +2,7 @@
 
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
+    mpikfac check my_models.py:translator --input 16 --tokens 1000
     mpirun -n 2 python -m mpi4py apps/check.py resnet20      # strategies against one process, too
 
 A file may say in COVERS what `KFAC` is given as `covers`. Exit code 1: a number is wrong.
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help=f"FILE.py:FUNCTION, or one of {', '.join(models.MODELS)}")
     add("--input", type=shape, help="shape of an example, such as 3,32,32")
+    add("--tokens", type=show_plan.count, help="it is made of whole numbers below this")
     add("--classes", type=show_plan.count, default=10, help="of a network by name (10)")
     add("--batch", type=show_plan.count, default=4, help="examples of a rank (4)")
     add("--ranks", type=show_plan.count, help="to plan for; as many as there are, or 4")
@@ -87,7 +89,7 @@ def checked(comm: Any, options: argparse.Namespace) -> bool:
     alone, doing = comm.Split(comm.rank), f"check {options.model}"
     findings: dict[str, Finding] = {}
     with mpikfac.together(comm, doing):
-        asked = subject(options.model, options.input, options.classes)
+        asked = subject(options.model, options.input, options.classes, options.tokens)
     asked.model.load_state_dict(comm.bcast(asked.model.state_dict()))
     with mpikfac.together(comm, doing):
         if comm.rank == 0:

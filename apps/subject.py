@@ -31,6 +31,7 @@ class Subject:
         covers: what each type of module is covered by.
         refused: modules that the library refuses to cover, with its message.
         inputs: shape of an example.
+        tokens: examples are made of whole numbers below this; None: of real numbers.
         outputs: shape of what the model makes of one: classes, and positions if any.
     """
 
@@ -39,17 +40,25 @@ class Subject:
     refused: Mapping[str, str]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+    tokens: int | None
 
     def copied(self) -> nn.Module:
         """Another model with the same weights, in training mode."""
         return copy.deepcopy(self.model).train()
 
     def batch(self, examples: int, seed: int) -> Batch:
-        """Random images and labels."""
+        """Random examples and labels."""
         generator = torch.Generator().manual_seed(seed)
-        images = torch.randn(examples, *self.inputs, generator=generator, dtype=torch.float64)
+        given = drawn((examples, *self.inputs), self.tokens, generator)
         classes, *positions = self.outputs
-        return images, torch.randint(classes, (examples, *positions), generator=generator)
+        return given, torch.randint(classes, (examples, *positions), generator=generator)
+
+
+def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
+    """Random inputs of a model: whole numbers below `tokens`, or real ones."""
+    if tokens is not None:
+        return torch.randint(tokens, shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -58,7 +67,9 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def subject(name: str, inputs: tuple[int, ...] | None, classes: int) -> Subject:
+def subject(
+    name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
+) -> Subject:
     """The network of that name, or what a function of a file returns, "models.py:build".
 
     Raises:
@@ -70,14 +81,16 @@ def subject(name: str, inputs: tuple[int, ...] | None, classes: int) -> Subject:
         model, covers = _of_file(Path(file), function)
         if inputs is None:
             raise ValueError("a model of your own needs --input, such as 3,32,32")
+    elif tokens is not None:
+        raise ValueError(f"{name} takes images, not --tokens {tokens}")
     else:
         inputs = inputs or OTHER_INPUTS.get(name, INPUT)
         model, covers = models.build(name, classes, inputs[0]), mpikfac.KINDS
     model = model.double()
-    outputs = _outputs(model, inputs)
+    outputs = _outputs(model, inputs, tokens)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient")
-    return Subject(model, covers, refusals(model, covers), inputs, outputs)
+    return Subject(model, covers, refusals(model, covers), inputs, outputs, tokens)
 
 
 def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Module], Any]]:
@@ -102,10 +115,11 @@ def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Modu
     return model, getattr(module, "COVERS", mpikfac.KINDS)
 
 
-def _outputs(model: nn.Module, inputs: tuple[int, ...]) -> tuple[int, ...]:
+def _outputs(model: nn.Module, inputs: tuple[int, ...], tokens: int | None) -> tuple[int, ...]:
     """Shape of what the model makes of an example."""
+    given = drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))
     with told(f"the model, given {list(inputs)},"), torch.no_grad():
-        found = copy.deepcopy(model).train()(torch.randn(2, *inputs, dtype=torch.float64))
+        found = copy.deepcopy(model).train()(given)
     if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 2:
         what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")

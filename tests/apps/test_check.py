@@ -88,6 +88,20 @@ class Frequent(nn.Module):  # has gradients that are no means over examples
     def forward(self, x):
         return self.head(self.entries((x > 0).long()).mean(1))
 
+class Words(nn.Module):  # takes whole numbers
+    def __init__(self):
+        super().__init__()
+        self.entries, self.norm = nn.Embedding(6, 4), nn.LayerNorm(4)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 6)
+
+    def forward(self, words):
+        x = self.norm(self.entries(words))
+        return self.head(x + self.attention(x, x, x)[0]).movedim(2, 1)
+
+def words():
+    return Words()
+
 class Failing(nn.Module):
     def forward(self, x):
         return {"logits": x}
@@ -236,6 +250,15 @@ def test_solves_too_large_to_be_written_out_are_left_out(file, monkeypatch, caps
     assert not found
 
 
+def test_a_model_of_words_passes(file, capsys):
+    """Oracle: its layers by hand, each of them right; labels at every word."""
+    found, text = wrong(capsys, f"{file()}:words", "--input", "5", "--tokens", "6")
+    layers = ["entries", "norm", "attention.in_proj", "attention.out_proj", "head"]
+    assert verdicts(text) == dict.fromkeys(layers, "ok")
+    assert re.search(r"^  head +20 ", text, re.MULTILINE)
+    assert not found
+
+
 def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
     """Oracle: the message of the library."""
     found, text = wrong(capsys, f"{file()}:Frequent", "--input", "4")
@@ -255,6 +278,8 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:Failing --input 3", "the model returns dict"),
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),
+        ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
+        ("resnet20 --tokens 7", "resnet20 takes images, not --tokens 7"),
         ("FILE:frozen --input 4", "no parameter that requires a gradient"),
         ("bad.py:build --input 3", "bad.py raised ZeroDivisionError: division by zero"),
         ("", "model"),
