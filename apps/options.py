@@ -77,7 +77,8 @@ class KfacOptions:
         decay: coefficient of the factors' running average.
         kl_clip: bound on a step's squared Fisher norm; null for none.
         norm_clip: bound on the norm of all directions together instead; null for none.
-        graft: each layer's direction gets the length of its gradient (sgd); null for its own.
+        graft: each layer's direction gets the length of its gradient (sgd), or of Adam's step but
+            for momentum (adam); null for its own.
         solver: damped inverses with the damping split between both factors, eigenbases, inverses
             with all of the damping in each, or mean vectors in the place of factors (rank-one, as
             eva has it); null as the strategy has it (most: inverse).
@@ -127,7 +128,7 @@ class KfacOptions:
     decay: float = bounded(0.95, ">= 0", "< 1")
     kl_clip: float | None = bounded(0.001, "> 0")
     norm_clip: float | None = bounded(None, "> 0")
-    graft: Literal["sgd"] | None = None
+    graft: Literal["sgd", "adam"] | None = None
     solver: Literal["inverse", "eigen", "unsplit-inverse", "rank-one"] | None = None
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"

@@ -13,6 +13,7 @@ from mpikfac.bases import Bases
 from mpikfac.checks import groups_of
 from mpikfac.comm import Grid, summed
 from mpikfac.data_parallel import Gradients
+from mpikfac.grafting import Graft, Squares
 from mpikfac.layers import Layer
 from mpikfac.plan import Plan
 from mpikfac.schedule import Settings
@@ -37,7 +38,7 @@ class Directions(Arena):
         bases: Bases,
         optimizer: Optimizer,
         settings: Settings,
-        graft: str | None,
+        graft: Graft | None,
     ) -> None:
         """See `KFAC` for `graft`."""
         like = gradients.arena.flat
@@ -46,6 +47,8 @@ class Directions(Arena):
         self.layers, self.plan, self.grid = layers, plan, grid
         self.gradients, self.bases, self.optimizer = gradients, bases, optimizer
         self.settings, self.graft = settings, graft
+        adam = graft == "adam"
+        self._squares = Squares(plan, rank, like.dtype, like.device) if adam else None
         self._groups = groups_of(layers, optimizer)
         self._messages = plan.publish_directions(rank)
         self._bound = plan.clip()
@@ -60,7 +63,7 @@ class Directions(Arena):
                 direction, gradient = self[name], self.gradients.arena[name]
                 direction.copy_(self.bases.precondition(name, gradient))
                 if self.graft:
-                    direction.copy_(kron.grafted(direction, gradient))
+                    direction.copy_(kron.grafted(direction, self._length(name, gradient)))
 
     def publish(self) -> None:
         """Sends directions to the ranks that did not compute them.
@@ -105,6 +108,18 @@ class Directions(Arena):
         change = (loss_after - loss_before) / self.plan.ranks
         change, expected = summed(self.grid.world, [change, mine])
         return change / expected if expected else None
+
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What grafting keeps from step to step, by the names of the state."""
+        return {f"graft/{name}": block for name, block in (self._squares or {}).items()}
+
+    def _length(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """The norm that a layer's direction is given, `[]`."""
+        if self._squares is None:
+            return gradient.norm()
+        if name not in self.gradients.broken:
+            self._squares.add(name, gradient)
+        return self._squares.length(name, gradient)
 
     def _along_gradient(self, power: int) -> torch.Tensor:
         """`sum lr^power <direction, gradient>` `[1]` over the layers that are stepped from here."""

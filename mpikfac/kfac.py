@@ -26,13 +26,14 @@ from mpikfac.directions import Directions
 from mpikfac.estimator import Estimator
 from mpikfac.factors import Factors
 from mpikfac.fisher import LOSSES, Fisher, Loss
+from mpikfac.grafting import GRAFTS, Graft
 from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
 from mpikfac.moments import Normalization
 from mpikfac.plan import make_plan
 from mpikfac.precision import without_autocast
 from mpikfac.recorder import Recorder
 from mpikfac.schedule import Schedule, Settings
-from mpikfac.shapes import Solver, forward_only, usual_rule
+from mpikfac.shapes import Solver, count_of, forward_only, usual_rule
 from mpikfac.state import (
     fitting,
     load_model_state,
@@ -67,7 +68,7 @@ class KFAC:
         kl_clip: bound on a step's squared Fisher norm; None for no bound.
         norm_clip: bound on the norm of all layers' directions together instead; None for no bound.
         graft: "sgd" gives each layer's direction the length of its gradient [Agarwal et al. 2020],
-            before any bound; None leaves it as it is.
+            "adam" that of Adam's step but for momentum, before any bound; None leaves it as it is.
         solver: "inverse", damped inverses with the damping split between A and G, in which a change
             of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
             damping; "unsplit-inverse", inverses with all of it added to each, as published codes
@@ -119,7 +120,7 @@ class KFAC:
         decay: float | Schedule = 0.95,
         kl_clip: float | Schedule | None = 0.001,
         norm_clip: float | Schedule | None = None,
-        graft: Literal["sgd"] | None = None,
+        graft: Graft | None = None,
         solver: Solver = "inverse",
         relative_damping: bool = False,
         normalization: Normalization = "expand",
@@ -187,7 +188,7 @@ class KFAC:
         device: torch.device,
         precondition_dtype: torch.dtype | None,
         relative_damping: bool,
-        graft: str | None,
+        graft: Graft | None,
     ) -> None:
         """What a step goes through, in its order."""
         plan, grid, rank = self.plan, self.grid, self.grid.world.rank
@@ -532,7 +533,7 @@ class KFAC:
         """
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
-        kept = self.factors.state_dict() | self.bases.state_dict()
+        kept = self.factors.state_dict() | self.bases.state_dict() | self.directions.kept()
         if self._adaptive:
             kept["damping"] = self._adaptive.damping
         return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}
@@ -541,6 +542,10 @@ class KFAC:
         """What is not among `names`, of those that the shares of all ranks make up."""
         groups = (self.factors.kind, "weights")
         whole = {f"kfac/{group}/{name}" for group in groups for name in self.plan.factors}
+        if any(name.startswith("kfac/graft/") for name in names):
+            whole |= {
+                f"kfac/graft/{n}" for name in self.plan.shapes for n in (name, count_of(name))
+            }
         if "kfac/solver" in names:
             for rank in range(self.plan.ranks):
                 made = self.plan.decompositions(self.plan.decomposed(rank))
@@ -571,6 +576,8 @@ class KFAC:
         if any(name.startswith(f"kfac/{self.factors.kind}/") for name in state):
             self.factors.load_state_dict(kept)
         self.bases.load_state_dict(kept)
+        for name, value in self.directions.kept().items():
+            value.copy_(kept[name]) if name in kept else value.zero_()
         if self._adaptive:
             self._adaptive.damping = kept.get("damping", self._adaptive.damping)
             self.directions.expected.zero_()
@@ -580,6 +587,8 @@ class KFAC:
         """What there is of factors, and of bases if they are this solver's."""
         adapted = self._adaptive and "kfac/damping" in state
         like: dict[str, Any] = {"kfac/damping": 0.0} if adapted else {}
+        if any(name.startswith("kfac/graft/") for name in state):
+            like |= {f"kfac/{name}": value for name, value in self.directions.kept().items()}
         prefix = f"kfac/{self.factors.kind}/"
         if any(name.startswith(prefix) for name in state):
             like |= {f"kfac/{name}": value for name, value in self.factors.items().items()}
@@ -591,7 +600,7 @@ class KFAC:
 
 def _check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:
     one_of("relative_damping", relative, (False, True))
-    one_of("graft", graft, (None, "sgd"))
+    one_of("graft", graft, GRAFTS)
     if graft and isinstance(damping, LevenbergMarquardt):
         raise ValueError(
             f"graft={graft!r} leaves nothing of the length that damping=LevenbergMarquardt(...) "

@@ -207,10 +207,10 @@ def precondition_by_vectors(
     return (gradient - (away * a if input_vector else away)) / damping
 
 
-def grafted(direction: Tensor, gradient: Tensor) -> Tensor:
-    """The direction at the length of the gradient [Agarwal et al. 2020]; one of zeros as it is."""
-    length = direction.norm()
-    return direction * torch.where(length > 0, gradient.norm() / length, 1.0)
+def grafted(direction: Tensor, length: Tensor) -> Tensor:
+    """The direction at that length `[]` [Agarwal et al. 2020]; one of zeros as it is."""
+    own = direction.norm()
+    return direction * torch.where(own > 0, length / own, 1.0)
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:

@@ -92,9 +92,10 @@ MAY_IMPORT = {
     "recorder": {
         *("torch", "arena", "estimator", "kron", "layers", "precision", "shapes", "trace"),
     },
+    "grafting": {"torch", "arena", "layout", "plan", "shapes"},
     "directions": {
-        *("torch", "arena", "bases", "checks", "comm", "data_parallel", "kron", "layers", "plan"),
-        *("schedule", "troubles"),
+        *("torch", "arena", "bases", "checks", "comm", "data_parallel", "grafting", "kron"),
+        *("layers", "plan", "schedule", "troubles"),
     },
     "state": {"torch"},
     "checks": {"torch", "mpikfac", "comm", "layers", "state"},
@@ -115,8 +116,8 @@ MAY_IMPORT = {
             "precision",
             "recorder",
         ),
-        *("directions", "estimator", "factors", "fisher", "layers", "moments", "plan"),
-        *("schedule", "shapes", "state", "strategy", "trace", "troubles"),
+        *("directions", "estimator", "factors", "fisher", "grafting", "layers", "moments"),
+        *("plan", "schedule", "shapes", "state", "strategy", "trace", "troubles"),
     },
     "durable": set(),
     "shard": {"blake3", "h5py", "numpy", "torch", "durable", "errors"},

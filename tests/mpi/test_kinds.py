@@ -120,6 +120,12 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
         assert_as_one_process(comm, strategy, **choices)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
+def test_lengths_of_adam_under_each_placement(comm, strategy):
+    """Oracle: one process on the joined batches."""
+    assert_as_one_process(comm, strategy, solver="eigen", graft="adam", kl_clip=None)
+
+
 @pytest.mark.parametrize("chosen", ["exact", "forward-only"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):

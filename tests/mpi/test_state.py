@@ -60,6 +60,16 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
     assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
 
+@pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
+def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
+    """Oracle: the uninterrupted run; without its averages of squares, another one."""
+    state, expected = interrupted(comm, strategy, graft="adam", kl_clip=None)
+    assert torch.equal(continued(comm, state, strategy, graft="adam", kl_clip=None), expected)
+    assert not trainer(comm, strategy, graft="adam", kl_clip=None).missing(state)
+    less = {name: value for name, value in state.items() if not name.startswith("kfac/graft/")}
+    assert not torch.equal(continued(comm, less, strategy, graft="adam", kl_clip=None), expected)
+
+
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
 def test_any_strategy_goes_on_with_anothers_state(comm, solver):
     """Oracle: the uninterrupted run, but for rounding. Each hands over to the next."""

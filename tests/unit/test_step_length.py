@@ -41,6 +41,30 @@ def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
         torch.testing.assert_close(found[name], unit * gradient.norm(), rtol=1e-10, atol=1e-14)
 
 
+def test_grafting_takes_the_length_of_adams_step(comm):
+    """Oracle: torch's Adam without momentum, on the gradients of the same steps."""
+    model = problem.network()
+    choices = problem.SETTINGS | {"kl_clip": None, "graft": "adam"}
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+    modules = oracles.kfac_modules(model)
+    shapes = {name: kfac.plan.shapes[name].gradient for name in modules}
+    weights = {name: torch.zeros(shape).double() for name, shape in shapes.items()}
+    adam = torch.optim.Adam(weights.values(), lr=1.0, betas=(0.0, 0.999))
+    for step in range(problem.STEPS):
+        images, labels = problem.batch(step)
+        model.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        for name, module in modules.items():
+            weights[name].grad = oracles.gradient_matrix(module)
+        before = {name: weight.clone() for name, weight in weights.items()}
+        adam.step()
+        kfac.precondition()
+        for name, module in modules.items():
+            length = (weights[name] - before[name]).norm()
+            torch.testing.assert_close(oracles.gradient_matrix(module).norm(), length)
+        kfac.optimizer.step()
+
+
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
 @pytest.mark.parametrize("graft", [None, "sgd"])
 def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
@@ -79,7 +103,7 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_direction_that_is_not_finite_is_not_made_so_by_grafting(bad):
     """Oracle: NaN is left to those who look for it; 0 would be a step that nobody asked for."""
-    found = kron.grafted(torch.tensor([1.0, bad]), torch.tensor([3.0, 4.0]))
+    found = kron.grafted(torch.tensor([1.0, bad]), torch.tensor(5.0))
     assert not found.isfinite().all()
 
 
@@ -105,7 +129,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch):
             for value in (-1, 0, math.nan, math.inf, "0.1")
         ),
         ({"norm_clip": 1.0}, "kl_clip=0.001 and norm_clip=1.0 both bound the step; make one of"),
-        ({"graft": "adam"}, "graft='adam' must be one of None, 'sgd'"),
+        ({"graft": "lamb"}, "graft='lamb' must be one of None, 'sgd', 'adam'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(comm, settings, text):
