@@ -42,10 +42,6 @@ def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, l
     return optimizer, [{"lr": rate, **always} for rate in rates]
 
 
-BASELINES = {
-    "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
-    "AdamW": first_order("adamw", ["0.001", "0.003", "0.006"], weight_decay="0.05"),
-}
 WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
     "resnet20": {
         "plain": kfac(*CLIPS),
@@ -63,12 +59,14 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
         "sharing reduced": kfac(*CLIPS, sharing="reduce"),
     },
     "mobilenet_small": {
-        **BASELINES,
+        "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
+        "AdamW": first_order("adamw", ["0.001", "0.003", "0.01"], weight_decay="0.05"),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },
     "vit_small": {
-        **BASELINES,
+        "SGD": first_order("sgd", ["0.02", "0.05", "0.1"]),
+        "AdamW": first_order("adamw", ["0.0005", "0.001", "0.003"], weight_decay="0.05"),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },
