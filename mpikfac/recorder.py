@@ -106,9 +106,12 @@ class Recorder:
         counts = count.batch, count.positions
         scales = layer.scales(self.estimator.normalization, *counts, self.vectors)
         for side in layer.shape.sides:
+            scale = scales[side] * count.batch
+            if side in layer.quadratic and not self.estimator.of_loss:
+                scale /= count.batch**2  # sums are of gradients of examples' own losses
             for factor in layer.shape.side(side):
                 if factor.name in self.statistics:
-                    self.statistics[factor.name].mul_(scales[side] * count.batch)
+                    self.statistics[factor.name].mul_(scale)
                     self.statistics[count_of(factor.name)].fill_(count.batch)
 
     @property
@@ -172,9 +175,11 @@ class Recorder:
             every = slice(None, None, self.estimator.subsample)
             some_x, some_g = layer.prepared(x, g)[every], g[every]
             weight = len(x) / max(1, len(some_x))
+            # What stands for the loss is a mean over this pass alone, not over all micro-batches.
+            of_own = 1 if self._turn is None else len(x) ** 2
             for side in layer.shape.sides:
                 if side in layer.quadratic:
-                    self._add(layer, side, some_x, some_g, turn.weight * weight)
+                    self._add(layer, side, some_x, some_g, turn.weight * weight * of_own)
                 elif turn.first:
                     self._add(layer, side, some_x, some_g, weight)
             if self.after_each and turn.last:

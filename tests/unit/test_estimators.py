@@ -164,3 +164,23 @@ def test_without_a_record_there_are_no_statistics(comm):
     LOSSES["cross-entropy"](model(inputs())).backward()
     with pytest.raises(RuntimeError, match=r"call record\(outputs\) before the loss's backward"):
         kfac.step()
+
+
+@pytest.mark.parametrize("chosen", ["empirical", "exact"])
+@pytest.mark.parametrize("normalization", ["expand", "sc20", "kfac-pytorch"])
+def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen, normalization):
+    """Oracle: the batch in one pass; micro-batches are of 1, 4 and 2 examples."""
+    covers = {**mpikfac.KINDS, **mpikfac.NORMS}
+    found = []
+    for sizes in ((7,), (1, 4, 2)):
+        model = tanh_net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        choices = {"fisher": chosen, "normalization": normalization, "covers": covers}
+        kfac = mpikfac.KFAC(model, optimizer, comm, **choices)
+        for x in inputs().split(sizes):
+            outputs = model(x)
+            kfac.record(outputs)
+            (LOSSES["cross-entropy"](outputs) * len(x) / 7).backward()
+        kfac.precondition()
+        found.append(kfac.factors.averages.flat)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
