@@ -73,7 +73,7 @@ class LayerShape:
             factor of its own, that are decomposed apart; None for no such order.
         sharing: what a weight that an example uses at several positions is taken for: "expand",
             each position is an example; "reduce", an example has the mean of their inputs and the
-            sum of their gradients [Eschenhagen et al. 2023].
+            sum of their gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
     """
 
     name: str

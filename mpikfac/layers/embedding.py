@@ -35,7 +35,8 @@ class EmbeddingLayer(Layer):
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """How often each entry is used, or `sum(g g^T)`; A's squares are what is squared."""
         if side == "A" and self.shape.sharing == "expand":
-            return self.input_vector(x).view(-1, 1, 1)
+            used = self.input_vector(x)
+            return used.view(-1, 1, 1) if "A" in self.shape.diagonal else used.diag()
         return super().second_moment(side, x, g)
 
     def input_vector(self, x: Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""Vectors and moments of a layer by brute force: one call of autograd for each output.
+
+Of the library it takes only which elements of a parameter and of an output are whose.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mpikfac import layers
+
+
+def matrices(layer, gradients):
+    """What these gradients of the parameters are as the layer's matrix."""
+    for parameter, gradient in zip(layer.parameters, gradients):
+        parameter.grad = gradient
+    matrix = torch.empty(layer.shape.gradient, dtype=layer.parameters[0].dtype)
+    layer.read_gradient(matrix)
+    return matrix.view(layer.shape.groups, layer.shape.outputs, layer.shape.inputs)
+
+
+def vectors(layer, x):
+    """All `a` `[batch, shared, groups, inputs]`: derivatives of outputs by weight and bias.
+
+    An output's derivative is `a` in its own row of its own group, and 0 elsewhere.
+    """
+    y = layer.module(x)
+    groups, outputs = layer.shape.groups, layer.shape.outputs
+    if not isinstance(layer, layers.ConvLayer):
+        y = y.movedim(-1, 1)
+    y = y.reshape(len(x), groups, outputs, -1)
+    found = y.new_zeros(len(x), y.shape[3], groups, layer.shape.inputs)
+    for b, group, output, s in torch.cartesian_prod(*map(torch.arange, y.shape)).tolist():
+        gradients = torch.autograd.grad(y[b, group, output, s], layer.parameters, retain_graph=True)
+        matrix = matrices(layer, gradients)
+        own = matrix[group, output].clone()
+        matrix[group, output] = 0
+        assert not matrix.any()
+        assert output == 0 or torch.equal(found[b, s, group], own)
+        found[b, s, group] = own
+    return found
+
+
+def rows(layer, g):
+    """All `g` `[batch, shared, groups, outputs]`."""
+    if not isinstance(layer, layers.ConvLayer):
+        g = g.movedim(-1, 1)
+    return g.reshape(len(g), layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
+
+
+def squares(vectors):
+    """`sum(v v^T)` over all but the last two dimensions, without that of a single group."""
+    total = torch.einsum("...gi,...gj->gij", vectors, vectors)
+    return total[0] if len(total) == 1 else total
