@@ -6,6 +6,7 @@ Of the library it takes only which elements of a parameter and of an output are 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from mpikfac import layers
 
@@ -52,3 +53,26 @@ def squares(vectors):
     """`sum(v v^T)` over all but the last two dimensions, without that of a single group."""
     total = torch.einsum("...gi,...gj->gij", vectors, vectors)
     return total[0] if len(total) == 1 else total
+
+
+def own_gradients(module, x, g):
+    """What a normalisation scales, and gradients of scale and shift of which each example has own.
+
+    By autograd, from the gradient `g` at its outputs: `[batch, units, 1 or 2]`, of those trained.
+    """
+    given, first = dict(module.named_parameters()), next(module.parameters())
+    own = {
+        n: p.detach().expand(len(x), *p.shape).clone().requires_grad_() for n, p in given.items()
+    }
+    plain = torch.func.functional_call(
+        module, {n: torch.full_like(p, float(n == "weight")) for n, p in given.items()}, x
+    )
+    form = (len(x), *[1] * (g.dim() - 1 - first.dim()), *first.shape)
+    if not isinstance(module, nn.LayerNorm | nn.RMSNorm):  # channels come first
+        form = (len(x), -1, *[1] * (g.dim() - 2))
+    y = plain * own["weight"].view(form)
+    if "bias" in own:
+        y = y + own["bias"].view(form)
+    trained = [own[name] for name, p in given.items() if p.requires_grad]
+    gradients = torch.autograd.grad(y, trained, g)
+    return plain, torch.stack([gradient.flatten(1) for gradient in gradients], -1)

@@ -29,8 +29,8 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            pixel = torch.empty((1,) * self.dimensions)
-            _, self._window = self._spread(module, pixel, module.output_padding)
+            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding))  # survives cuts
+            _, self._window = self._spread(module, image, module.output_padding)
         else:
             zeros = ((0, 0),) * len(module.kernel_size) if self._around else _padding(module)
             self._window = Window(module.kernel_size, module.stride, zeros, module.dilation)

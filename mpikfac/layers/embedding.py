@@ -48,7 +48,7 @@ class EmbeddingLayer(Layer):
 
     def input_means(self, x: Tensor) -> Tensor:
         """Of each example, the share of positions that use each entry, `[batch, inputs]`."""
-        entries, count = x.flatten(1), len(self.module.weight)
+        entries, count = x.reshape(len(x), -1), len(self.module.weight)
         means = torch.zeros(len(x), count, dtype=self._dtype, device=x.device)
         share = torch.full_like(entries, 1 / entries.shape[1], dtype=means.dtype)
         means.scatter_add_(1, entries, share)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import matrices, rows, squares, vectors
+from brute import matrices, own_gradients, rows, squares, vectors
 from torch import nn
 
 from mpikfac import layers
@@ -27,11 +27,16 @@ LINEAR = [  # what multiplies inputs by a weight, and an example's input
     (lambda: nn.ConvTranspose1d(2, 3, 3, stride=2, padding=1, output_padding=1), (2, 4)),
     (lambda: nn.ConvTranspose2d(4, 6, (2, 3), stride=(2, 1), dilation=(1, 2), groups=2), (4, 3, 3)),
     (lambda: nn.ConvTranspose3d(2, 2, 2, stride=2, bias=False), (2, 2, 2, 2)),
+    (lambda: nn.ConvTranspose2d(2, 3, (1, 2), padding=(1, 0)), (2, 4, 3)),
     (lambda: frozen(nn.Linear(3, 4), "weight"), (2, 3)),
     (lambda: frozen(nn.Conv2d(4, 6, 3, groups=2), "weight"), (4, 4, 4)),
     (lambda: frozen(nn.Conv2d(4, 6, 3, groups=2), "bias"), (4, 4, 4)),
 ]
-EMBEDDINGS = [(lambda: nn.Embedding(5, 3), (4,)), (lambda: nn.Embedding(5, 3, padding_idx=1), (4,))]
+EMBEDDINGS = [
+    (lambda: nn.Embedding(5, 3), ()),
+    (lambda: nn.Embedding(5, 3), (4,)),
+    (lambda: nn.Embedding(5, 3, padding_idx=1), (4,)),
+]
 NORMS = [
     (lambda: nn.LayerNorm(4), (3, 4)),
     (lambda: nn.LayerNorm((2, 3), bias=False), (4, 2, 3)),
@@ -137,22 +142,7 @@ def test_modules_show_their_vectors(make, shape):
 def test_blocks_of_normalisations(make, shape):
     """Oracle: autograd's gradients of scale and shift if every example has its own."""
     layer, x, g = case(make, shape)
-    given = dict(layer.module.named_parameters())
-    own = {n: p.detach().expand(BATCH, *p.shape).clone().requires_grad_() for n, p in given.items()}
-    plain = torch.func.functional_call(
-        layer.module,
-        {n: torch.full_like(p, float(n == "weight")) for n, p in given.items()},
-        x,
-    )
-    form = (BATCH, *[1] * (g.dim() - 1 - given["weight"].dim()), *given["weight"].shape)
-    if not layer.channels_last:
-        form = (BATCH, -1, *[1] * (g.dim() - 2))
-    y = plain * own["weight"].view(form)
-    if "bias" in own:
-        y = y + own["bias"].view(form)
-    trained = [own[name] for name, p in given.items() if p.requires_grad]
-    gradients = torch.autograd.grad(y, trained, g)
-    u = torch.stack([gradient.flatten(1) for gradient in gradients], -1)
+    plain, u = own_gradients(layer.module, x, g)
     prepared = layer.prepared(x, g)
     torch.testing.assert_close(plain, prepared)
     expected = torch.einsum("bui,buj->uij", u, u)
