@@ -98,7 +98,9 @@ class Layer:
         return self.input_sum(x) if side == "A" else self.output_sum(g)
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """`sum(a)` or `sum(g)` of a call."""
+        """`sum(a)` or `sum(g)` of a call; with sharing="reduce", of examples' means of `a`."""
+        if side == "A" and self.shape.sharing == "reduce":
+            return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)
 
     def input_sum(self, x: Tensor) -> Tensor:

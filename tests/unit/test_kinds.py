@@ -109,9 +109,13 @@ def test_moments_of_examples(make, shape):
     assert layer.positions(g) == BATCH
     if "A" in layer.shape.sides:
         means = vectors(layer, x).mean(1)
-        torch.testing.assert_close(moments(layer, "A", x, g)[0], squares(means))
+        second, first = moments(layer, "A", x, g)
+        torch.testing.assert_close(second, squares(means))
+        torch.testing.assert_close(first.view_as(means[0]), means.sum(0))
     totals = rows(layer, g).sum(1)
-    torch.testing.assert_close(moments(layer, "G", x, g)[0], squares(totals))
+    second, first = moments(layer, "G", x, g)
+    torch.testing.assert_close(second, squares(totals))
+    torch.testing.assert_close(first.view_as(totals[0]), totals.sum(0))
 
 
 @pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
