@@ -1,0 +1,99 @@
+"""Solvers, Fishers, placements and ways to share a weight, all with all: one process's numbers."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+SETTINGS = problem.SETTINGS | {"basis_every": 2}
+STEPS = range(3)  # factors and decompositions at 0 and 2
+SHARING = "expand", "reduce"
+ESTIMATORS = [
+    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("sampled", "exact"), SHARING),
+    *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("empirical",), ("reduce",)),
+    ("unsplit-inverse", "forward-only", "reduce"),  # one damped factor: alike for all solvers
+    *itertools.product(("rank-one",), ("empirical", "forward-only"), ("reduce",)),
+]
+"""What test_kinds.py has not; "rank-one" takes no labels that the model gives."""
+PLACEMENTS = {
+    "comm-opt": Strategy.comm_opt(RANKS),
+    "mem-opt": Strategy.mem_opt(),
+    "owner-stepped": Strategy(1, "owners", "owner"),
+}
+if RANKS == 4:  # elsewhere it is one of these
+    PLACEMENTS["hybrid-opt"] = Strategy.hybrid(RANKS, workers=2, reduction="owners")
+
+
+class Tokens(nn.Module):
+    """A convolution, whose pixels are tokens; a layer of each token, and one of their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3, stride=3)
+        self.token, self.head = nn.Linear(3, 4), nn.Linear(4, 5)
+
+    def forward(self, images):
+        tokens = torch.tanh(self.convolution(images)).flatten(2).transpose(1, 2)
+        return self.head(torch.tanh(self.token(tokens)).mean(1))
+
+
+def network():
+    torch.manual_seed(3)
+    return Tokens().double()
+
+
+def train(comm, strategy, shares, solver, fisher, sharing):
+    """The state after steps with these of all ranks' shares, one after the other."""
+
+    def rule(layer):
+        return replace(mpikfac.usual_rule(layer), sharing=sharing)
+
+    model = network()
+    choices = {**SETTINGS, "solver": solver, "fisher": fisher, "rule": rule}
+    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **choices)
+    for step in STEPS:
+        kfac.optimizer.zero_grad()
+        for share in shares:
+            images, labels = problem.shards(step, RANKS)[share]
+            torch.manual_seed(RANKS * step + share)  # the same labels, whoever draws them
+            outputs = model(images)
+            kfac.record(outputs)
+            (F.cross_entropy(outputs, labels) / len(shares)).backward()
+        kfac.step()
+    kfac.close()
+    return problem.state(model)
+
+
+@functools.cache
+def alone(*estimator):
+    """One process that takes all shares."""
+    world = mpikfac.world()
+    return train(world.Split(world.rank), None, range(RANKS), *estimator)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids="-".join)
+def test_each_estimator_and_solver_under_each_placement(comm, estimator, placement):
+    """Oracle: one process that takes all shares, with the labels that are drawn for each."""
+    expected = alone(*estimator)
+    found = train(comm, PLACEMENTS[placement], [comm.rank], *estimator)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert all(torch.equal(found, other) for other in comm.allgather(found))
+    assert (found - problem.state(network())).abs().max() > 0.01
+
+
+def test_no_two_estimators_are_the_same():
+    """Oracle: states far apart: a choice that does nothing would pass for another one."""
+    for one, other in itertools.combinations(ESTIMATORS, 2):
+        assert (alone(*one) - alone(*other)).abs().max() > 1e-6, (one, other)
