@@ -26,7 +26,7 @@ GROUPS = {
     "forward": ("forward",),
     "backward": ("backward",),
     "statistics": ("statistics",),
-    "factor messages": ("reduce statistics",),
+    "factor messages": ("reduce scales", "reduce statistics"),
     "decomposition": ("decompose",),
     "basis messages": ("send factors", "receive bases", "publish bases"),
     "preconditioning": ("precondition",),

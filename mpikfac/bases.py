@@ -27,6 +27,7 @@ class Bases:
         arena: eigenvalues and eigenvectors, damped inverses, or vectors as they are; a segment for
             each worker.
         ready: whether there are any.
+        scales: of some layers, what stands for the products of eigenvalues `[outputs, inputs]`.
         share: the share of the layers to be published next; None for all.
     """
 
@@ -52,6 +53,7 @@ class Bases:
         self.arena = Arena(plan.bases(rank), dtype, device)
         self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
         self.denominators = Arena(plan.denominators(rank), dtype, device)
+        self.scales: Mapping[str, Tensor] = {}
         self._curvature = curvature
         self._background = Background(device)
         self.forget()
@@ -114,9 +116,13 @@ class Bases:
     def refresh(self) -> None:
         """Derives what preconditioning takes from an arena with new content."""
         self.ready = True
-        self._damping = math.nan
+        self.rescaled()
         if self.rounded is not self.arena:
             self.rounded.flat.copy_(self.arena.flat)
+
+    def rescaled(self) -> None:
+        """Has denominators made anew, of eigenvalues or scales with new content."""
+        self._damping = math.nan
 
     def _start(
         self,
@@ -179,17 +185,22 @@ class Bases:
         if damping == self._damping:
             return
         for name, denominators in self.denominators.items():
-            a_values, g_values = (self._side(self.arena, name, side, "values") for side in "AG")
             damped = kron.damped_denominators
             if self.relative:
                 damped = kron.relatively_damped_denominators
-            damped(a_values, g_values, damping, denominators)
+            values = self.sides(name, "values")
+            damped(*values, damping, denominators, self.scales.get(name))
         self._damping = damping
+
+    def sides(self, name: str, block: str) -> tuple[kron.Side, kron.Side]:
+        """A and G of a layer in the form of that block of their factors' decompositions."""
+        a, g = (self._side(self.arena, name, side, block) for side in "AG")
+        return a, g
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
         a, g = (self._side(self.rounded, name, side, self._applied) for side in "AG")
-        if self.plan.solver == "eigen":
+        if self.plan.eigenbases:
             return kron.precondition(gradient, a, g, self.denominators[name])
         if self.plan.vectors:
             return kron.precondition_by_vectors(gradient, a, g, self._damping)

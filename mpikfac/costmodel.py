@@ -192,7 +192,7 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
         mine = sum(f.size for n in plan.preconditioned(rank) for f in plan.shapes[n].factors)
         everything = sum(factor.size for factor in plan.factors.values())
         return _of_vectors(network.vector_precondition, machine) * mine / everything
-    times = 2 if plan.solver == "eigen" else 1  # into the eigenbases and back
+    times = 2 if plan.eigenbases else 1  # into the eigenbases and back
     products = list(_products(plan, plan.preconditioned(rank)))
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)

@@ -50,7 +50,7 @@ def _blocks(packed: Tensor, damping: float | Tensor, solver: Solver) -> dict[str
         return {"vector": packed}
     factor = unfold_triangle(packed)
     try:
-        if solver == "eigen":
+        if "values" in BLOCKS[solver]:
             values, vectors = eigenbasis(factor)
             return {"values": values, "vectors": vectors}
         return {"inverse": damped_inverse(factor, damping)}

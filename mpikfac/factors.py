@@ -207,10 +207,7 @@ class Factors:
             count = self.statistics[count_of(name)]
             if self._first_weighs:
                 weight.copy_(count)
-            weight.mul_(decay).add_(count, alpha=1 - decay)
-            mean = self.statistics[name].div_(torch.where(count > 0, count, 1))
-            share = torch.where(count > 0, (1 - decay) * count / weight, 0)
-            self.averages[name].lerp_(mean, share)
+            merge(self.averages[name], weight, self.statistics[name], count, decay)
         self._first_weighs = False
 
     def _sum(self, share: int | None) -> None:
@@ -241,3 +238,16 @@ class Factors:
         rank, owners = self.grid.world.rank, self.plan.owners
         mine = [name for name in broken if self.plan.late or owners[name] == rank]
         self.troubles.note("statistics", mine, step, "their averages stay as they are")
+
+
+def merge(average: Tensor, weight: Tensor, total: Tensor, count: Tensor, decay: float) -> None:
+    """Takes a batch's sum `total` into a running average, weighed by its number of examples.
+
+    Args:
+        weight: `[1]`, the number that the average stands for, which follows.
+        total: becomes the batch's mean.
+        count: `[1]`, the batch's number of examples; the average stays where it is 0.
+    """
+    weight.mul_(decay).add_(count, alpha=1 - decay)
+    mean = total.div_(torch.where(count > 0, count, 1))
+    average.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))

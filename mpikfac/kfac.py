@@ -32,6 +32,7 @@ from mpikfac.moments import Normalization
 from mpikfac.plan import make_plan
 from mpikfac.precision import without_autocast
 from mpikfac.recorder import Recorder
+from mpikfac.scales import Scales
 from mpikfac.schedule import Schedule, Settings
 from mpikfac.shapes import Solver, count_of, forward_only, usual_rule
 from mpikfac.state import (
@@ -71,8 +72,9 @@ class KFAC:
             "adam" that of Adam's step but for momentum, before any bound; None leaves it as it is.
         solver: "inverse", damped inverses with the damping split between A and G, in which a change
             of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
-            damping; "unsplit-inverse", inverses with all of it added to each, as published codes
-            do; "rank-one", mean vectors whose squares stand for A and G, another estimator
+            damping; "ekfac", the same with eigenvalues of examples' gradients [George et al. 2018],
+            see `scales`; "unsplit-inverse", inverses with all of it added to each, as published
+            codes do; "rank-one", mean vectors whose squares stand for A and G, another estimator
             [Zhang et al. 2023, Eva]: nothing is decomposed, and `basis_every=1` is the paper's.
         relative_damping: the damping of each layer is `damping` times the mean eigenvalue of its
             `G (x) A`; of each block, where factors fall into blocks.
@@ -218,6 +220,9 @@ class KFAC:
             self.curvature,
             relative_damping,
         )
+        self.scales = Scales(plan, grid, self.bases, dtype, device, self.troubles)
+        if plan.rescaled:
+            self.recorder.beside = self.scales.record
         self._messages = {share: plan.publish_bases(rank, share) for share in plan.shares}
         self.directions = Directions(
             self.layers,
@@ -394,6 +399,7 @@ class KFAC:
         if self.plan.strategy.overlap:
             raise ValueError("with overlap=True a batch is sent as it is made; call step()")
         self.recorder.clear()
+        self.scales.clear()
         self.factors.parts.clear()
         self.gradients.discard()
 
@@ -433,23 +439,29 @@ class KFAC:
         """Averages gradients of a scaled loss, before anything else; whether to go on."""
         finite = True
         if self.recorder.recording and self.estimator.of_loss:
-            finite = self.factors.unscale(self.recorder.of_gradients, scaler.get_scale())
+            scale = scaler.get_scale()
+            finite = self.factors.unscale(self.recorder.of_gradients, scale)
+            finite = self.scales.unscale(scale) and finite
         return self.gradients.reduce_scaled(scaler, finite)
 
     def _skip(self) -> None:
         """Leaves all as it was before this batch."""
         self.recorder.clear()
+        self.scales.clear()
         self.factors.parts.clear()
         self.gradients.skip()
         self._begin(self.steps + 1)
 
     def _average_statistics(self) -> None:
-        """Averages the batch's factors over ranks and over time."""
+        """Averages the batch's factors, and its scales, over ranks and over time."""
         if not self.factors.parts:
             self.recorder.finish()
             self.factors.finish()
-        self.factors.average(self.settings.at("decay", self.steps), self.steps)
+        decay = self.settings.at("decay", self.steps)
+        self.scales.reduce(self.factors.statistics)
+        self.factors.average(decay, self.steps)
         self.intact = False  # only now: a sum that fails leaves averages as they were
+        self.scales.merge(decay, self.steps)
 
     def _send_statistics(self, layer: Layer) -> None:
         """Sends what the backward pass has just recorded of a layer."""
@@ -476,6 +488,7 @@ class KFAC:
             self.trace.calls["decompositions"] += self.bases.take(self.steps)
         self.grid.exchange(self._messages[self.bases.share], self.bases.arena.flat)
         self.bases.refresh()
+        self.scales.restart(self.factors.weights, self.bases.share)
 
     def _make_directions(self) -> None:
         """Preconditions gradients, sends the directions to all, and bounds the step."""
@@ -505,6 +518,7 @@ class KFAC:
         self.factors.forget(self.estimator.start == "identity")
         self.recorder.clear()
         self.bases.forget()
+        self.scales.forget()
         self.grid.encoded.forget()
 
     def _check_agreement(self, comm: Any, **choices: object) -> None:
@@ -533,7 +547,8 @@ class KFAC:
         """
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
-        kept = self.factors.state_dict() | self.bases.state_dict() | self.directions.kept()
+        kept = self.factors.state_dict() | self.bases.state_dict()
+        kept |= self.scales.state_dict() | self.directions.kept()
         if self._adaptive:
             kept["damping"] = self._adaptive.damping
         return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}
@@ -550,6 +565,7 @@ class KFAC:
             for rank in range(self.plan.ranks):
                 made = self.plan.decompositions(self.plan.decomposed(rank))
                 whole |= {f"kfac/bases/{name}" for name, _ in made}
+            whole |= {f"kfac/{name}" for name in self.scales.items()}
         return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -576,6 +592,7 @@ class KFAC:
         if any(name.startswith(f"kfac/{self.factors.kind}/") for name in state):
             self.factors.load_state_dict(kept)
         self.bases.load_state_dict(kept)
+        self.scales.load_state_dict(kept, [name.removeprefix("kfac/") for name in state])
         for name, value in self.directions.kept().items():
             value.copy_(kept[name]) if name in kept else value.zero_()
         if self._adaptive:
@@ -594,7 +611,8 @@ class KFAC:
             like |= {f"kfac/{name}": value for name, value in self.factors.items().items()}
         if state.get("kfac/solver") == self.plan.solver:
             kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
-            like |= {f"kfac/{name}": value for name, value in self.bases.needed(kept).items()}
+            needed = self.bases.needed(kept) | self.scales.items()
+            like |= {f"kfac/{name}": value for name, value in needed.items()}
         return fitting(state, like)
 
 
@@ -621,6 +639,14 @@ def _check_solver(
         raise ValueError(
             f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
             f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
+        )
+    if solver == "ekfac" and (
+        estimator.normalization != "expand" or estimator.fisher == "forward-only"
+    ):
+        raise ValueError(
+            f"solver='ekfac' takes gradients of single examples as they are: it needs "
+            f"normalization='expand' and fisher='empirical', 'sampled' or 'exact', not "
+            f"{estimator.normalization!r} and {estimator.fisher!r}"
         )
     plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
     if solver == "rank-one" and plain != ("first", None, None):

@@ -125,29 +125,37 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def damped_denominators(
-    input_values: Side, output_values: Side, damping: float, out: Tensor
+    input_values: Side,
+    output_values: Side,
+    damping: float,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """`out` `[outputs, inputs]` becomes the eigenvalues of `G (x) A + damping I`.
 
-    Sides are those of the eigenvalues `[n]`.
+    Sides are those of the eigenvalues `[n]`; `scales`, if given, stand for their products.
 
     Damping is added to the products of eigenvalues, so it may change at every step without a new
     decomposition [Pauloski et al., SC20, eq. 13-15].
     """
-    _products(input_values, output_values, out)
+    _undamped(input_values, output_values, out, scales)
     out += damping
 
 
 def relatively_damped_denominators(
-    input_values: Side, output_values: Side, damping: float, out: Tensor
+    input_values: Side,
+    output_values: Side,
+    damping: float,
+    out: Tensor,
+    scales: Tensor | None = None,
 ) -> None:
     """As `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
     Of a side in blocks, each block of the product is damped by its own mean.
     """
     means = torch.empty_like(out)
-    _products(_means(input_values), _means(output_values), means)
-    _products(input_values, output_values, out)
+    products_of_values(_means(input_values), _means(output_values), means)
+    _undamped(input_values, output_values, out, scales)
     out.add_(means, alpha=damping)
 
 
@@ -161,7 +169,14 @@ def _means(side: Side) -> list[Tensor]:
     return [damping_unit(values.mean(-1, keepdim=True)).expand_as(values) for values in side]
 
 
-def _products(input_values: Side, output_values: Side, out: Tensor) -> None:
+def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tensor | None) -> None:
+    if scales is None:
+        products_of_values(input_values, output_values, out)
+    else:
+        out.copy_(scales)
+
+
+def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> None:
     """`out` `[outputs, inputs]` becomes the products of both sides' values."""
     a = torch.cat(tuple(input_values), -1) if input_values else out.new_ones(out.shape[-1])
     g = torch.cat(tuple(output_values), -1) if output_values else out.new_ones(out.shape[-2])

@@ -142,7 +142,7 @@ class Machine:
             ValueError: nothing is known of that solver.
         """
         # Both kinds of inverse are one computation, of matrices that are damped differently.
-        kind = "inverse" if solver == "unsplit-inverse" else solver
+        kind = {"unsplit-inverse": "inverse", "ekfac": "eigen"}.get(solver, solver)
         points = self.decompositions.get(kind)
         if not points:
             raise ValueError(

@@ -146,6 +146,11 @@ class Plan:
         return rank % self.strategy.curvature_ranks
 
     @property
+    def eigenbases(self) -> bool:
+        """Whether factors are decomposed into eigenvalues and eigenvectors."""
+        return "values" in BLOCKS[self.solver]
+
+    @property
     def vectors(self) -> bool:
         """Whether a factor is kept as the vector of which it is the square."""
         return self.solver == "rank-one"
@@ -234,8 +239,21 @@ class Plan:
 
     def denominators(self, rank: int) -> Layout:
         """Damped eigenvalues of each layer that `rank` preconditions; for eigenbases only."""
-        names = self.preconditioned(rank) if self.solver == "eigen" else []
-        return lay_out([self._matrices(names)])
+        return lay_out([self._matrices(self.preconditioned(rank) if self.eigenbases else [])])
+
+    @property
+    def rescaled(self) -> list[str]:
+        """Layers whose gradients' second moments in the eigenbases are estimated: their scales."""
+        return [layer.name for layer in self.layers if self.solver == "ekfac" and layer.rescaled]
+
+    def scales(self) -> Layout:
+        """Running averages of scales, in the form of gradients."""
+        return lay_out([self._matrices(self.rescaled)])
+
+    def scale_sums(self) -> Layout:
+        """A batch's scales: each is a sum, beside which is the number of examples in it."""
+        counted = ((block, (count_of(block[0]), (1,))) for block in self._matrices(self.rescaled))
+        return lay_out([[part for pair in counted for part in pair]])
 
     def gradients(self) -> Layout:
         """All gradients: model order, or updater by updater if owners update."""
@@ -272,6 +290,8 @@ class Plan:
             "averages": self.averages(rank),
             "bases": self.bases(rank),
             "denominators": self.denominators(rank),
+            "scales": self.scales(),
+            "scale sums": self.scale_sums(),
             "gradients": self.gradients(),
             "directions": self.directions(rank),
         }
@@ -302,7 +322,7 @@ class Plan:
             clip: the step is clipped; a message only where no rank holds all directions.
             share: the share of the layers that is refreshed; None for all.
         """
-        found = []
+        found = self.reduce_scales(rank) if statistics else []
         if refresh if self.late else statistics:
             found += self.reduce_statistics(rank, share if self.late else None)
         if refresh:
@@ -332,6 +352,12 @@ class Plan:
             for codec, kind in kinds
             for message in self._sums("reduce statistics", layout, kind, rank, codec)
         ]
+
+    def reduce_scales(self, rank: int) -> list[Message]:
+        """Sums of scales, which travel as they are."""
+        fused = self._fused()
+        kinds = fused | {count_of(layer): number for layer, number in fused.items()}
+        return self._sums("reduce scales", self.scale_sums(), kinds.__getitem__, rank, None)
 
     def send_factors(self, rank: int, share: int | None = None) -> list[Message]:
         """Factors to the rank that decomposes them, where that is a curvature rank."""
@@ -526,8 +552,9 @@ def make_plan(
 
     Args:
         others: names and shapes of parameters (and buffers) that no layer covers.
-        solver: one of the damped inverses, "eigen" (eigenvectors and eigenvalues), or "rank-one"
-            (factors are squares of vectors, and nothing is decomposed).
+        solver: one of the damped inverses, "eigen" (eigenvectors and eigenvalues), "ekfac" (the
+            same, and scales), or "rank-one" (factors are squares of vectors, and nothing is
+            decomposed).
         itemsize: bytes of one element.
 
     Raises:
@@ -550,6 +577,8 @@ def make_plan(
             f"packing='triangle', tolerance=0 and curvature_ranks=0, not {strategy.packing!r}, "
             f"{strategy.tolerance} and {strategy.curvature_ranks}"
         )
+    if solver == "ekfac":
+        _check_scales(ranks, strategy)
     if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
@@ -562,3 +591,17 @@ def make_plan(
     factors = {factor.name: factor for layer in layers for factor in layer.factors}
     given = (tuple(layers), others, ranks, strategy, solver, itemsize)
     return Plan(*given, columns_of, owners, updaters, factors, shares_of)
+
+
+def _check_scales(ranks: int, strategy: Strategy) -> None:
+    """Every rank rotates gradients of its own examples, all ranks into the same bases."""
+    needed: dict[str, object] = {
+        **{"workers": ranks, "reduction": "everyone", "update": "everyone", "parts": None},
+        **{"replicate_below": 0, "reduce_at": "factors", "overlap": False},
+    }
+    for name, value in needed.items():
+        if (chosen := getattr(strategy, name)) != value:
+            raise ValueError(
+                f"solver='ekfac' takes every rank's gradients in the bases of all layers, at each "
+                f"step with statistics: it needs {name}={value!r}, not {chosen!r}"
+            )

@@ -9,10 +9,11 @@ from typing import Literal
 
 from mpikfac.layout import Shape, triangle_shape
 
-Solver = Literal["eigen", "inverse", "unsplit-inverse", "rank-one"]
+Solver = Literal["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]
 
 BLOCKS: Mapping[Solver, Mapping[str, int]] = {
     "eigen": {"vectors": 2, "values": 1},
+    "ekfac": {"vectors": 2, "values": 1},
     "inverse": {"inverse": 2},
     "unsplit-inverse": {"inverse": 2},
     "rank-one": {"vector": 1},
@@ -74,6 +75,8 @@ class LayerShape:
         sharing: what a weight that an example uses at several positions is taken for: "expand",
             each position is an example; "reduce", an example has the mean of their inputs and the
             sum of their gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
+        rescaled: whether solver="ekfac" estimates eigenvalues of `G (x) A` from gradients of single
+            examples; where not, they stay the products of those of G and A.
     """
 
     name: str
@@ -84,6 +87,7 @@ class LayerShape:
     diagonal: Literal["", "A", "G", "AG"] = ""
     largest: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
+    rescaled: bool = True
 
     @property
     def gradient(self) -> Shape:

@@ -18,7 +18,7 @@ from mpikfac.plan import Plan
 
 # The stages of `KFAC.step`, and what comes before it, in order.
 STAGES = (
-    *("forward", "backward", "statistics", "reduce statistics"),
+    *("forward", "backward", "statistics", "reduce scales", "reduce statistics"),
     *("decompose", "send factors", "receive bases", "publish bases"),
     *("gradients", "reduce gradients"),
     *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),

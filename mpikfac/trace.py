@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 COMMUNICATION = (
+    "reduce scales",
     "reduce statistics",
     "send factors",
     "receive bases",

@@ -104,6 +104,10 @@ MAY_IMPORT = {
         *("strategy", "trace", "troubles"),
     },
     "factors": {"torch", "arena", "comm", "kron", "plan", "shapes", "troubles"},
+    "scales": {
+        *("torch", "arena", "bases", "comm", "factors", "kron", "layers", "plan", "shapes"),
+        "troubles",
+    },
     "kfac": {
         *(
             "torch",
@@ -115,6 +119,7 @@ MAY_IMPORT = {
             "data_parallel",
             "precision",
             "recorder",
+            "scales",
         ),
         *("directions", "estimator", "factors", "fisher", "grafting", "layers", "moments"),
         *("plan", "schedule", "shapes", "state", "strategy", "trace", "troubles"),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mpikfac import convolution
 from mpikfac.layers.layer import Layer
 from mpikfac.shapes import LayerShape
-from mpikfac.window import Window, spread
+from mpikfac.window import Window, patches, spread
 
 
 class ConvLayer(Layer):
@@ -78,6 +78,19 @@ class ConvLayer(Layer):
         totals = g.flatten(2).sum(2)
         groups = self.shape.groups
         return totals if groups == 1 else totals.view(len(g), groups, -1)
+
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches, and gradients of the pixels that are made of them."""
+        groups, pixels = self.shape.groups, g.flatten(2).mT
+        if self.transposed:  # the image that patches are taken from is turned over
+            pixels = pixels.flip(1)
+        if self.bias_alone:
+            return pixels.new_ones(*pixels.shape[:-1], 1), pixels
+        views = patches(x, self._window).flatten(1, x.dim() - 2).flatten(2)
+        if groups == 1:
+            return self.with_ones(views), pixels
+        a, rows = (both.unflatten(2, (groups, -1)).movedim(2, 0) for both in (views, pixels))
+        return self.with_ones(a), rows
 
     def arranged(self, parameter: Tensor) -> Tensor:
         """Weight or bias; a transposed convolution's weight has inputs before outputs."""

@@ -28,9 +28,12 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """A diagonal of frequencies, and a factor of the order of a vector."""
+        """A diagonal of frequencies, and a factor of the order of a vector.
+
+        An example's gradient is as large as the weight, nearly all of it zeros, and none is made.
+        """
         inputs, outputs = self.module.weight.shape
-        return LayerShape(self.name, inputs, outputs, diagonal="A")
+        return LayerShape(self.name, inputs, outputs, diagonal="A", rescaled=False)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
         """How often each entry is used, or `sum(g g^T)`; A's squares are what is squared."""

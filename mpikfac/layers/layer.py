@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac import moments
@@ -121,12 +122,26 @@ class Layer:
 
     def input_means(self, x: Tensor) -> Tensor:
         """Of each example, the mean of `a` over its positions, `[batch, inputs]`."""
-        means = self.inputs(x).mean(1)
-        return torch.cat([means, means.new_ones(len(means), 1)], 1) if self.bias else means
+        return self.with_ones(self.inputs(x).mean(1))
 
     def output_totals(self, g: Tensor) -> Tensor:
         """Of each example, the sum of `g` over its positions, `[batch, outputs]`."""
         return self.outputs(g).sum(1)
+
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Vectors `a`, with the 1 that a bias appends, and `g`, position by position.
+
+        `[batch, shared, inputs]` and `[batch, shared, outputs]`, of each group if there are
+        several. The sum over positions of `g a^T` is an example's gradient.
+        """
+        rows = self.outputs(g)
+        if self.bias_alone:
+            return rows.new_ones(*rows.shape[:-1], 1), rows
+        return self.with_ones(self.inputs(x)), rows
+
+    def with_ones(self, vectors: Tensor) -> Tensor:
+        """Vectors `a` `[..., inputs]`, the 1 that a bias appends included."""
+        return F.pad(vectors, (0, 1), value=1.0) if self.bias else vectors
 
     def positions(self, g: Tensor) -> int:
         """Number of vectors `a` (and `g`) in a call: batch times shared positions."""

@@ -56,6 +56,12 @@ class NormLayer(Layer):
         """`sum(u)` `[units, inputs]` over examples with gradients `u`."""
         return self._gradients(x, g).sum(0)
 
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Each unit's gradient, and the number 1, as if examples had one position."""
+        gradients = self._gradients(x, g).transpose(0, 1).unsqueeze(2)
+        pair = gradients, gradients.new_ones(*gradients.shape[:-1], 1)
+        return pair if self.shape.groups > 1 else (pair[0][0], pair[1][0])
+
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:

@@ -296,7 +296,10 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ({"factor_every": 0}, "factor_every=0 at step 0 must be a whole number of at least 1"),
         ({"basis_every": 2.5}, "basis_every=2.5 at step 0 must be a whole number of at least 1"),
         ({"damping": lambda step: -1.0}, "schedule damping at step 0=-1.0 must be"),
-        ({"solver": "cg"}, "solver='cg' must be one of 'eigen', 'inverse', 'unsplit-inverse'"),
+        (
+            {"solver": "cg"},
+            "solver='cg' must be one of 'eigen', 'ekfac', 'inverse', 'unsplit-inverse'",
+        ),
         ({"normalization": "x"}, "normalization='x' must be one of 'expand', 'sc20', "),
         ({"start": "zero"}, "start='zero' must be one of 'first', 'identity'"),
         ({"subsample": 0}, "subsample=0 must be a whole number of at least 1"),

@@ -264,7 +264,7 @@ def mib(elements):
             "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
         ),
         (lambda: plan(0), "ranks=0 must be at least 1"),
-        (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'inverse'"),
+        (lambda: plan(2, solver="svd"), "solver='svd' must be one of 'eigen', 'ekfac', 'inverse'"),
         (
             lambda: make_plan(LAYERS, 2, Strategy(2, "owners", colocate=False), solver="inverse"),
             "with reduction='owners' both need one owner; use colocate=True",

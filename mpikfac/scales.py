@@ -1,0 +1,203 @@
+"""Eigenvalues of EKFAC: second moments of gradients in the eigenbases [George et al. 2018].
+
+An example's gradient of a layer is `sum(g a^T)` over its positions. The mean squares over examples
+of its elements in the basis of the eigenvectors of G and A, the scales, are the diagonal of its
+second moment there. Of all matrices that are diagonal in that basis, that is the nearest one. The
+products of the eigenvalues of G and A only estimate it, as if `a` and `g` were independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac import kron
+from mpikfac.arena import Arena
+from mpikfac.bases import Bases
+from mpikfac.comm import Grid
+from mpikfac.factors import merge
+from mpikfac.layers import Layer
+from mpikfac.plan import Plan
+from mpikfac.shapes import count_of, parent
+from mpikfac.troubles import Troubles, all_finite, not_finite
+
+CHUNK = 2**22  # elements of vectors and gradients of the examples that are squared at once
+
+
+class Scales:
+    """The scales of the layers that are `rescaled`; with other solvers than "ekfac" there are none.
+
+    They start as the products of the eigenvalues, whenever a layer's bases are new, with the weight
+    that the factors' averages have then. Batches are merged into them as into these averages; that
+    of the step that publishes new bases is lost, as it was recorded in the ones before.
+
+    Attributes:
+        averages: running averages `[outputs, inputs]`, by layer, which the bases' denominators are
+            made of.
+        weights: numbers of examples that they stand for.
+        sums: this rank's sums over a batch, and numbers of examples; zero between steps.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        grid: Grid,
+        bases: Bases,
+        dtype: torch.dtype,
+        device: torch.device,
+        troubles: Troubles,
+    ) -> None:
+        self.plan, self.grid, self.bases, self.troubles = plan, grid, bases, troubles
+        self.averages = bases.scales = Arena(plan.scales(), dtype, device)
+        weights = torch.zeros(len(self.averages), dtype=dtype, device=device)
+        self.weights = dict(zip(self.averages, weights.split(1)))
+        self.sums = Arena(plan.scale_sums(), dtype, device)
+        self._messages = plan.reduce_scales(grid.world.rank)
+        self.forget()
+
+    def forget(self) -> None:
+        """No scales, as there are no bases."""
+        self.clear()
+        self._recorded: set[str] = set()  # layers that have a basis, and so scales
+        self._awaited: set[str] = set()
+
+    def clear(self) -> None:
+        """Forgets a batch's sums."""
+        self.sums.flat.zero_()
+
+    def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
+        """Adds a call's squares of examples' gradients, times `weight`.
+
+        Calls of one pass count as if their gradients were independent.
+
+        Args:
+            x: inputs, `prepared`.
+            g: gradients of the mean loss at the layer's outputs.
+        """
+        if layer.name not in self._recorded or not len(g):
+            return
+        vectors = self.bases.sides(layer.name, "vectors")
+        outputs, inputs = layer.shape.gradient[-2:]
+        vectors_each = g[0].numel() // outputs
+        size = vectors_each * (outputs + inputs) + layer.shape.groups * outputs * inputs
+        count = max(1, CHUNK // size)
+        for some_x, some_g in zip(x.split(count), g.split(count)):
+            total = squares_in_bases(*layer.pairs(some_x, some_g), *vectors)
+            self.sums[layer.name].add_(total, alpha=weight)
+
+    def unscale(self, scale: float) -> bool:
+        """Takes a loss's scale out of a batch's sums; whether all are finite."""
+        self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
+        return all_finite(self.sums.flat)
+
+    def reduce(self, statistics: Mapping[str, Tensor]) -> None:
+        """Adds up a batch's sums over ranks.
+
+        Collective over: world.
+
+        Args:
+            statistics: this rank's of the batch, beside which are numbers of examples.
+        """
+        for name in self._recorded:
+            count = statistics[count_of(self.plan.shapes[name].factors[0].name)]
+            self.sums[name].mul_(count).mul_(count)  # gradients are those of a mean over them
+            self.sums[count_of(name)].copy_(count)
+        self.grid.exchange(self._messages, self.sums.flat)
+
+    def merge(self, decay: float, step: int) -> None:
+        """Takes a batch's sums over ranks into the averages."""
+        if not self.averages:
+            return
+        self._check(step)
+        for name, average in self.averages.items():
+            total, count = self.sums[name], self.sums[count_of(name)]
+            merge(average, self.weights[name], total, count, decay)
+        self.clear()
+        self.bases.rescaled()
+
+    def restart(self, weights: Mapping[str, Tensor], share: int | None) -> None:
+        """Starts anew where bases are new: in all layers, or in a `share` of them.
+
+        Args:
+            weights: of the factors' averages.
+        """
+        shares_of = self.plan.shares_of
+        new = self._awaited or {n for n in self.averages if share in (None, shares_of[n])}
+        self._awaited = set()
+        for name in new:
+            values = self.bases.sides(name, "values")
+            kron.products_of_values(*values, out=self.averages[name])
+            of_factors = [weights[factor.name] for factor in self.plan.shapes[name].factors]
+            self.weights[name].copy_(torch.stack(of_factors).amin(0))
+        self._record_all()
+
+    def items(self) -> dict[str, Tensor]:
+        """Averages and weights, by the names of the state."""
+        found = {f"scales/{name}": average for name, average in self.averages.items()}
+        return found | {f"scale-weights/{name}": one for name, one in self.weights.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Averages and weights, by name, if there are bases."""
+        return dict(self.items()) if self.bases.ready else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Takes what the state of all has, `names` in all, if it has bases; after `forget`."""
+        if not self.bases.ready:
+            return
+        for name, value in self.items().items():
+            value.copy_(state[name])
+        self._record_all()
+        # Bases on their way may be of one share only, and shares be dealt otherwise from here on.
+        begun = (name for name in names if name.startswith("decompositions/"))
+        layers = {parent(parent(name.partition("/")[2])) for name in begun}
+        self._awaited = layers.intersection(self.averages)
+
+    def _record_all(self) -> None:
+        """From now on, records the layers that have a basis."""
+        self._recorded = {name for name, one in self.averages.items() if all_finite(one)}
+
+    def _check(self, step: int) -> None:
+        """Scales of this batch that are not finite count for nothing."""
+        broken: list[str] = []
+        if not all_finite(self.sums.flat):
+            broken = not_finite({name: self.sums[name] for name in self.averages})
+        for name in broken:
+            self.sums[name].zero_()
+            self.sums[count_of(name)].zero_()
+        mine = [name for name in broken if self.plan.updaters[name] == self.grid.world.rank]
+        self.troubles.note("scales", mine, step, "their averages stay as they are")
+
+
+def squares_in_bases(
+    a: Tensor, g: Tensor, input_vectors: kron.Side, output_vectors: kron.Side
+) -> Tensor:
+    """`sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
+
+    The inner sum is over positions. A side's vectors are rotated before it, or the sums' rows after
+    it: whichever are fewer.
+
+    Args:
+        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
+        g: `[batch, shared, outputs]`, alike.
+        input_vectors: Q_A, as a gradient's side; empty for the identity.
+        output_vectors: Q_G.
+    """
+    shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
+    a = _rotated(a, input_vectors) if a_first else a
+    g = _rotated(g, output_vectors) if g_first else g
+    if shared == 1:
+        return kron.product(g.squeeze(-2).square().mT, a.squeeze(-2).square())
+    gradients = g.mT @ a
+    gradients = gradients if a_first else _rotated(gradients, input_vectors)
+    gradients = gradients if g_first else _rotated(gradients.mT, output_vectors).mT
+    return gradients.square().sum(-3)
+
+
+def _rotated(rows: Tensor, vectors: kron.Side) -> Tensor:
+    """`rows Q` `[batch, rows, n]`, or of several groups."""
+    if not vectors:
+        return rows
+    return kron.from_right(rows.flatten(-3, -2), vectors).view(rows.shape)
