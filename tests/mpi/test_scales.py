@@ -1,0 +1,215 @@
+"""EKFAC's scales on several ranks: one process's numbers, the plan's bytes, and restarts."""
+
+from __future__ import annotations
+
+import collections
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+SETTINGS = problem.SETTINGS | {
+    **{"solver": "ekfac", "basis_every": 6, "kl_clip": 0.1, "damping": 0.1},
+    "covers": {**mpikfac.KINDS, **mpikfac.NORMS},
+}
+STEPS = range(14)  # statistics at every second, all bases or shares of them at 0, 6 and 12
+CHOICES = {
+    "plain": {},
+    "two owners of a layer": {"colocate": False},
+    "a message per layer": {"fusion": 1},
+    "messages of one and more layers": {"fusion": (1, 2)},
+    "squares": {"packing": "square"},
+    "staggered": {"stagger": 3},
+    "delayed": {"delay": 2},
+    "staggered and delayed": {"stagger": 3, "delay": 1, "fusion": 1},
+    "event-driven": {"tolerance": 0.3},
+}
+EXACT = {name: Strategy(RANKS, **choices) for name, choices in CHOICES.items()}
+if RANKS == 4:
+    EXACT["in nodes"] = Strategy(RANKS, ranks_per_node=2)
+WIRES = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
+
+
+def plain():
+    """Two convolutions and a linear layer.
+
+    Fewer inputs than examples, and no ReLU: of factors with several eigenvalues of 0, rounding
+    chooses the eigenvectors, in which scales differ.
+    """
+    torch.manual_seed(2)
+    first, second = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Conv2d(4, 3, 3, stride=2)
+    layers = [first, nn.Tanh(), second, nn.Tanh(), nn.AvgPool2d(3), nn.Flatten(), nn.Linear(3, 5)]
+    return nn.Sequential(*layers).double()
+
+
+class Kinds(nn.Module):
+    """Layers of several kinds, one of which few batches use."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped = nn.Conv2d(2, 4, 3, groups=2)
+        self.norm = nn.GroupNorm(2, 4)
+        self.transposed = nn.ConvTranspose2d(4, 3, 3, stride=2, bias=False)
+        self.embedding = nn.Embedding(5, 6)
+        self.rare, self.often = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, images):
+        x = torch.tanh(self.norm(self.grouped(images)))
+        x = self.transposed(x).flatten(1)[:, :432].unflatten(1, (72, 6))
+        entries = (10 * images[:, 0, 0, :3]).long().abs() % 5
+        x = torch.cat([x, self.embedding(entries)], 1)
+        x = torch.tanh((self.rare if images[0, 0, 0, 0] > 0 else self.often)(x))
+        return self.head(x.mean(1))
+
+
+def kinds():
+    torch.manual_seed(3)
+    return Kinds().double()
+
+
+def trainer(comm, strategy, network=plain, curvature=None, **settings):
+    model = network()
+    optimizer = problem.sgd_all(model)
+    choices = SETTINGS | settings
+    return mpikfac.KFAC(model, optimizer, comm, strategy, curvature=curvature, **choices)
+
+
+def learn(kfac, step, shard, shards):
+    """A step on one of the shards of a batch, all of which take the branch of its first image."""
+    images, labels = problem.batch(step)
+    images[:, 0, 0, 0] = images[0, 0, 0, 0]
+    kfac.optimizer.zero_grad()
+    outputs = kfac.model(images.chunk(shards)[shard])
+    F.cross_entropy(outputs, labels.chunk(shards)[shard]).backward()
+    kfac.step()
+
+
+@pytest.mark.parametrize("network", [plain, kinds])
+@pytest.mark.parametrize("name", EXACT)
+def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, network):
+    """Oracle: one process on the joined batches, which refreshes when the strategy does; the plan.
+
+    Without the scales it ends elsewhere.
+    """
+    strategy = EXACT[name]
+    times = {key: getattr(strategy, key) for key in ("delay", "stagger", "tolerance")}
+    kfac = trainer(comm, strategy, network)
+    serial = trainer(comm.Split(comm.rank), Strategy(**times), network)
+    eigen = trainer(comm.Split(comm.rank), Strategy(**times), network, solver="eigen")
+    expected = collections.Counter()
+    for step in STEPS:
+        learn(kfac, step, comm.rank, RANKS)
+        learn(serial, step, 0, 1)
+        learn(eigen, step, 0, 1)
+        expected += problem.planned(kfac, step)
+        found = problem.state(kfac.model)
+        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-8)
+        if strategy.delay == 0:
+            assert +collections.Counter(kfac.trace.sent) == expected
+    assert ("reduce scales" in expected) == (RANKS > 1)
+    assert (found - problem.state(eigen.model)).abs().max() > 1e-4
+
+
+def test_one_message_for_all_scales(comm):
+    """Oracle: 8 bytes of each element of gradients of 4 x 18, 3 x 37 and 5 x 4, and a count each.
+
+    All of them rounded up to 16 elements.
+    """
+    kfac = trainer(comm, Strategy(RANKS))
+    messages = kfac.plan.reduce_scales(comm.rank)
+    assert len(messages) == (RANKS > 1)
+    for message in messages:
+        assert message.bytes == 8 * (80 + 112 + 32 + 3 * 16)
+    assert kfac.scales.sums.flat.nbytes == kfac.plan.memory(comm.rank)["scale sums"]
+    assert kfac.scales.averages.flat.nbytes == kfac.plan.memory(comm.rank)["scales"]
+
+
+def test_with_wires_ranks_agree(comm):
+    """Oracle: each other's bits; the plan's bytes, of which scales travel as they are."""
+    kfac = trainer(comm, Strategy(RANKS, **WIRES))
+    for step in STEPS:
+        learn(kfac, step, comm.rank, RANKS)
+    ends = comm.allgather([problem.state(kfac.model), kfac.scales.averages.flat])
+    for end in ends:
+        assert all(map(torch.equal, end, ends[0]))
+    planned = sum((problem.planned(kfac, step) for step in STEPS), collections.Counter())
+    assert +collections.Counter(kfac.trace.sent) == planned
+
+
+def test_shards_of_unequal_size_weigh_by_their_examples(comm):
+    """Oracle: scales of all examples at once, each gradient that of its shard's mean loss."""
+    sizes = [2 * rank + 1 for rank in range(RANKS)]
+    start, total = sum(sizes[: comm.rank]), sum(sizes)
+    mine, found = slice(start, start + sizes[comm.rank]), []
+    for ranks, some in ((comm, mine), (comm.Split(comm.rank), slice(total))):
+        kfac = trainer(ranks, None, factor_every=1, decay=0.0)
+        for step in range(2):
+            images, labels = (torch.cat([part] * 2) for part in problem.batch(step))
+            taken = some if step else slice(None)  # first, all the same: the bases are equal
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(images[taken]), labels[taken]).backward()
+            kfac.precondition()
+        assert kfac.scales.weights["0"] == total
+        found.append(kfac.scales.averages.flat)
+    torch.testing.assert_close(*found, rtol=1e-7, atol=1e-10)
+
+
+def whole_state(comm, kfac):
+    """All ranks' shares as one; what several ranks hold is equal on all of them."""
+    whole = {}
+    for part in comm.allgather(kfac.state_dict()):
+        for name, value in part.items():
+            held = whole.setdefault(name, value)
+            equal = torch.equal(held, value) if torch.is_tensor(value) else held == value
+            assert equal, name
+    return whole
+
+
+@pytest.mark.parametrize("stop", [3, 7])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
+    """Oracle: the run that wrote the state, also where bases are on their way."""
+    first, second = (trainer(comm, EXACT[name]) for _ in range(2))
+    for step in range(stop):
+        learn(first, step, comm.rank, RANKS)
+    state = whole_state(comm, first)
+    assert {name for name in state if name.startswith("kfac/scale")} == {
+        f"kfac/{kind}/{layer}" for kind in ("scales", "scale-weights") for layer in "026"
+    }
+    state = {
+        key: value.clone() if torch.is_tensor(value) else value for key, value in state.items()
+    }
+    second.load_state_dict(state)
+    for step in range(stop, len(STEPS)):
+        learn(first, step, comm.rank, RANKS)
+        learn(second, step, comm.rank, RANKS)
+        assert torch.equal(problem.state(first.model), problem.state(second.model)), step
+    assert torch.equal(first.scales.averages.flat, second.scales.averages.flat)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
+def test_curvature_ranks_change_no_bit(comm):
+    """Oracle: ranks that train decompose in their own background."""
+    training, curvature = mpikfac.split(comm, 1)
+    if training is None:
+        mpikfac.serve(curvature)
+        return
+    ends = []
+    for join in (curvature, None):
+        strategy = Strategy(training.size, delay=2, curvature_ranks=int(join is not None))
+        kfac = trainer(training, strategy, curvature=join)
+        for step in STEPS:
+            images, labels = problem.shards(step, training.size)[training.rank]
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(images), labels).backward()
+            kfac.step()
+        kfac.close()
+        ends.append(torch.cat([problem.state(kfac.model), kfac.scales.averages.flat]))
+    assert torch.equal(*ends)
