@@ -321,7 +321,10 @@ def test_passes_of_one_step_are_one_batch(comm):
 
 
 def test_a_refresh_starts_anew_in_its_share_alone(comm):
-    """Oracle: products of the new eigenvalues there, the scales as they were elsewhere."""
+    """Oracle: products of the new eigenvalues there, the scales as they were elsewhere.
+
+    Those of the share of two steps before have a batch in them, which was taken between.
+    """
     model = problem.network()
     settings = problem.SETTINGS | {"solver": "ekfac", "factor_every": 2, "basis_every": 3}
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(stagger=3), **settings)
@@ -333,8 +336,10 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
         for name, one in kfac.scales.averages.items():
             products = torch.empty_like(one)
             kron.products_of_values(*kfac.bases.sides(name, "values"), out=products)
-            expected = products if kfac.plan.shares_of[name] == share else before[name]
-            assert torch.equal(one, expected), name
+            in_share = kfac.plan.shares_of[name] == share
+            assert torch.equal(one, products if in_share else before[name]), name
+            merged = kfac.plan.shares_of[name] == kfac.settings.turn("basis_every", step - 2, 3)
+            assert torch.equal(one, products) != merged, name
         problem.run(kfac, comm, [step + 1])
 
 
