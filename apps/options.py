@@ -79,9 +79,10 @@ class KfacOptions:
         norm_clip: bound on the norm of all directions together instead; null for none.
         graft: each layer's direction gets the length of its gradient (sgd), or of Adam's step but
             for momentum (adam); null for its own.
-        solver: damped inverses with the damping split between both factors, eigenbases, inverses
-            with all of the damping in each, or mean vectors in the place of factors (rank-one, as
-            eva has it); null as the strategy has it (most: inverse).
+        solver: damped inverses with the damping split between both factors, eigenbases, these with
+            eigenvalues of single images' gradients (ekfac), inverses with all of the damping in
+            each, or mean vectors in the place of factors (rank-one, as eva has it); null as the
+            strategy has it (most: inverse).
         normalization: scaling of the factors.
         start: running averages start at the first factor or at the identity.
         fisher: whose gradients make up the output factors: those at the images' labels (empirical);
@@ -129,7 +130,7 @@ class KfacOptions:
     kl_clip: float | None = bounded(0.001, "> 0")
     norm_clip: float | None = bounded(None, "> 0")
     graft: Literal["sgd", "adam"] | None = None
-    solver: Literal["inverse", "eigen", "unsplit-inverse", "rank-one"] | None = None
+    solver: Literal["inverse", "eigen", "ekfac", "unsplit-inverse", "rank-one"] | None = None
     normalization: Literal["expand", "sc20", "kfac-pytorch"] = "expand"
     start: Literal["first", "identity"] = "first"
     fisher: Literal["empirical", "sampled", "exact", "forward-only"] = "empirical"

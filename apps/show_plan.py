@@ -85,7 +85,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--gradient-wire", choices=("bfloat16", "int8", "top-k"), help="the same of gradients")
     add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
     add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
-    add("--solver", choices=("inverse", "eigen", "unsplit-inverse", "rank-one"))
+    add("--solver", choices=("inverse", "eigen", "ekfac", "unsplit-inverse", "rank-one"))
     add("--largest", type=count, help="order above which factors fall into blocks")
     add("--norms", action="store_true", help="cover normalisations, too")
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")

@@ -36,12 +36,13 @@ class Spectrum:
     def condition(self, solver: str, damping: float, relative: bool = False) -> float:
         """Largest by smallest eigenvalue of what this solver inverts for `A (x) G`.
 
-        Rounding leaves eigenvalues below 0, which count as 0. For a layer of several groups it is
-        that of all pairs of an A and a G, an upper bound.
+        Of "ekfac", that of the products that its eigenvalues start as. Rounding leaves eigenvalues
+        below 0, which count as 0. For a layer of several groups it is that of all pairs of an A and
+        a G, an upper bound.
         """
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
         unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
-        if solver == "eigen" or not (len(self.a) and len(self.g)):
+        if solver in ("eigen", "ekfac") or not (len(self.a) and len(self.g)):
             damped = a * g + damping * unit_a * unit_g
         elif relative:
             share = math.sqrt(damping) if solver == "inverse" else damping

@@ -24,7 +24,7 @@ from mpikfac.plan import Plan
 from mpikfac.shapes import count_of, parent
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
-CHUNK = 2**22  # elements of vectors and gradients of the examples that are squared at once
+CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 
 
 class Scales:

@@ -81,16 +81,21 @@ class ConvLayer(Layer):
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """Patches, and gradients of the pixels that are made of them."""
-        groups, pixels = self.shape.groups, g.flatten(2).mT
+        groups, pixels = self.shape.groups, g.flatten(2)
         if self.transposed:  # the image that patches are taken from is turned over
-            pixels = pixels.flip(1)
+            pixels = pixels.flip(2)
         if self.bias_alone:
-            return pixels.new_ones(*pixels.shape[:-1], 1), pixels
-        views = patches(x, self._window).flatten(1, x.dim() - 2).flatten(2)
-        if groups == 1:
-            return self.with_ones(views), pixels
-        a, rows = (both.unflatten(2, (groups, -1)).movedim(2, 0) for both in (views, pixels))
-        return self.with_ones(a), rows
+            return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
+        # With positions last, and pixels of a channel one after the other, the copy is a fast one.
+        sizes = range(1, x.dim() - 1)
+        views = patches(x.contiguous(), self._window).movedim(
+            list(sizes), [-i for i in sizes][::-1]
+        )
+        a = views.flatten(1, x.dim() - 1).flatten(2)
+        if groups > 1:
+            a, pixels = (b.unflatten(1, (groups, -1)).movedim(1, 0) for b in (a, pixels))
+        a = F.pad(a, (0, 0, 0, 1), value=1.0) if self.bias else a
+        return a.mT, pixels.mT
 
     def arranged(self, parameter: Tensor) -> Tensor:
         """Weight or bias; a transposed convolution's weight has inputs before outputs."""

@@ -26,6 +26,8 @@ def arenas(kfac):
         "averages": kfac.factors.averages,
         "bases": kfac.bases.arena,
         "denominators": kfac.bases.denominators,
+        "scales": kfac.scales.averages,
+        "scale sums": kfac.scales.sums,
         "gradients": kfac.gradients.arena,
         "directions": kfac.directions,
     }

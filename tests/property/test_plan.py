@@ -31,13 +31,14 @@ def plans(draw):
     """Any plan that `make_plan` accepts, for up to 12 ranks."""
     ranks = draw(st.integers(1, 12))
     sizes = draw(st.lists(shapes(), max_size=8))
-    solver = draw(st.sampled_from(["eigen", "inverse", "unsplit-inverse", "rank-one"]))
-    reduction = draw(st.sampled_from(["everyone", "owners", "none"]))
+    solver = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]))
+    everywhere = solver == "ekfac"
+    reduction = "everyone" if everywhere else draw(st.sampled_from(["everyone", "owners", "none"]))
     separate = solver != "inverse" or reduction == "everyone"
     strategy = Strategy(
-        draw(st.sampled_from(divisors(ranks))),
+        ranks if everywhere else draw(st.sampled_from(divisors(ranks))),
         reduction,
-        draw(st.sampled_from(["everyone", "owner"])),
+        "everyone" if everywhere else draw(st.sampled_from(["everyone", "owner"])),
         draw(st.sampled_from(["compute", "memory"])),
         draw(st.booleans()) if separate else True,
         ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])),
@@ -50,7 +51,8 @@ def plans(draw):
 
 def layouts(plan, rank):
     kinds = (plan.statistics, plan.averages, plan.bases, plan.directions)
-    return [plan.gradients(), *(kind(rank) for kind in kinds)]
+    alike = [plan.gradients(), plan.scales(), plan.scale_sums()]
+    return [*alike, *(kind(rank) for kind in kinds)]
 
 
 @given(plans())
@@ -178,7 +180,8 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
     for rank, messages in enumerate(sent):
         assert elements(messages) == elements(exact.messages(rank, True, True))
         not_encoded = {message.stage for message in messages if not message.codec}
-        assert not_encoded <= {"reduce statistics", "clip", "reduce gradients", "publish weights"}
+        as_they_are = {"reduce scales", "reduce statistics", "clip", "reduce gradients"}
+        assert not_encoded <= as_they_are | {"publish weights"}
 
 
 def test_one_rank_sends_nothing():

@@ -45,7 +45,7 @@ def test_a_delayed_decomposition_is_used_on_its_day(comm, solver, delay, basis_e
         assert torch.equal(bases, at_once[made])
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
+@pytest.mark.parametrize("solver", ["eigen", "ekfac", "inverse", "rank-one"])
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
     comm, solver, tolerance

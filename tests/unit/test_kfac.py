@@ -364,7 +364,7 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
         kfac.step()
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen", "rank-one"])
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
 def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
     """Oracle: the bytes behind all tensors that exist, after one and after three intervals."""
 

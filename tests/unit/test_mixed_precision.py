@@ -93,7 +93,7 @@ def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, inside
             torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
 
 
-@pytest.mark.parametrize("solver", ["inverse", "eigen", "rank-one"])
+@pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
 def test_a_step_under_autocast_is_taken_in_float32(comm, solver):
     """Oracle: the same step outside, to the last bit."""
     states = []

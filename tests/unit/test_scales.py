@@ -244,13 +244,15 @@ def test_calls_of_one_pass_are_squared_apart(comm):
     assert_directions(kfac, {"0": calls}, gradients, weight=1 / len(x))
 
 
-def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm):
+@pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
+def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to):
     """Oracle: solver="eigen"; scales recorded in bases that are replaced at once are of no use."""
     ends = []
     for solver in ("eigen", "ekfac", "ekfac"):
         model = problem.network()
         every = 2 if len(ends) < 2 else 4
         settings = problem.SETTINGS | {"solver": solver, "factor_every": 2, "basis_every": every}
+        settings["precondition_dtype"] = rounded_to
         kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
         ends.append(problem.run(kfac, comm))
     assert torch.equal(ends[0], ends[1])

@@ -15,7 +15,7 @@ from torch import nn
 import mpikfac
 from mpikfac import decompose, kron
 
-SOLVERS = ["eigen", "inverse", "rank-one"]
+SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
 
 
 def directions(comm, **settings):
