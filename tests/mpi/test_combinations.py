@@ -77,9 +77,10 @@ def train(comm, strategy, shares, solver, fisher, sharing):
 
 @functools.cache
 def alone(*estimator):
-    """One process that takes all shares."""
+    """One process that takes all shares, while the others wait for its state."""
     world = mpikfac.world()
-    return train(world.Split(world.rank), None, range(RANKS), *estimator)
+    own = world.Split(world.rank)
+    return world.bcast(train(own, None, range(RANKS), *estimator) if world.rank == 0 else None)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
