@@ -458,7 +458,7 @@ class KFAC:
             self.recorder.finish()
             self.factors.finish()
         decay = self.settings.at("decay", self.steps)
-        self.scales.reduce(self.factors.statistics)
+        self.scales.reduce(self.factors.statistics, self.estimator.of_loss)
         self.factors.average(decay, self.steps)
         self.intact = False  # only now: a sum that fails leaves averages as they were
         self.scales.merge(decay, self.steps)

@@ -186,7 +186,7 @@ class Recorder:
                 elif turn.first:
                     self._add(layer, side, some_x, some_g, weight)
             if self.beside:
-                self.beside(layer, some_x, some_g, turn.weight * weight)
+                self.beside(layer, some_x, some_g, turn.weight * weight * of_own)
             if self.after_each and turn.last:
                 self.after_each(layer)
 

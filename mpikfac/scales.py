@@ -93,17 +93,18 @@ class Scales:
         self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
         return all_finite(self.sums.flat)
 
-    def reduce(self, statistics: Mapping[str, Tensor]) -> None:
+    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
         """Adds up a batch's sums over ranks.
 
         Collective over: world.
 
         Args:
             statistics: this rank's of the batch, beside which are numbers of examples.
+            of_loss: gradients are those of the loss, a mean over the batch.
         """
         for name in self._recorded:
             count = statistics[count_of(self.plan.shapes[name].factors[0].name)]
-            self.sums[name].mul_(count).mul_(count)  # gradients are those of a mean over them
+            self.sums[name].mul_(count**2 if of_loss else 1)
             self.sums[count_of(name)].copy_(count)
         self.grid.exchange(self._messages, self.sums.flat)
 

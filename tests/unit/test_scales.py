@@ -307,16 +307,19 @@ def test_batches_weigh_by_examples_and_age(comm, start):
     torch.testing.assert_close(kfac.scales.weights["0"], weight)
 
 
-def test_passes_of_one_step_are_one_batch(comm):
+@pytest.mark.parametrize("chosen", ["empirical", "exact"])
+def test_passes_of_one_step_are_one_batch(comm, chosen):
     """Oracle: the joined batch in one pass."""
     found = []
     for parts in (1, 3):
         model, x = network("strided")
-        kfac = trainer(comm, model)
+        kfac = trainer(comm, model, fisher=chosen)
         for labels in (labels_of(x), labels_of(x, 1)):
             kfac.optimizer.zero_grad()
             for some_x, some in zip(x.chunk(parts), labels.chunk(parts)):
-                (F.cross_entropy(model(some_x), some) / parts).backward()
+                outputs = model(some_x)
+                kfac.record(outputs)
+                (F.cross_entropy(outputs, some) / parts).backward()
             kfac.precondition()
         found.append(kfac.scales.averages.flat)
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-14)
