@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -104,9 +105,9 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 def megabytes(plan: mpikfac.Plan) -> float:
     """What a checkpoint takes at most: weights, momentum, triangles of factors, bases."""
     factors = sum(
-        factor.count * (n * (n + 1) // 2 + n * (n + 1))
+        math.prod(shape)
         for factor in plan.factors.values()
-        for n in [factor.order]
+        for shape in (factor.triangle, factor.part(2), factor.part(1))
     )
     return plan.itemsize * (2 * plan.gradients().size + factors) / 1e6
 

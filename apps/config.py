@@ -188,7 +188,7 @@ def covering(options: KfacOptions) -> dict[str, Any]:
     """What K-FAC covers, and in what form, by the names of `KFAC`'s settings."""
 
     def rule(layer: LayerShape) -> LayerShape:
-        chosen = {"sharing": options.sharing, "largest": options.largest}
+        chosen = {key: getattr(options, key) for key in ("sharing", "largest", "rank")}
         layer = dataclasses.replace(usual_rule(layer), **chosen)
         return forward_only(layer) if options.fisher == "forward-only" else layer
 

@@ -92,6 +92,8 @@ class KfacOptions:
         sharing: the positions at which an image uses a weight count as examples of their own
             (expand), or their mean does (reduce).
         largest: factors of a larger order fall into equal blocks; null for no such order.
+        rank: of factors (or blocks) of a larger order only so many eigenvectors are kept, the rest
+            counts with its mean eigenvalue; null for all. Needs solver=eigen.
         subsample: factors are estimated from every n-th image of a batch.
         statistics_dtype: inputs of convolutions are rounded to it before they are multiplied.
         precondition_dtype: gradients and decompositions are rounded to it to precondition.
@@ -138,6 +140,7 @@ class KfacOptions:
     norms: bool = False
     sharing: Literal["expand", "reduce"] = "expand"
     largest: int | None = bounded(None, ">= 1")
+    rank: int | None = bounded(None, ">= 1")
     subsample: int = bounded(1, ">= 1")
     statistics_dtype: Literal["bfloat16"] | None = None
     precondition_dtype: Literal["bfloat16"] | None = None

@@ -87,6 +87,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
     add("--solver", choices=("inverse", "eigen", "ekfac", "unsplit-inverse", "rank-one"))
     add("--largest", type=count, help="order above which factors fall into blocks")
+    add("--rank", type=count, help="eigenvectors that are kept of a larger factor (solver eigen)")
     add("--norms", action="store_true", help="cover normalisations, too")
     add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
     return parser.parse_args(argv)
@@ -102,7 +103,8 @@ def count(text: str) -> int:
 def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     """The plan that training with these options would make."""
     found = shapes_of(options.model, options.classes, options.skip, options.norms)
-    layers = [dataclasses.replace(layer, largest=options.largest) for layer in found[0]]
+    forms = {"largest": options.largest, "rank": options.rank}
+    layers = [dataclasses.replace(layer, **forms) for layer in found[0]]
     others = found[1]
     chosen = {key: getattr(options, key) for key in CHOICES}
     chosen = {key: value for key, value in chosen.items() if value is not None}
@@ -175,9 +177,17 @@ def owners(plan: mpikfac.Plan) -> list[str]:
 
 
 def orders_of(factors: Sequence[mpikfac.FactorShape]) -> str:
-    """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none."""
-    each = (f"{f.count} x {f.order}" if f.count > 1 else str(f.order) for f in factors)
-    return "+".join(each) or "-"
+    """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none.
+
+    Of low rank, "64:8" with the eigenvectors that are kept.
+    """
+    return "+".join(map(order_of, factors)) or "-"
+
+
+def order_of(factor: mpikfac.FactorShape) -> str:
+    """One factor of `orders_of`."""
+    order = str(factor.order) if factor.rank is None else f"{factor.order}:{factor.rank}"
+    return f"{factor.count} x {order}" if factor.count > 1 else order
 
 
 def owners_of(plan: mpikfac.Plan, factors: Sequence[mpikfac.FactorShape]) -> str:
@@ -202,8 +212,9 @@ def balance(plan: mpikfac.Plan) -> list[str]:
     idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
+    low = bool(plan.kept(plan.factors))
     return [
-        "Load of the decompositions, as the sum of n^3",
+        f"Load of the decompositions, as the sum of n^3{', of few vectors 2 n^2 rank' * low}",
         f"  all ranks together     {total:10.3g}",
         f"  most loaded rank       {longest:10.3g}   rank {busiest}",
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",

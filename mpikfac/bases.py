@@ -149,7 +149,8 @@ class Bases:
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            yield from decompose.decompositions({name: packed}, added, solver)
+            kept = self.plan.kept([name])
+            yield from decompose.decompositions({name: packed}, added, solver, kept)
 
     def _renewed(
         self, name: str, packed: Tensor, added: Tensor | None
@@ -185,11 +186,12 @@ class Bases:
         if damping == self._damping:
             return
         for name, denominators in self.denominators.items():
-            damped = kron.damped_denominators
-            if self.relative:
-                damped = kron.relatively_damped_denominators
-            values = self.sides(name, "values")
-            damped(*values, damping, denominators, self.scales.get(name))
+            values, scales = self.sides(name, "values"), self.scales.get(name)
+            if not self.relative:
+                kron.damped_denominators(*values, damping, denominators, scales)
+                continue
+            means = map(kron.mean_eigenvalues, values, self.sides(name, "vectors"))
+            kron.relatively_damped_denominators(*values, *means, damping, denominators, scales)
         self._damping = damping
 
     def sides(self, name: str, block: str) -> tuple[kron.Side, kron.Side]:

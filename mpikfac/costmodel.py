@@ -15,6 +15,7 @@ from statistics import NormalDist
 from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
 from mpikfac.messages import PIECE, Message
 from mpikfac.plan import Plan
+from mpikfac.shapes import FactorShape
 
 IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
@@ -171,13 +172,15 @@ def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None
     """Seconds of the decompositions of a refresh on `rank`, of all layers or of a share."""
     if plan.vectors:
         return 0.0
-    factors = (name for name in plan.decomposed(rank) if plan.in_share(name, share))
-    found = (plan.factors[name] for name in factors)
-    return sum(  # reciprocals of diagonals are free
-        factor.count * machine.decomposition(plan.solver, factor.order)
-        for factor in found
-        if factor.order > 1
-    )
+    factors = (plan.factors[name] for name in plan.decomposed(rank, share))
+    # Reciprocals of diagonals are free.
+    return sum(factor_seconds(factor, plan, machine) for factor in factors if factor.order > 1)
+
+
+def factor_seconds(factor: FactorShape, plan: Plan, machine: Machine) -> float:
+    """Seconds of one factor's decomposition; of low rank that of all, by the work of both."""
+    whole = machine.decomposition(plan.solver, factor.order)
+    return whole * (factor.work() / factor.order**3)
 
 
 def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:

@@ -11,15 +11,22 @@ import torch
 from torch import Tensor
 
 from mpikfac.kron import product, unfold_triangle
-from mpikfac.shapes import BLOCKS, Solver
+from mpikfac.shapes import BLOCKS, Solver, few
 from mpikfac.troubles import all_finite
 
 LEAF = 192  # order up to which a block is left to LAPACK
 TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions that it gives
+ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
+SPARE = 16  # vectors that are iterated beside those that are kept
+RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
+PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
 
 
 def decompositions(
-    factors: Mapping[str, Tensor], added: Mapping[str, Tensor], solver: Solver
+    factors: Mapping[str, Tensor],
+    added: Mapping[str, Tensor],
+    solver: Solver,
+    kept: Mapping[str, int],
 ) -> Iterator[tuple[str, Tensor]]:
     """The blocks of factors (triangles or vectors, by name), by name, one by one.
 
@@ -27,11 +34,12 @@ def decompositions(
 
     Args:
         added: what is added to the diagonal of each that is inverted, `[]` or `[groups]`.
+        kept: number of eigenvectors of each of which only some are kept.
     """
     for name, packed in factors.items():
         for dtype, more in _attempts(packed.dtype, solver):
             damping = added[name].to(dtype) * more if name in added else 0.0
-            made = _blocks(packed.to(dtype), damping, solver)
+            made = _blocks(packed.to(dtype), damping, solver, kept.get(name))
             made = {kind: block.to(packed.dtype) for kind, block in made.items()}
             if all(map(all_finite, made.values())):
                 break
@@ -44,20 +52,23 @@ def _attempts(own: torch.dtype, solver: Solver) -> Iterable[tuple[torch.dtype, f
     return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])
 
 
-def _blocks(packed: Tensor, damping: float | Tensor, solver: Solver) -> dict[str, Tensor]:
+def _blocks(
+    packed: Tensor, damping: float | Tensor, solver: Solver, rank: int | None
+) -> dict[str, Tensor]:
     """What a factor is decomposed into, by kind; NaN where it cannot be decomposed."""
     if solver == "rank-one":
         return {"vector": packed}
     factor = unfold_triangle(packed)
     try:
         if "values" in BLOCKS[solver]:
-            values, vectors = eigenbasis(factor)
+            values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
             return {"values": values, "vectors": vectors}
         return {"inverse": damped_inverse(factor, damping)}
     except ArithmeticError:
         nothing = torch.full_like(factor, torch.nan)
+        square, vector = nothing[..., :rank], nothing[..., 0, : rank + 1 if rank else None]
         dimensions = BLOCKS[solver].items()
-        return {block: nothing if number == 2 else nothing[..., 0] for block, number in dimensions}
+        return {block: square if number == 2 else vector for block, number in dimensions}
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,6 +85,64 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
     if not values.isfinite().all():  # LAPACK takes NaN for a number
         raise ArithmeticError("the eigenvalues are not finite")
     return values.clamp_(min=0), vectors
+
+
+def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
+
+    The first value is the mean of the eigenvalues of all other vectors, so that the trace is the
+    factor's. The other values are in ascending order.
+
+    By iteration [Halko et al. 2011, 4.4 and 5.3] where few vectors are asked for and these are
+    eigenvectors up to `RESIDUAL`; else those of `eigenbasis`.
+
+    Raises:
+        ArithmeticError: as `eigenbasis`.
+    """
+    found = _by_iteration(factor, rank) if few(rank, factor.shape[-1]) else None
+    values, vectors = found or eigenbasis(factor)
+    return _with_mean(factor, values[..., -rank:]), vectors[..., -rank:].contiguous()
+
+
+def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
+    """The leading eigenvalues and eigenvectors as a range holds them; None if that is not good.
+
+    Eigenvalues lie as close to these as the residual is long, and they are the largest ones: what
+    grows most, the fixed start misses with probability 0.
+    """
+    basis = _range(factor, rank + SPARE, ITERATIONS)
+    image = product(factor, basis)
+    values, turned = (part[..., -rank:] for part in eigenbasis(product(basis.mT, image)))
+    vectors = product(basis, turned)
+    residual = product(image, turned) - vectors * values[..., None, :]
+    good = residual.norm(dim=(-2, -1)) <= RESIDUAL * factor.norm(dim=(-2, -1))  # not so if NaN
+    return (values, vectors) if good.all() else None
+
+
+def _range(factor: Tensor, vectors: int, times: int, beside: Tensor | None = None) -> Tensor:
+    """An orthonormal basis `[n, vectors]` of what products with the factor make of a fixed start.
+
+    Args:
+        beside: eigenvectors whose range is left out.
+    """
+    order = factor.shape[-1]
+    own = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
+    basis = torch.randn(order, min(vectors, order), generator=own, dtype=torch.float64).to(factor)
+    for _ in range(times):
+        image = product(factor, basis)
+        basis = torch.linalg.qr(image if beside is None else _outside(beside, image)).Q
+    return basis
+
+
+def _outside(vectors: Tensor, matrix: Tensor) -> Tensor:
+    return matrix - product(vectors, product(vectors.mT, matrix))
+
+
+def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
+    """The mean of all other eigenvalues before these."""
+    order, rank = factor.shape[-1], values.shape[-1]
+    others = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - values.sum(-1, keepdim=True)
+    return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
@@ -135,11 +204,30 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
     The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the rest of
     that matrix, relative to the factor's: 0 if these are its eigenvectors. It takes one product, as
     an orthogonal matrix changes no norm.
+
+    Of leading eigenvectors `[n, rank]` the values are `[1 + rank]`, the mean of the others first,
+    and by as much as an eigenvalue outside exceeds the smallest one, the misfit is larger: a few
+    probes look for it.
     """
     rotated = product(factor, vectors)
     values = (rotated * vectors).sum(-2)
     left_over = rotated.sub_(vectors * values[..., None, :]).norm()
-    return values.clamp_(min=0), (left_over / factor.norm()).item()
+    values.clamp_(min=0)
+    if vectors.shape[-1] < factor.shape[-1]:
+        left_over = torch.hypot(left_over, _grown(factor, vectors, values).norm())
+        values = _with_mean(factor, values)
+    return values, (left_over / factor.norm()).item()
+
+
+def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
+    """By how much an eigenvalue outside of these vectors is larger than one of theirs, `[]`.
+
+    At least: iterated probes have a Rayleigh quotient that no eigenvalue is below.
+    """
+    # What rounding has left of these vectors in the range would count as outside of them.
+    probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
+    largest = (probes * product(factor, probes)).sum(-2).amax(-1)
+    return (largest - values.amin(-1)).clamp_(min=0)
 
 
 def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -83,45 +84,74 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 
 Side = Sequence[Tensor]
 """What stands for A or for G: the blocks along its diagonal, `[n, n]`, or one diagonal `[n]`; none
-for the identity. With groups, `[groups, n, n]`, as the gradient is `[groups, outputs, inputs]`."""
+for the identity. With groups, `[groups, n, n]`, as the gradient is `[groups, outputs, inputs]`.
+
+A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: what is multiplied by its
+transpose is kept, and has its coordinates in U beside it."""
 
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
     """`S @ matrix`, or with its transpose, where S is what the side stands for."""
-    return _block_by_block(_block_from_left, side, matrix, -2, transpose)
+    multiply = partial(_block_from_left, transpose=transpose)
+    return _block_by_block(multiply, side, matrix, -2, _rows if transpose else _columns)
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
     """`matrix @ S`, or with its transpose, where S is what the side stands for."""
-    return _block_by_block(_block_from_right, side, matrix, -1, transpose)
+    multiply = partial(_block_from_right, transpose=transpose)
+    return _block_by_block(multiply, side, matrix, -1, _columns if transpose else _rows)
 
 
 def _block_by_block(
-    multiply: Callable[[Tensor, Tensor, bool], Tensor],
+    multiply: Callable[[Tensor, Tensor], Tensor],
     side: Side,
     matrix: Tensor,
     dim: int,
-    transpose: bool,
+    length: Callable[[Tensor], int],
 ) -> Tensor:
-    """The matrix with each of its parts along `dim` multiplied by its block."""
+    """The matrix with each of its parts along `dim` multiplied by its block, which say how long."""
     if not side:
         return matrix
     if len(side) == 1:
-        return multiply(side[0], matrix, transpose)
-    parts = matrix.split([block.shape[-1] for block in side], dim)
-    return torch.cat([multiply(b, part, transpose) for b, part in zip(side, parts)], dim)
+        return multiply(side[0], matrix)
+    parts = matrix.split([length(block) for block in side], dim)
+    return torch.cat([multiply(b, part) for b, part in zip(side, parts)], dim)
+
+
+def _rows(block: Tensor) -> int:
+    return block.shape[-2]
+
+
+def _columns(block: Tensor) -> int:
+    order, vectors = block.shape[-2:]
+    return order if vectors == order else order + vectors
+
+
+def _values(block: Tensor) -> int:
+    order, vectors = block.shape[-2:]
+    return order if vectors == order else 1 + vectors
 
 
 def _block_from_left(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return block[..., :, None] * matrix
-    return product(block.mT if transpose else block, matrix)
+    order, vectors = block.shape[-2:]
+    if vectors == order:
+        return product(block.mT if transpose else block, matrix)
+    if transpose:
+        return torch.cat([matrix, product(block.mT, matrix)], -2)
+    return matrix[..., :order, :] + product(block, matrix[..., order:, :])
 
 
 def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
     if block.dim() < matrix.dim():
         return matrix * block[..., None, :]
-    return product(matrix, block.mT if transpose else block)
+    order, vectors = block.shape[-2:]
+    if vectors == order:
+        return product(matrix, block.mT if transpose else block)
+    if not transpose:
+        return torch.cat([matrix, product(matrix, block)], -1)
+    return matrix[..., :order] + product(matrix[..., order:], block.mT)
 
 
 def damped_denominators(
@@ -133,7 +163,9 @@ def damped_denominators(
 ) -> None:
     """`out` `[outputs, inputs]` becomes the eigenvalues of `G (x) A + damping I`.
 
-    Sides are those of the eigenvalues `[n]`; `scales`, if given, stand for their products.
+    Sides are those of the eigenvalues: `[n]`, or of a block of low rank `[1 + rank]`, the one that
+    all other directions share before those of its vectors. `out` is as much smaller. `scales`, if
+    given, stand for the products.
 
     Damping is added to the products of eigenvalues, so it may change at every step without a new
     decomposition [Pauloski et al., SC20, eq. 13-15].
@@ -145,16 +177,19 @@ def damped_denominators(
 def relatively_damped_denominators(
     input_values: Side,
     output_values: Side,
+    input_means: Side,
+    output_means: Side,
     damping: float,
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
     """As `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
-    Of a side in blocks, each block of the product is damped by its own mean.
+    Means are those of `mean_eigenvalues`: of a side in blocks, each block of the product is damped
+    by its own.
     """
     means = torch.empty_like(out)
-    products_of_values(_means(input_values), _means(output_values), means)
+    products_of_values(input_means, output_means, means)
     _undamped(input_values, output_values, out, scales)
     out.add_(means, alpha=damping)
 
@@ -164,9 +199,15 @@ def damping_unit(mean: Tensor) -> Tensor:
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _means(side: Side) -> list[Tensor]:
-    """In the place of each eigenvalue, the mean of its block."""
-    return [damping_unit(values.mean(-1, keepdim=True)).expand_as(values) for values in side]
+def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
+    """In the place of each eigenvalue, the mean of its block; 1 for a block of zeros."""
+    means = []
+    for own, basis in zip(values, vectors):
+        order = basis.shape[own.dim() - 1]
+        shared = (order - own.shape[-1]) * own[..., :1]  # of low rank, the first one counts again
+        mean = (own.sum(-1, keepdim=True) + shared) / order
+        means.append(damping_unit(mean).expand_as(own))
+    return means
 
 
 def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tensor | None) -> None:
@@ -188,12 +229,34 @@ def precondition(
 ) -> Tensor:
     """`(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    Computed in the vectors' dtype, but for the division.
+    Computed in the vectors' dtype, but for the division. The denominators are those of
+    `damped_denominators`.
     """
     dtype = (*input_vectors, *output_vectors)[0].dtype
     rotated = from_left(output_vectors, gradient.to(dtype), transpose=True)
-    rotated = (from_right(rotated, input_vectors) / denominators).to(dtype)
-    return from_right(from_left(output_vectors, rotated), input_vectors, transpose=True)
+    rotated = from_right(rotated, input_vectors)
+    if rotated.shape == denominators.shape:
+        rotated = rotated / denominators
+    else:
+        weights = _of_coordinates(denominators.reciprocal(), input_vectors)
+        rotated = rotated * _of_coordinates(weights.mT, output_vectors).mT
+    return from_right(from_left(output_vectors, rotated.to(dtype)), input_vectors, transpose=True)
+
+
+def _of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
+    """What coordinates `[I U]` are multiplied by, so that vectors are by `weights` (last dim).
+
+    `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`: no projection that
+    would have to be multiplied out, and no denominators for each direction outside of U.
+    """
+    return _block_by_block(_of_block, vectors, weights, -1, _values)
+
+
+def _of_block(block: Tensor, weights: Tensor) -> Tensor:
+    if block.dim() < weights.dim() or _rows(block) == block.shape[-1]:
+        return weights
+    rest, own = weights[..., :1], weights[..., 1:]
+    return torch.cat([rest.expand(*rest.shape[:-1], _rows(block)), own - rest], -1)
 
 
 def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:

@@ -122,10 +122,15 @@ class Plan:
     def decompositions(self, factors: Iterable[str]) -> list[tuple[str, Shape]]:
         """Names and shapes of what these factors are decomposed into."""
         return [
-            (f"{name}.{block}", self.factors[name].block(dimensions))
+            (f"{name}.{block}", self.factors[name].part(dimensions))
             for name in factors
             for block, dimensions in BLOCKS[self.solver].items()
         ]
+
+    def kept(self, factors: Iterable[str]) -> dict[str, int]:
+        """Of these factors, those of low rank, and how many eigenvectors are kept of each."""
+        ranks = {name: self.factors[name].rank for name in factors}
+        return {name: rank for name, rank in ranks.items() if rank is not None}
 
     def inverted(self, factors: Iterable[str]) -> dict[str, Shape]:
         """Of these factors, those that are inverted, and the shape of what is added to each.
@@ -239,7 +244,8 @@ class Plan:
 
     def denominators(self, rank: int) -> Layout:
         """Damped eigenvalues of each layer that `rank` preconditions; for eigenbases only."""
-        return lay_out([self._matrices(self.preconditioned(rank) if self.eigenbases else [])])
+        names = self.preconditioned(rank) if self.eigenbases else []
+        return lay_out([[(name, self.shapes[name].denominators) for name in names]])
 
     @property
     def rescaled(self) -> list[str]:
@@ -583,6 +589,8 @@ def make_plan(
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
+    for layer in layers:
+        _check_rank(layer, solver)
     shares_of = placement.deal(layers, strategy.stagger)
     owners, columns_of = placement.place(layers, ranks, strategy, shares_of)
     updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
@@ -605,3 +613,13 @@ def _check_scales(ranks: int, strategy: Strategy) -> None:
                 f"solver='ekfac' takes every rank's gradients in the bases of all layers, at each "
                 f"step with statistics: it needs {name}={value!r}, not {chosen!r}"
             )
+
+
+def _check_rank(layer: LayerShape, solver: Solver) -> None:
+    if layer.rank is not None and layer.rank < 1:
+        raise ValueError(f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None")
+    if layer.rank is not None and solver != "eigen":
+        raise ValueError(
+            f"rank={layer.rank} of layer {layer.name!r} keeps eigenvectors, which "
+            f"solver={solver!r} does not make; it needs solver='eigen' or rank=None"
+        )

@@ -31,11 +31,13 @@ class FactorShape:
         name: "conv1.A"; "conv1.A0" and so on are the blocks along the diagonal of a large factor.
         order: of each matrix; counts the bias coordinate.
         count: of matrices. Those of order 1 are a diagonal where the layer has no groups.
+        rank: eigenvectors that are kept of each; None for all.
     """
 
     name: str
     order: int
     count: int = 1
+    rank: int | None = None
 
     @property
     def size(self) -> int:
@@ -48,11 +50,28 @@ class FactorShape:
         return self._several(triangle_shape(self.order))
 
     def block(self, dimensions: int) -> Shape:
-        """The shape of a block of its decomposition: `[order]` or `[order, order]`."""
+        """The shape of it as a vector, `[order]`, or as a square, `[order, order]`."""
         return self._several((self.order,) * dimensions)
+
+    def part(self, dimensions: int) -> Shape:
+        """The shape of a block of its decomposition: as `block`, but for one of low rank.
+
+        That has the `rank` eigenvectors that are kept, `[order, rank]`, and `[rank + 1]` values:
+        the mean of the others before their own.
+        """
+        if self.rank is None:
+            return self.block(dimensions)
+        return self._several((self.rank + 1,) if dimensions == 1 else (self.order, self.rank))
+
+    @property
+    def values(self) -> int:
+        """Eigenvalues that differ, of each matrix."""
+        return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
         """Operations of a decomposition, in units of `order^3`, or elements (2)."""
+        if power == 3 and self.rank is not None and few(self.rank, self.order):
+            return 2 * self.count * self.order**2 * self.rank
         return self.count * self.order**power
 
     def _several(self, shape: Shape) -> Shape:
@@ -72,6 +91,8 @@ class LayerShape:
         diagonal: of `sides`, those of which only the diagonal is kept.
         largest: order above which a factor falls into equal blocks along its diagonal, each a
             factor of its own, that are decomposed apart; None for no such order.
+        rank: of a factor (or block) of a larger order only so many eigenvectors are kept; the rest
+            of its spectrum counts with its mean eigenvalue. None for all. Eigenbases only.
         sharing: what a weight that an example uses at several positions is taken for: "expand",
             each position is an example; "reduce", an example has the mean of their inputs and the
             sum of their gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
@@ -86,6 +107,7 @@ class LayerShape:
     sides: Literal["AG", "A", "G"] = "AG"
     diagonal: Literal["", "A", "G", "AG"] = ""
     largest: int | None = None
+    rank: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     rescaled: bool = True
 
@@ -94,6 +116,12 @@ class LayerShape:
         """`[outputs, inputs]`, or of several groups `[groups, outputs, inputs]`."""
         own = (self.outputs, self.inputs)
         return own if self.groups == 1 else (self.groups, *own)
+
+    @property
+    def denominators(self) -> Shape:
+        """Shape of the products of eigenvalues: the gradient's, but for sides of low rank."""
+        outputs, inputs = (self._values(side) for side in "GA")
+        return (*self.gradient[:-2], outputs, inputs)
 
     @property
     def factors(self) -> tuple[FactorShape, ...]:
@@ -109,10 +137,10 @@ class LayerShape:
             return (FactorShape(name, 1, self.groups * order),)
         parts = math.ceil(order / (self.largest or order))
         if parts == 1:
-            return (FactorShape(name, order, self.groups),)
+            return (self._factor(name, order),)
         ends = [order * number // parts for number in range(parts + 1)]
         return tuple(
-            FactorShape(f"{name}{number}", stop - start, self.groups)
+            self._factor(f"{name}{number}", stop - start)
             for number, (start, stop) in enumerate(zip(ends, ends[1:]))
         )
 
@@ -121,10 +149,33 @@ class LayerShape:
         return sum(factor.work() for factor in self.factors)
 
     def products(self) -> list[int]:
-        """Multiplications that the gradient takes with each side that is not a diagonal."""
-        across = {"A": self.outputs, "G": self.inputs}
+        """Multiplications that the gradient takes with each side that is not a diagonal.
+
+        With A, it has the rows that multiplying with G has left beside its own.
+        """
+        across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
         whole = (side for side in self.sides if side not in self.diagonal)
-        return [across[s] * sum(factor.work(2) for factor in self.side(s)) for s in whole]
+        return [across[s] * sum(map(_elements, self.side(s))) for s in whole]
+
+    def _values(self, side: str) -> int:
+        """Eigenvalues of a side that differ, of each group."""
+        if side not in self.sides or side in self.diagonal:
+            return self.inputs if side == "A" else self.outputs
+        return sum(factor.values for factor in self.side(side))
+
+    def _factor(self, name: str, order: int) -> FactorShape:
+        kept = self.rank if self.rank is not None and self.rank < order else None
+        return FactorShape(name, order, self.groups, kept)
+
+
+def _elements(factor: FactorShape) -> int:
+    """Elements of the matrices that gradients are multiplied by."""
+    return factor.count * factor.order * (factor.rank or factor.order)
+
+
+def few(rank: int, order: int) -> bool:
+    """Whether so few eigenvectors take less time than all of them, see `leading_eigenbasis`."""
+    return 4 * rank <= order
 
 
 def count_of(factor: str) -> str:

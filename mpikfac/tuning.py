@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -122,10 +123,10 @@ def replicated_below(
     [SPD-KFAC, Shi et al. 2021]
     """
     plan = make_plan(layers, ranks, replace(strategy, replicate_below=0), (), solver)
-    orders = sorted({factor.order for factor in plan.factors.values()})
-    for order in orders:
-        size = order**2 * plan.itemsize
+    factors = {factor.order: replace(factor, count=1) for factor in plan.factors.values()}
+    for order, factor in sorted(factors.items()):
+        size = math.prod(factor.part(2)) * plan.itemsize
         send = costmodel.basis_seconds(size, plan, machine)
-        if machine.decomposition(solver, order) >= send:
+        if costmodel.factor_seconds(factor, plan, machine) >= send:
             return order
-    return orders[-1] + 1
+    return max(factors) + 1

@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "schedule": set(),
     "adaptation": set(),
     "machine": {"numpy"},
-    "costmodel": {"messages", "machine", "plan"},
+    "costmodel": {"messages", "machine", "plan", "shapes"},
     "tuning": {
         *("catalogue", "costmodel", "layout", "machine", "plan", "shapes", "simulator"),
         "strategy",

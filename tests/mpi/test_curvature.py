@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import time
 
 import problem
@@ -85,6 +86,16 @@ def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
 def test_curvature_ranks_change_no_bit(comm, curvature_ranks, name, solver):
     """Oracle: see `assert_same`."""
     assert_same(comm, curvature_ranks, choices=CHOICES[name], solver=solver)
+
+
+@pytest.mark.parametrize("name", ["all workers", "two owners of a layer", "staggered"])
+def test_of_low_rank(comm, name):
+    """Oracle: see `assert_same`."""
+
+    def rule(layer):
+        return dataclasses.replace(layer, rank=3)
+
+    assert_same(comm, 1, choices=CHOICES[name], rule=rule)
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

@@ -126,6 +126,19 @@ def test_lengths_of_adam_under_each_placement(comm, strategy):
     assert_as_one_process(comm, strategy, solver="eigen", graft="adam", kl_clip=None)
 
 
+def low_rank(layer):
+    """The same forms, of whose eigenvectors two are kept."""
+    return replace(forms(layer), rank=2)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_low_rank_under_each_placement(comm, strategy, relative):
+    """Oracle: one process on the joined batches."""
+    choices = {"solver": "eigen", "rule": low_rank, "relative_damping": relative}
+    assert_as_one_process(comm, strategy, **choices)
+
+
 @pytest.mark.parametrize("chosen", ["exact", "forward-only"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mpikfac.layout import ALIGNMENT, triangle_shape
 from mpikfac.plan import make_plan
-from mpikfac.shapes import LayerShape
+from mpikfac.shapes import LayerShape, parent
 from mpikfac.strategy import Strategy, divisors
 
 orders = st.integers(1, 40)
@@ -22,8 +22,8 @@ def shapes(draw):
         return size
     sides = draw(st.sampled_from(["AG", "A", "G"]))
     diagonal = "".join(side for side in sides if draw(st.booleans()))
-    largest = draw(st.sampled_from([None, 7]))
-    return (*size, draw(st.sampled_from([1, 3])), sides, diagonal, largest)
+    largest, rank = draw(st.sampled_from([None, 7])), draw(st.sampled_from([None, 2, 5]))
+    return (*size, draw(st.sampled_from([1, 3])), sides, diagonal, largest, rank)
 
 
 @st.composite
@@ -44,6 +44,8 @@ def plans(draw):
         ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])),
     )
     layers = [LayerShape(f"layer{i}", *size) for i, size in enumerate(sizes)]
+    if solver != "eigen":  # others keep no eigenvectors
+        layers = [replace(layer, rank=None) for layer in layers]
     rest = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
     others = [(f"other{i}", shape) for i, shape in enumerate(rest)]
     return make_plan(layers, ranks, strategy, others, solver)
@@ -182,6 +184,32 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
         not_encoded = {message.stage for message in messages if not message.codec}
         as_they_are = {"reduce scales", "reduce statistics", "clip", "reduce gradients"}
         assert not_encoded <= as_they_are | {"publish weights"}
+
+
+@given(plans())
+@settings(max_examples=100)
+def test_a_rank_changes_what_is_decomposed_alone(plan):
+    """Oracle: the plan without ranks: as many eigenvectors as are kept of n, and nothing else."""
+    layers = [replace(layer, rank=None) for layer in plan.layers]
+    whole = make_plan(layers, plan.ranks, plan.strategy, plan.others, plan.solver)
+    same = replace(whole, owners=plan.owners, columns_of=plan.columns_of, updaters=plan.updaters)
+    for rank in range(plan.ranks):
+        for kind in ("statistics", "averages", "directions", "request"):
+            if kind != "request" or plan.strategy.curvature_ranks:
+                assert getattr(plan, kind)(rank) == getattr(same, kind)(rank)
+        expected = same.bases(rank).shapes
+        assert plan.bases(rank).shapes.keys() == expected.keys()
+        for name, shape in plan.bases(rank).shapes.items():
+            kept = plan.factors[parent(name)].rank
+            if kept is None:
+                assert shape == expected[name]
+            elif name.endswith(".vectors"):
+                assert shape == (*expected[name][:-1], kept)
+            else:
+                assert shape == (*expected[name][:-1], kept + 1)
+                assert kept < expected[name][-1]
+        assert plan.bases(rank).size <= same.bases(rank).size
+        assert plan.denominators(rank).size <= same.denominators(rank).size
 
 
 def test_one_rank_sends_nothing():

@@ -1,0 +1,141 @@
+"""Leading eigenvectors by iteration beside all of them, and what low rank does to directions.
+
+    export OMP_NUM_THREADS=1
+    python benchmarks/low_rank.py                        # spectra that fall as 1 / i and 1 / i^2
+    python benchmarks/low_rank.py --data DIR --steps 20  # input factors of a ResNet-18 in training
+
+Of each factor and rank: milliseconds of `eigh` and of the iteration, medians of interleaved calls,
+and relative errors of directions, in float32, against the whole factor's in float64: of the
+eigenvectors that `eigh` makes, cut off, and of the iterated ones. The other factor is the identity,
+and damping is relative to the mean eigenvalue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpikfac
+from mpikfac import kron
+from mpikfac.decompose import _by_iteration, eigenbasis, leading_eigenbasis
+from mpikfac_apps import batches, data, models
+
+ORDERS = (1152, 2304, 4608)
+SHARES = (16, 8, 4)  # of the order
+DAMPINGS = (1.0, 0.1)  # in units of the mean eigenvalue
+LAYERS = {f"layer{n}.1.conv2" for n in (2, 3, 4)}  # of ResNet-18: inputs of these orders
+COLUMNS = ("factor", "rank", "eigh, ms", "iteration", "ratio")
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", help="directory of CIFAR-10; none for spectra of a law")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--size", type=int, default=128, help="image height and width")
+    parser.add_argument("--repeat", type=int, default=5)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    heads = (*COLUMNS, *(f"{way} {d:g}" for d in DAMPINGS for way in ("cut off", "iterated")))
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    for name, factor, gradient in trained(options) if options.data else made():
+        for rank, row in measured(factor, gradient, options.repeat):
+            print(f"| {name} | {rank} | {' | '.join(row)} |", flush=True)
+
+
+def made() -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Factors whose eigenvalues follow a law, with gradients that have them as second moments."""
+    for order in ORDERS:
+        torch.manual_seed(0)
+        basis = torch.linalg.qr(torch.randn(order, order)).Q
+        for power in (1, 2):
+            values = torch.arange(1, order + 1.0).pow(-power)
+            factor = basis * values @ basis.T
+            gradient = torch.randn(64, order) * values.sqrt() @ basis.T
+            yield f"{order}, 1/i^{power}", (factor + factor.T) / 2, gradient
+
+
+def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Input factors of a ResNet-18 after some steps of K-FAC, and its gradients."""
+    torch.manual_seed(0)
+    model = models.build("resnet18", classes=10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    skip = [name for name, _ in model.named_modules() if name and name not in LAYERS]
+    skip = [name for name in skip if not any(layer.startswith(f"{name}.") for layer in LAYERS)]
+    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=0.03, skip=skip)
+    images = data.load("cifar10", options.data, 2_000)
+    normalise = batches.Normalise(images.train_images, torch.device("cpu"))
+    draw = batches.Batches(images.train_images, images.train_labels, 32, seed=0, augment=True)
+    for step in range(options.steps):
+        x, labels = draw.get(0, step)
+        x = F.interpolate(normalise(x), size=(options.size,) * 2, mode="bilinear")
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), labels).backward()
+        kfac.step()
+    for name in sorted(LAYERS):
+        factor = kron.unfold_triangle(kfac.factors.averages[f"{name}.A"])
+        yield f"{len(factor)}, {name}", factor, kfac.gradients.arena[name].clone()
+
+
+def measured(factor: Tensor, gradient: Tensor, repeat: int) -> Iterator[tuple[int, list[str]]]:
+    """Ranks, and the other cells of their rows."""
+    ranks = [len(factor) // share for share in SHARES]
+    iterations = [partial(leading_eigenbasis, factor, rank) for rank in ranks]
+    eigh, *iterated = interleaved([partial(eigenbasis, factor), *iterations], repeat)
+    values, vectors = eigenbasis(factor)
+    exact = {damping: whole(factor, gradient, damping) for damping in DAMPINGS}
+    for rank, seconds in zip(ranks, iterated):
+        cut_off = with_mean(factor, values[-rank:]), vectors[:, -rank:].contiguous()
+        errors = [
+            ((direction(factor, basis, gradient, d).double() - e).norm() / e.norm()).item()
+            for d, e in exact.items()
+            for basis in (cut_off, leading_eigenbasis(factor, rank))
+        ]
+        note = "" if _by_iteration(factor, rank) else " (eigh)"
+        cells = [f"{1e3 * eigh:.0f}", f"{1e3 * seconds:.0f}", f"{seconds / eigh:.2f}{note}"]
+        yield rank, cells + [f"{error:.1e}" for error in errors]
+
+
+def interleaved(ways: Sequence[Callable[[], object]], repeat: int) -> list[float]:
+    """Median seconds of each, called in turn."""
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(repeat):
+        for way, seconds in zip(ways, times):
+            start = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - start)
+    return list(map(statistics.median, times))
+
+
+def with_mean(factor: Tensor, values: Tensor) -> Tensor:
+    """The mean of the other eigenvalues before these."""
+    rest = (factor.trace() - values.sum()) / (len(factor) - len(values))
+    return torch.cat([rest.clamp(min=0).view(1), values])
+
+
+def direction(
+    factor: Tensor, basis: tuple[Tensor, Tensor], gradient: Tensor, damping: float
+) -> Tensor:
+    """`gradient (A + damping mean(A) I)^-1`, with what the basis says of A."""
+    values, vectors = basis
+    denominators = gradient.new_empty(len(gradient), len(values))
+    kron.damped_denominators([values], [], damping * float(factor.diagonal().mean()), denominators)
+    return kron.precondition(gradient, [vectors], [], denominators)
+
+
+def whole(factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
+    """The same with A itself, in float64."""
+    damped = factor.double()
+    damped.diagonal().add_(damping * damped.diagonal().mean())
+    return torch.linalg.solve(damped, gradient.double(), left=False)
+
+
+if __name__ == "__main__":
+    main()

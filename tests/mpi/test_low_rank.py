@@ -1,0 +1,70 @@
+"""Factors of which only leading eigenvectors are kept: the plan's bytes, and restarts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import problem
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+SENT = {
+    "everywhere": Strategy(RANKS),
+    "one worker": Strategy(1),
+    "to owners, apart": Strategy(RANKS, "owners", colocate=False),
+    "owners": Strategy(1, "owners", "owner"),
+    "staggered, late": Strategy(RANKS, reduce_at="bases", stagger=3),
+    "small ones everywhere": Strategy(RANKS, replicate_below=10),
+    **{
+        f"{wire}, {workers}": Strategy(workers, basis_wire=wire, factor_wire=wire)
+        for wire in ("bfloat16", "int8")
+        for workers in (1, RANKS)
+    },
+}
+
+
+def low(layer):
+    """The usual factors, of which three eigenvectors are kept."""
+    return replace(mpikfac.usual_rule(layer), rank=3)
+
+
+def trainer(comm, strategy, **settings):
+    model = problem.network()
+    choices = problem.SETTINGS | {"rule": low} | settings
+    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_bytes_and_memory_are_the_plans(comm, name):
+    """Oracle: the plan; other ranks' weights, to the last bit; more bytes for whole bases."""
+    kfac = trainer(comm, SENT[name])
+    whole = trainer(comm, SENT[name], rule=mpikfac.usual_rule)
+    for step in range(2 * problem.STEPS):
+        kfac.trace.clear()
+        state = problem.run(kfac, comm, [step])
+        assert state.isfinite().all()
+        assert +Counter(kfac.trace.sent) == problem.planned(kfac, step)
+        assert all(torch.equal(state, other) for other in comm.allgather(state))
+    planned = kfac.plan.memory(comm.rank)
+    assert kfac.bases.arena.flat.nbytes == planned["bases"]
+    assert kfac.bases.denominators.flat.nbytes == planned["denominators"]
+    if kfac.bases.arena.flat.nbytes:
+        assert planned["bases"] < whole.plan.memory(comm.rank)["bases"]
+
+
+@pytest.mark.parametrize("tolerance", [0.0, 0.3])
+def test_a_run_goes_on_from_another_placement(comm, tolerance):
+    """Oracle: the same run under one placement; also from where a decomposition is on its way."""
+    first = trainer(comm, Strategy(RANKS, delay=2, tolerance=tolerance))
+    problem.run(first, comm, range(4))
+    state = first.state_dict()
+    shared = {name: value for share in comm.allgather(state) for name, value in share.items()}
+    second = trainer(comm, Strategy(1, delay=2, tolerance=tolerance))
+    second.load_state_dict(shared)
+    found, expected = (problem.run(kfac, comm, range(4, 8)) for kfac in (second, first))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
