@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import NormalDist
 
 from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
 from mpikfac.messages import PIECE, Message
 from mpikfac.plan import Plan
-from mpikfac.shapes import FactorShape
+from mpikfac.shapes import FactorShape, LayerShape
 
 IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
@@ -196,11 +197,12 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
         everything = sum(factor.size for factor in plan.factors.values())
         return _of_vectors(network.vector_precondition, machine) * mine / everything
     times = 2 if plan.eigenbases else 1  # into the eigenbases and back
-    products = list(_products(plan, plan.preconditioned(rank)))
+    products = list(_products(plan.shapes[name] for name in plan.preconditioned(rank)))
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
         return times * sum(flops / rate for flops, rate in rates)
-    everything = sum(flops for _, flops in _products(plan, (layer.name for layer in plan.layers)))
+    measured = (replace(layer, largest=None, rank=None) for layer in plan.layers)
+    everything = sum(flops for _, flops in _products(measured))
     return times * network.precondition * sum(flops for _, flops in products) / everything
 
 
@@ -242,8 +244,8 @@ def expected_slowest(spread: float, ranks: int) -> float:
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
 
 
-def _products(plan: Plan, names: Iterable[str]) -> Iterable[tuple[float, int]]:
+def _products(layers: Iterable[LayerShape]) -> Iterable[tuple[float, int]]:
     """Order (of the cube of as many operations) and operations of each product of directions."""
-    for name in names:
-        for multiplications in plan.shapes[name].products():
+    for layer in layers:
+        for multiplications in layer.products():
             yield multiplications ** (1 / 3), 2 * multiplications

@@ -31,6 +31,7 @@ STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
     "eigen": ("--kfac.solver=eigen", "--kfac.basis_every=3"),
+    "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.basis_every=3", *DELAY),
     "owners": (*OWNERS, *DELAY),
     "owner updates": ("--kfac.update=owner", "--kfac.colocate=false"),
     "own batch": ("--kfac.strategy=mem-opt", "--kfac.reduction=none"),

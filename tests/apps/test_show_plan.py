@@ -150,6 +150,15 @@ def test_sampled_ranks_are_of_many_columns(columns):
     assert len(met) > columns / 2
 
 
+def test_low_rank_is_planned(capsys):
+    """Oracle: by hand: 144 inputs in blocks of 72; eight eigenvectors of each and of outputs."""
+    options = ["--model", "resnet20", "--ranks", "2", "--solver", "eigen", "--rank", "8"]
+    assert show_plan.main([*options, "--largest", "100"]) == 0
+    text = capsys.readouterr().out
+    assert words(text, "layer1.1.conv1")[1:3] == ["72:8+72:8", "16:8"]
+    assert "sum of n^3, of few vectors 2 n^2 rank" in text
+
+
 def test_blocks_norms_and_messages_beside_are_planned(capsys):
     """Oracle: by hand: 576 inputs in blocks of 300 at most; 16 units of two numbers; 39 layers."""
     options = ["--model", "resnet20", "--ranks", "2", "--norms", "--largest", "300"]

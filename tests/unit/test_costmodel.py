@@ -149,6 +149,28 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
     assert costmodel.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(1120)
 
 
+def test_low_rank_costs_less_by_its_work():
+    """Oracle: by hand: 2 n^2 r of n^3 seconds; thin products, of what was measured of square ones.
+
+    Of the factors of orders 64 and 32 four eigenvectors are kept.
+    """
+    whole = LayerShape("l", 64, 32)
+    low = dataclasses.replace(whole, rank=4)
+    plan, of_whole = (make_plan([layer], 1, Strategy(), solver="eigen") for layer in (low, whole))
+    n = {name: factor.order for name, factor in plan.factors.items()}
+    seconds = [MACHINE.decomposition("eigen", order) * 8 / order for order in n.values()]
+    assert costmodel.decompose_seconds(plan, 0, MACHINE) == pytest.approx(sum(seconds))
+    products = 36 * 64 * 4 + 64 * 32 * 4, 64 * 32 * (64 + 32)
+    for network in (
+        MACHINE.networks[0],
+        dataclasses.replace(MACHINE.networks[0], precondition=None),
+    ):
+        found, expected = (
+            costmodel.precondition_seconds(one, 0, MACHINE, network) for one in (plan, of_whole)
+        )
+        assert found / expected == pytest.approx(products[0] / products[1])
+
+
 def test_shares_of_a_rank():
     """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16."""
 

@@ -142,6 +142,13 @@ def test_leading_eigenvectors_fit_until_one_outside_has_grown(rank):
     torch.testing.assert_close(100 * own[0] + own[1:].sum(), grown.sum())
 
 
+def test_nothing_has_grown_where_there_is_nothing_outside():
+    """Oracle: zero but for rounding, whose directions, too, are not to be taken for growth."""
+    factor, basis = spectrum(torch.cat([torch.linspace(2, 1, 10), torch.zeros(390)]), torch.float32)
+    vectors = basis[:, :10].float().contiguous()
+    assert decompose.values_in_basis(factor, vectors)[1] < 1e-5
+
+
 def test_leading_eigenvectors_of_a_turned_factor_do_not_fit():
     """Oracle: diag(3, 1, 0, 0) seen from a vector turned by an angle, by hand."""
     angle = torch.tensor(0.1, dtype=torch.float64)

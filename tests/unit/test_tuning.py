@@ -81,6 +81,21 @@ def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
     assert found == dataclasses.replace(strategy, replicate_below=512)
 
 
+def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
+    """Oracle: by hand: 2 n^2 r ns are more than 4 n r bytes at 10 MB/s from n = 200 on.
+
+    Of whole factors n^3 ns would be from n = 400 on.
+    """
+    layers = [dataclasses.replace(layer, rank=8) for layer in LAYERS]
+    machine = dataclasses.replace(
+        MACHINE,
+        inside=Level(0.0, 1e7),
+        decompositions={"eigen": MACHINE.decompositions["inverse"]},
+    )
+    found = tuning.replicated_below(Strategy(4, replicate_below=1), layers, 4, machine, "eigen")
+    assert found == 256
+
+
 def test_overlapped_messages_are_merged_for_the_machine():
     """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
     strategy = Strategy(4, overlap=True, fusion=1)
