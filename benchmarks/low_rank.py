@@ -27,10 +27,10 @@ from mpikfac import kron
 from mpikfac.decompose import _by_iteration, eigenbasis, leading_eigenbasis
 from mpikfac_apps import batches, data, models
 
-ORDERS = (1152, 2304, 4608)
+ORDERS = (1152, 2304)  # of spectra that follow a law
 SHARES = (16, 8, 4)  # of the order
 DAMPINGS = (1.0, 0.1)  # in units of the mean eigenvalue
-LAYERS = {f"layer{n}.1.conv2" for n in (2, 3, 4)}  # of ResNet-18: inputs of these orders
+LAYERS = {f"layer{n}.1.conv2" for n in (2, 3, 4)}  # of ResNet-18: 1152, 2304 and 4608 inputs
 COLUMNS = ("factor", "rank", "eigh, ms", "iteration", "ratio")
 
 
