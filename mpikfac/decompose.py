@@ -107,8 +107,8 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     """The leading eigenvalues and eigenvectors as a range holds them; None if that is not good.
 
-    Eigenvalues lie as close to these as the residual is long, and they are the largest ones: what
-    grows most, the fixed start misses with probability 0.
+    Good are residuals that are short: there are eigenvalues as close to these. That they are the
+    largest, or hardly less, is the start's doing, which has a part of every eigenvector.
     """
     basis = _range(factor, rank + SPARE, ITERATIONS)
     image = product(factor, basis)
@@ -127,7 +127,8 @@ def _range(factor: Tensor, vectors: int, times: int, beside: Tensor | None = Non
     """
     order = factor.shape[-1]
     own = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
-    basis = torch.randn(order, min(vectors, order), generator=own, dtype=torch.float64).to(factor)
+    start = torch.randn(order, min(vectors, order), generator=own, device="cpu")
+    basis = start.to(factor)
     for _ in range(times):
         image = product(factor, basis)
         basis = torch.linalg.qr(image if beside is None else _outside(beside, image)).Q
@@ -222,7 +223,7 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
     """By how much an eigenvalue outside of these vectors is larger than one of theirs, `[]`.
 
-    At least: iterated probes have a Rayleigh quotient that no eigenvalue is below.
+    At least: no Rayleigh quotient of the probes is larger than the largest eigenvalue there.
     """
     # What rounding has left of these vectors in the range would count as outside of them.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))
