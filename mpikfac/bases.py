@@ -190,8 +190,8 @@ class Bases:
             if not self.relative:
                 kron.damped_denominators(*values, damping, denominators, scales)
                 continue
-            means = map(kron.mean_eigenvalues, values, self.sides(name, "vectors"))
-            kron.relatively_damped_denominators(*values, *means, damping, denominators, scales)
+            a, g = map(kron.mean_eigenvalues, values, self.sides(name, "vectors"))
+            kron.relatively_damped_denominators(*values, a, g, damping, denominators, scales)
         self._damping = damping
 
     def sides(self, name: str, block: str) -> tuple[kron.Side, kron.Side]:
