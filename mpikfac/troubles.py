@@ -19,7 +19,7 @@ class Troubles:
     """What went wrong on this rank, of what this rank answers for.
 
     Attributes:
-        counts: how often by kind: "gradient", "statistics", "decomposition".
+        counts: how often by kind: "gradient", "statistics", "scales", "decomposition".
     """
 
     def __init__(self, rank: int) -> None:

@@ -87,11 +87,10 @@ class ConvLayer(Layer):
         if self.bias_alone:
             return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
         # With positions last, and pixels of a channel one after the other, the copy is a fast one.
-        sizes = range(1, x.dim() - 1)
-        views = patches(x.contiguous(), self._window).movedim(
-            list(sizes), [-i for i in sizes][::-1]
-        )
-        a = views.flatten(1, x.dim() - 1).flatten(2)
+        n = x.dim() - 2
+        views = patches(x.contiguous(), self._window)
+        views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
+        a = views.flatten(1, n + 1).flatten(2)
         if groups > 1:
             a, pixels = (b.unflatten(1, (groups, -1)).movedim(1, 0) for b in (a, pixels))
         a = F.pad(a, (0, 0, 0, 1), value=1.0) if self.bias else a

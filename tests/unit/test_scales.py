@@ -151,6 +151,26 @@ def test_the_direction_is_that_of_the_exact_second_moment_in_the_basis(comm, kin
     assert_directions(kfac, *step_in_bases(kfac, x))
 
 
+class Attention(nn.Module):
+    """Attention of tokens to themselves, and a linear layer of their mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.attention(x, x, x)[0].mean(1))
+
+
+def test_projections_of_an_attention(comm):
+    """Oracle: the same dense solve."""
+    torch.manual_seed(0)
+    kfac = trainer(comm, Attention().double())
+    assert [layer.name for layer in kfac.layers][:2] == ["attention.in_proj", "attention.out_proj"]
+    assert_directions(kfac, *step_in_bases(kfac, torch.randn(9, *TOKENS).double()))
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["linear with few positions", "strided", "groups"])
 def test_bases_of_any_form(comm, kind, form):
