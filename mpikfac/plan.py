@@ -620,6 +620,6 @@ def _check_rank(layer: LayerShape, solver: Solver) -> None:
         raise ValueError(f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None")
     if layer.rank is not None and solver != "eigen":
         raise ValueError(
-            f"rank={layer.rank} of layer {layer.name!r} keeps eigenvectors, which "
-            f"solver={solver!r} does not make; it needs solver='eigen' or rank=None"
+            f"rank={layer.rank} of layer {layer.name!r} keeps some eigenvectors only: it needs "
+            f"solver='eigen', not {solver!r}, or rank=None"
         )

@@ -28,20 +28,24 @@ def choose(
 ) -> tuple[str, Strategy]:
     """The name of the strategy with the shortest mean step, and its value for that machine.
 
-    Of those that train as one process with the joined batch does, without stale bases; each is
-    `tuned` first.
+    Of those that the solver can do and that train as one process with the joined batch does,
+    without stale bases; each is `tuned` first.
+
+    Raises:
+        ValueError: the solver can do none; why not the last one.
     """
-    strategies = {
-        (name, strategy.workers): tuned(strategy, layers, others, ranks, machine, job, solver)
-        for name, strategy in _candidates(ranks)
-        if job.basis_every % strategy.stagger == 0
-    }
-    plans = {
-        key: make_plan(layers, ranks, strategy, others, solver)
-        for key, strategy in strategies.items()
-    }
+    plans, refusal = {}, ValueError("there is no strategy to choose from")
+    for name, strategy in _candidates(ranks):
+        if job.basis_every % strategy.stagger == 0:
+            try:
+                chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
+                plans[name, strategy.workers] = make_plan(layers, ranks, chosen, others, solver)
+            except ValueError as error:
+                refusal = error
+    if not plans:
+        raise refusal
     best = cheapest(plans, machine, job)
-    return best[0], strategies[best]
+    return best[0], plans[best].strategy
 
 
 def _candidates(ranks: int) -> Iterator[tuple[str, Strategy]]:

@@ -116,3 +116,14 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
         plan = make_plan(LAYERS, 4, rival, ())
         assert found <= mpikfac.simulate(plan, MACHINE, JOB).mean.seconds
     assert mpikfac.NAMED[name].same
+
+
+def test_only_what_the_solver_can_do_is_chosen_from():
+    """Oracle: EKFAC's ranks all hold all bases; no strategy keeps some eigenvectors of an inverse."""
+    both = {"eigen": MACHINE.decompositions["inverse"], **MACHINE.decompositions}
+    machine = dataclasses.replace(MACHINE, decompositions=both)
+    _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, "ekfac")
+    assert (strategy.workers, strategy.reduction, strategy.update) == (4, "everyone", "everyone")
+    layers = [dataclasses.replace(layer, rank=2) for layer in LAYERS]
+    with pytest.raises(ValueError, match="solver='eigen', not 'inverse'"):
+        tuning.choose(layers, (), 4, MACHINE, JOB, "inverse")
