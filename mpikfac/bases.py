@@ -231,21 +231,31 @@ class Bases:
             state["due"] = self._due
         return state
 
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Names of what all ranks together have in a state of `names`."""
+        if "solver" not in names:
+            return set()
+        owners = map(self.plan.decomposed, range(self.plan.ranks))
+        return {
+            f"bases/{name}" for factors in owners for name, _ in self.plan.decompositions(factors)
+        }
+
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """What `load_state_dict` takes from items of these names; each with a value of its kind."""
+        """What this rank takes from a state of `names`; each with a value of its kind."""
+        if "solver" not in names:
+            return {}
         needed = {f"bases/{name}": block for name, block in self.arena.items()}
         made = [name for name, _ in self.plan.decompositions(self._factors)]
         on_their_way = {f"decompositions/{name}": self.arena[name] for name in made}
         needed |= {name: block for name, block in on_their_way.items() if name in names}
         return needed | {"solver": ""} | ({"due": 0} if "due" in names else {})
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what this rank holds from the state of all; nothing from another solver's.
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Takes what is `needed` from the state of all, after `forget`.
 
         What is on its way is published with all the rest, as shares may have been dealt otherwise.
         """
-        self.forget()
-        if state.get("solver") != self.plan.solver:
+        if "solver" not in names:
             return
         for name, block in self.arena.items():
             block.copy_(state[f"bases/{name}"])

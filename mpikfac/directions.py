@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from mpikfac import kron
+from mpikfac.adaptation import LevenbergMarquardt
 from mpikfac.arena import Arena
 from mpikfac.bases import Bases
 from mpikfac.checks import groups_of
@@ -17,6 +19,7 @@ from mpikfac.grafting import Graft, Squares
 from mpikfac.layers import Layer
 from mpikfac.plan import Plan
 from mpikfac.schedule import Settings
+from mpikfac.shapes import count_of
 from mpikfac.troubles import all_finite, not_finite
 
 
@@ -49,6 +52,8 @@ class Directions(Arena):
         self.settings, self.graft = settings, graft
         adam = graft == "adam"
         self._squares = Squares(plan, rank, like.dtype, like.device) if adam else None
+        damping = settings.damping
+        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         self._groups = groups_of(layers, optimizer)
         self._messages = plan.publish_directions(rank)
         self._bound = plan.clip()
@@ -109,9 +114,34 @@ class Directions(Arena):
         change, expected = summed(self.grid.world, [change, mine])
         return change / expected if expected else None
 
-    def kept(self) -> dict[str, torch.Tensor]:
-        """What grafting keeps from step to step, by the names of the state."""
-        return {f"graft/{name}": block for name, block in (self._squares or {}).items()}
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """What grafting keeps from step to step, and the damping where it is adapted."""
+        kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._squares or {}).items()}
+        return kept | ({"damping": self._adaptive.damping} if self._adaptive else {})
+
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Names of what all ranks together have in a state of `names`."""
+        if not self._squares or not _grafted(names):
+            return set()
+        return {f"graft/{n}" for name in self.plan.shapes for n in (name, count_of(name))}
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """What this rank takes from a state of `names`; each with a value of its kind."""
+        kinds = {"graft": _grafted(names), "damping": "damping" in names}
+        kept = self.state_dict().items()
+        return {name: value for name, value in kept if kinds[name.partition("/")[0]]}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Takes what is `needed` from the state of all; grafting starts anew without it."""
+        self.expected.zero_()
+        for name, value in (self._squares or {}).items():
+            value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
+        if self._adaptive and "damping" in names:
+            self._adaptive.damping = state["damping"]
+
+    # -- details ---------------------------------------------------------------------------------
 
     def _length(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """The norm that a layer's direction is given, `[]`."""
@@ -144,3 +174,8 @@ class Directions(Arena):
         """
         broken = self.gradients.broken
         return [x for x in self.layers if x.name in self and x.name not in broken]
+
+
+def _grafted(names: Collection[str]) -> bool:
+    """Whether a state of `names` has what grafting keeps."""
+    return any(name.startswith("graft/") for name in names)

@@ -187,11 +187,27 @@ class Factors:
             self.discard()
         return dict(self.items())
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes what this rank keeps from the state of all, after `forget`."""
-        self.started, self._first_weighs = True, False
-        for name, value in self.items().items():
-            value.copy_(state[name])
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Names of what all ranks together have in a state of `names`."""
+        return {f"{group}/{name}" for group in (self.kind, "weights") for name in self.plan.factors}
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """What this rank takes from a state of `names`; each with a value of its kind."""
+        return self.items() if self._among(names) else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Takes what is `needed` from the state of all, after `forget`.
+
+        Also where this rank keeps none of them: it takes part in what all ranks do with theirs.
+        """
+        if self._among(names):
+            self.started, self._first_weighs = True, False
+            for name, value in self.items().items():
+                value.copy_(state[name])
+
+    def _among(self, names: Collection[str]) -> bool:
+        """Whether a state of `names` has averages of this kind."""
+        return any(name.startswith(f"{self.kind}/") for name in names)
 
     def finish(self) -> None:
         """Sends what the backward pass did not come by, where statistics are sent by layer."""

@@ -34,7 +34,7 @@ from mpikfac.precision import without_autocast
 from mpikfac.recorder import Recorder
 from mpikfac.scales import Scales
 from mpikfac.schedule import Schedule, Settings
-from mpikfac.shapes import Solver, count_of, forward_only, usual_rule
+from mpikfac.shapes import Solver, forward_only, usual_rule
 from mpikfac.state import (
     fitting,
     load_model_state,
@@ -47,6 +47,10 @@ from mpikfac.trace import Trace
 from mpikfac.troubles import Troubles
 
 log = logging.getLogger("mpikfac")
+
+# Names of items of the state.
+OWN = "kfac/"
+OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
 
 
 class KFAC:
@@ -234,6 +238,7 @@ class KFAC:
             self.settings,
             graft,
         )
+        self._parts = (self.factors, self.bases, self.scales, self.directions)
 
     @property
     def kl_scale(self) -> Tensor:
@@ -547,25 +552,13 @@ class KFAC:
         """
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
-        kept = self.factors.state_dict() | self.bases.state_dict()
-        kept |= self.scales.state_dict() | self.directions.kept()
-        if self._adaptive:
-            kept["damping"] = self._adaptive.damping
-        return state | {"trainer/steps": self.steps} | {f"kfac/{n}": v for n, v in kept.items()}
+        kept = {n: value for part in self._parts for n, value in part.state_dict().items()}
+        return state | {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
 
     def missing(self, names: Collection[str]) -> set[str]:
         """What is not among `names`, of those that the shares of all ranks make up."""
-        groups = (self.factors.kind, "weights")
-        whole = {f"kfac/{group}/{name}" for group in groups for name in self.plan.factors}
-        if any(name.startswith("kfac/graft/") for name in names):
-            whole |= {
-                f"kfac/graft/{n}" for name in self.plan.shapes for n in (name, count_of(name))
-            }
-        if "kfac/solver" in names:
-            for rank in range(self.plan.ranks):
-                made = self.plan.decompositions(self.plan.decomposed(rank))
-                whole |= {f"kfac/bases/{name}" for name, _ in made}
-            whole |= {f"kfac/{name}" for name in self.scales.items()}
+        own = {name.removeprefix(OWN) for name in names if name.startswith(OWN)}
+        whole = {OWN + name for part in self._parts for name in part.complete(own)}
         return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -582,38 +575,23 @@ class KFAC:
         """
         with together(self.grid.world, "loading state"):
             found = needed_state(self.model, self.optimizer, self._stepped, state)
-            found |= self._needed_curvature(state)
+            names = self._usable(state)
+            needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
+            kept = fitting(state, {OWN + name: value for name, value in needed.items()})
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
         self._forget_curvature()
-        kept = {n.removeprefix("kfac/"): v for n, v in found.items() if n.startswith("kfac/")}
-        # Also where this rank has none of them: it takes part in what all ranks do with theirs.
-        if any(name.startswith(f"kfac/{self.factors.kind}/") for name in state):
-            self.factors.load_state_dict(kept)
-        self.bases.load_state_dict(kept)
-        self.scales.load_state_dict(kept, [name.removeprefix("kfac/") for name in state])
-        for name, value in self.directions.kept().items():
-            value.copy_(kept[name]) if name in kept else value.zero_()
-        if self._adaptive:
-            self._adaptive.damping = kept.get("damping", self._adaptive.damping)
-            self.directions.expected.zero_()
+        for part in self._parts:
+            part.load_state_dict({n.removeprefix(OWN): v for n, v in kept.items()}, names)
         self._begin(int(found["trainer/steps"]))
 
-    def _needed_curvature(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is of factors, and of bases if they are this solver's."""
-        adapted = self._adaptive and "kfac/damping" in state
-        like: dict[str, Any] = {"kfac/damping": 0.0} if adapted else {}
-        if any(name.startswith("kfac/graft/") for name in state):
-            like |= {f"kfac/{name}": value for name, value in self.directions.kept().items()}
-        prefix = f"kfac/{self.factors.kind}/"
-        if any(name.startswith(prefix) for name in state):
-            like |= {f"kfac/{name}": value for name, value in self.factors.items().items()}
-        if state.get("kfac/solver") == self.plan.solver:
-            kept = {name.removeprefix("kfac/") for name in state if name.startswith("kfac/")}
-            needed = self.bases.needed(kept) | self.scales.items()
-            like |= {f"kfac/{name}": value for name, value in needed.items()}
-        return fitting(state, like)
+    def _usable(self, state: Mapping[str, Any]) -> set[str]:
+        """Names of K-FAC's own items, but for decompositions if they are another solver's."""
+        names = {name.removeprefix(OWN) for name in state if name.startswith(OWN)}
+        if state.get(f"{OWN}solver") == self.plan.solver:
+            return names
+        return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
 
 
 def _check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:

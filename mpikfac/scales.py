@@ -144,9 +144,17 @@ class Scales:
         """Averages and weights, by name, if there are bases."""
         return dict(self.items()) if self.bases.ready else {}
 
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Names of what all ranks together have in a state of `names`."""
+        return set(self.needed(names))
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """What this rank takes from a state of `names`; each with a value of its kind."""
+        return self.items() if "solver" in names else {}
+
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Takes what the state of all has, `names` in all, if it has bases; after `forget`."""
-        if not self.bases.ready:
+        """Takes what is `needed` from the state of all, after `forget` and after bases have."""
+        if "solver" not in names:
             return
         for name, value in self.items().items():
             value.copy_(state[name])

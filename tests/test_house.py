@@ -96,8 +96,8 @@ MAY_IMPORT = {
     },
     "grafting": {"torch", "arena", "layout", "plan", "shapes"},
     "directions": {
-        *("torch", "arena", "bases", "checks", "comm", "data_parallel", "grafting", "kron"),
-        *("layers", "plan", "schedule", "troubles"),
+        *("torch", "adaptation", "arena", "bases", "checks", "comm", "data_parallel", "grafting"),
+        *("kron", "layers", "plan", "schedule", "shapes", "troubles"),
     },
     "state": {"torch"},
     "checks": {"torch", "mpikfac", "comm", "layers", "state"},

@@ -119,7 +119,7 @@ def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
 
 
 def test_only_what_the_solver_can_do_is_chosen_from():
-    """Oracle: EKFAC's ranks all hold all bases; no strategy keeps some eigenvectors of an inverse."""
+    """Oracle: EKFAC's ranks all hold all bases; an inverse has no eigenvectors to keep."""
     both = {"eigen": MACHINE.decompositions["inverse"], **MACHINE.decompositions}
     machine = dataclasses.replace(MACHINE, decompositions=both)
     _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, "ekfac")
