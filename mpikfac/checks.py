@@ -1,4 +1,4 @@
-"""What has to be right about a model and its optimizer before they are trained."""
+"""What has to be right about a model, its optimizer and K-FAC's choices before training."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpikfac
+from mpikfac.adaptation import LevenbergMarquardt
 from mpikfac.comm import SUMMABLE
+from mpikfac.estimator import Estimator
+from mpikfac.grafting import GRAFTS
 from mpikfac.layers import Layer, Other
 from mpikfac.state import group_settings
+from mpikfac.strategy import one_of
 
 Block = Layer | Other
 HERE = Path(__file__).parent
@@ -106,3 +110,52 @@ def _digest(content: object) -> str:
 
 def _tensors(block: Block) -> Sequence[Tensor]:
     return block.parameters if isinstance(block, Layer) else [block.tensor]
+
+
+def check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:
+    """Returns if the damping, and what it is relative to, suit solver and grafting.
+
+    Raises:
+        ValueError: they do not.
+    """
+    one_of("relative_damping", relative, (False, True))
+    one_of("graft", graft, GRAFTS)
+    if graft and isinstance(damping, LevenbergMarquardt):
+        raise ValueError(
+            f"graft={graft!r} leaves nothing of the length that damping=LevenbergMarquardt(...) "
+            f"adapts; use one of them"
+        )
+    if relative and solver == "rank-one":
+        raise ValueError(
+            "relative_damping=True is relative to mean eigenvalues, which solver='rank-one' does "
+            "not know; use another solver or relative_damping=False"
+        )
+
+
+def check_solver(solver: str, estimator: Estimator, precondition_dtype: torch.dtype | None) -> None:
+    """Returns if the solver can do with what factors are estimated from, and such a dtype.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
+    if solver == "rank-one" and not estimator.of_loss:
+        raise ValueError(
+            f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
+            f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
+        )
+    if solver == "ekfac" and (
+        estimator.normalization != "expand" or estimator.fisher == "forward-only"
+    ):
+        raise ValueError(
+            f"solver='ekfac' takes gradients of single examples as they are: it needs "
+            f"normalization='expand' and fisher='empirical', 'sampled' or 'exact', not "
+            f"{estimator.normalization!r} and {estimator.fisher!r}"
+        )
+    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
+    if solver == "rank-one" and plain != ("first", None, None):
+        raise ValueError(
+            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
+            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
+            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
+        )

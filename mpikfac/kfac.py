@@ -18,7 +18,15 @@ from torch.optim import Optimizer
 
 from mpikfac.adaptation import LevenbergMarquardt
 from mpikfac.bases import Bases
-from mpikfac.checks import Block, common_type, describe, groups_of, report_others
+from mpikfac.checks import (
+    Block,
+    check_damping,
+    check_solver,
+    common_type,
+    describe,
+    groups_of,
+    report_others,
+)
 from mpikfac.comm import Grid, agree, broadcast, together
 from mpikfac.curvature import Curvature, check_joins
 from mpikfac.data_parallel import Gradients
@@ -26,7 +34,7 @@ from mpikfac.directions import Directions
 from mpikfac.estimator import Estimator
 from mpikfac.factors import Factors
 from mpikfac.fisher import LOSSES, Fisher, Loss
-from mpikfac.grafting import GRAFTS, Graft
+from mpikfac.grafting import Graft
 from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
 from mpikfac.moments import Normalization
 from mpikfac.plan import make_plan
@@ -151,8 +159,8 @@ class KFAC:
             normalization, start, fisher, samples, subsample, statistics_dtype
         )
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        _check_damping(damping, relative_damping, solver, graft)
-        _check_solver(solver, self.estimator, precondition_dtype)
+        check_damping(damping, relative_damping, solver, graft)
+        check_solver(solver, self.estimator, precondition_dtype)
 
         kept = (lambda layer: forward_only(rule(layer))) if fisher == "forward-only" else rule
         self.layers, self.others = cover(model, skip, statistics_dtype, covers, kept)
@@ -592,44 +600,3 @@ class KFAC:
         if state.get(f"{OWN}solver") == self.plan.solver:
             return names
         return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
-
-
-def _check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:
-    one_of("relative_damping", relative, (False, True))
-    one_of("graft", graft, GRAFTS)
-    if graft and isinstance(damping, LevenbergMarquardt):
-        raise ValueError(
-            f"graft={graft!r} leaves nothing of the length that damping=LevenbergMarquardt(...) "
-            f"adapts; use one of them"
-        )
-    if relative and solver == "rank-one":
-        raise ValueError(
-            "relative_damping=True is relative to mean eigenvalues, which solver='rank-one' does "
-            "not know; use another solver or relative_damping=False"
-        )
-
-
-def _check_solver(
-    solver: str, estimator: Estimator, precondition_dtype: torch.dtype | None
-) -> None:
-    one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
-    if solver == "rank-one" and not estimator.of_loss:
-        raise ValueError(
-            f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
-            f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
-        )
-    if solver == "ekfac" and (
-        estimator.normalization != "expand" or estimator.fisher == "forward-only"
-    ):
-        raise ValueError(
-            f"solver='ekfac' takes gradients of single examples as they are: it needs "
-            f"normalization='expand' and fisher='empirical', 'sampled' or 'exact', not "
-            f"{estimator.normalization!r} and {estimator.fisher!r}"
-        )
-    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
-    if solver == "rank-one" and plain != ("first", None, None):
-        raise ValueError(
-            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
-            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
-            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
-        )

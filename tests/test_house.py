@@ -100,7 +100,10 @@ MAY_IMPORT = {
         *("kron", "layers", "plan", "schedule", "shapes", "troubles"),
     },
     "state": {"torch"},
-    "checks": {"torch", "mpikfac", "comm", "layers", "state"},
+    "checks": {
+        *("torch", "mpikfac", "adaptation", "comm", "estimator", "grafting", "layers", "state"),
+        "strategy",
+    },
     "data_parallel": {
         *("torch", "arena", "checks", "comm", "layers", "layout", "plan", "precision", "state"),
         *("strategy", "trace", "troubles"),
