@@ -14,14 +14,20 @@ import mpikfac
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
 
-def test_items_that_the_page_names_exist():
-    """Oracle: the state of a trainer after a step."""
+def items_of(**settings):
+    """Names in the state of a trainer after a step."""
     model = nn.Sequential(OrderedDict(conv1=nn.Conv2d(1, 2, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world())
+    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), **settings)
     model(torch.ones(2, 1, 4, 4)).square().mean().backward()
     kfac.step()
+    return kfac.state_dict().keys()
+
+
+def test_items_that_the_page_names_exist():
+    """Oracle: the states of two trainers."""
     items = re.search(r"\*\*Items\*\*.*?\n\n", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
-    assert set(names) <= kfac.state_dict().keys()
+    known = items_of(damping=mpikfac.LevenbergMarquardt()), items_of(solver="ekfac", graft="adam")
+    assert set(names) <= set().union(*known)
