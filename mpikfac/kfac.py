@@ -52,7 +52,7 @@ from mpikfac.state import (
 )
 from mpikfac.strategy import Strategy, one_of
 from mpikfac.trace import Trace
-from mpikfac.troubles import Troubles
+from mpikfac.troubles import Troubles, all_finite
 
 log = logging.getLogger("mpikfac")
 
@@ -341,12 +341,18 @@ class KFAC:
             self.factors.statistics.flat.zero_()
 
     @without_autocast
-    def precondition(self) -> None:
+    def precondition(self, scaler: GradScaler | None = None) -> None:
         """Preconditions covered layers' gradients, which the caller has averaged and will step.
 
         Parameters and buffers that no layer covers are left to the caller as well.
 
         Collective over: world.
+
+        Args:
+            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss, and which has
+                unscaled the gradients: their scale is taken out of the statistics, too. Where
+                gradients are not finite they are left to the scaler's `step`, which skips them, and
+                the batch counts for nothing.
 
         Raises:
             ValueError: with `update="owner"`, where the owner of a layer has to step it, with
@@ -360,6 +366,11 @@ class KFAC:
                 "call step()"
             )
         self.gradients.read()
+        if scaler is not None and scaler.is_enabled():
+            if not all_finite(self.gradients.arena.flat):  # nor on any other rank
+                self._skip()
+                return
+            self._unscale_statistics(scaler)
         self._refresh_curvature()
         self.gradients.check(self.troubles, self.steps)
         self._make_directions()
@@ -450,12 +461,15 @@ class KFAC:
 
     def _reduce_scaled(self, scaler: GradScaler) -> bool:
         """Averages gradients of a scaled loss, before anything else; whether to go on."""
-        finite = True
-        if self.recorder.recording and self.estimator.of_loss:
-            scale = scaler.get_scale()
-            finite = self.factors.unscale(self.recorder.of_gradients, scale)
-            finite = self.scales.unscale(scale) and finite
-        return self.gradients.reduce_scaled(scaler, finite)
+        return self.gradients.reduce_scaled(scaler, self._unscale_statistics(scaler))
+
+    def _unscale_statistics(self, scaler: GradScaler) -> bool:
+        """Takes a loss's scale out of a batch's statistics; whether they are finite."""
+        if not (self.recorder.recording and self.estimator.of_loss):
+            return True
+        scale = scaler.get_scale()
+        finite = self.factors.unscale(self.recorder.of_gradients, scale)
+        return self.scales.unscale(scale) and finite
 
     def _skip(self) -> None:
         """Leaves all as it was before this batch."""

@@ -406,3 +406,50 @@ def test_scaled_gradients_cannot_be_sent_early(comm):
     kfac = trainer(comm, network(), strategy=Strategy(overlap=True))
     with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
         kfac.step(scaler())
+
+
+def average(kfac, step, scale=None, spoil=None):
+    """A step of a program that averages gradients itself, as `DistributedDataParallel` does."""
+    images, labels = batch(step)
+    kfac.optimizer.zero_grad()
+    loss = F.cross_entropy(kfac.model(spoil(images) if spoil else images), labels)
+    if scale is None:
+        loss.backward()
+        kfac.precondition()
+        kfac.optimizer.step()
+        return
+    scale.scale(loss).backward()
+    scale.unscale_(kfac.optimizer)
+    kfac.precondition(scale)
+    scale.step(kfac.optimizer)
+    scale.update()
+
+
+@pytest.mark.parametrize("solver", ["inverse", "ekfac", "rank-one"])
+def test_averaged_gradients_of_a_scaled_loss(comm, solver):
+    """Oracle: without scale, as it is a power of two; a batch that overflows is none."""
+    settings = {"solver": solver, "factor_every": 1, "basis_every": 2}
+    plain, kfac = (trainer(comm, network(), **settings) for _ in range(2))
+    scale = scaler()
+    for step in range(4):
+        average(plain, step)
+        average(kfac, step, scale)
+    assert_equal(everything(kfac), everything(plain))
+    before = everything(kfac)
+    average(kfac, 4, scale, spoil=lambda images: images * math.inf)
+    assert_equal(everything(kfac), before)
+    assert (kfac.steps, scale.get_scale()) == (5, 2.0**9)
+
+
+def test_averaged_gradients_are_wrong_without_their_scale(comm):
+    """Oracle: what the same program computes without scale; so the scaler is not for nothing."""
+    plain, kfac = (trainer(comm, network(), factor_every=1) for _ in range(2))
+    average(plain, 0)
+    images, labels = batch(0)
+    scale = scaler()
+    scale.scale(F.cross_entropy(kfac.model(images), labels)).backward()
+    scale.unscale_(kfac.optimizer)
+    kfac.precondition()
+    scale.step(kfac.optimizer)
+    found, expected = problem.state(kfac.model), problem.state(plain.model)
+    assert (found - expected).abs().max() > 1e-3
