@@ -100,9 +100,11 @@ class Known:
         self.options = options
         self.options.out /= options.network
         self.file = KNOWN / f"{options.network}.json"
-        self.runs: dict[str, list[dict[str, float]]] = {}
-        if self.file.exists():
-            self.runs = json.loads(self.file.read_text())
+        self.runs = self.read()
+
+    def read(self) -> dict[str, list[dict[str, float]]]:
+        """What is known; another process may add to it."""
+        return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, way: str, settings: Settings, seed: int) -> float:
         """Test accuracy at the end, in percent, of a run that is made unless it is known."""
@@ -112,7 +114,7 @@ class Known:
             asked: dict[str, Any] = {**COMMON, "model": self.options.network, **settings}
             lines = by_epoch(launch(self.options, name, optimizer, asked, seed))
             kept = ("epoch", "seconds", "train_loss", "test_loss", "test_accuracy")
-            self.runs[name] = [{key: line[key] for key in kept} for line in lines]
+            self.runs = self.read() | {name: [{key: line[key] for key in kept} for line in lines]}
             self.file.parent.mkdir(exist_ok=True)
             self.file.write_text(json.dumps(self.runs, indent=1, sort_keys=True) + "\n")
         return 100 * self.runs[name][-1]["test_accuracy"]
