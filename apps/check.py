@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help=f"FILE.py:FUNCTION, or one of {', '.join(models.MODELS)}")
     add("--input", type=shape, help="shape of an example, such as 3,32,32")
-    add("--tokens", type=show_plan.count, help="it is made of whole numbers below this")
+    add("--tokens", type=show_plan.count, help="examples are of whole numbers below this")
     add("--classes", type=show_plan.count, default=10, help="of a network by name (10)")
     add("--batch", type=show_plan.count, default=4, help="examples of a rank (4)")
     add("--ranks", type=show_plan.count, help="to plan for; as many as there are, or 4")

@@ -103,7 +103,7 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 
 
 def megabytes(plan: mpikfac.Plan) -> float:
-    """What a checkpoint takes at most: weights, momentum, triangles of factors, bases."""
+    """About what a checkpoint takes: weights, momentum, triangles of factors, bases."""
     factors = sum(
         math.prod(shape)
         for factor in plan.factors.values()

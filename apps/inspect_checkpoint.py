@@ -143,10 +143,11 @@ def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
     Eigenbases without damping if no run is there; the damping that was reached if it is adapted.
     """
     folder = checkpoint.path.resolve().parent.parent
+    solver = checkpoint.get("kfac/solver")
     try:
         chosen = yaml.safe_load((folder / "config.yaml").read_text())["kfac"]
         damping = checkpoint[ADAPTED] if ADAPTED in checkpoint else chosen["damping"]
-        return chosen["solver"], float(damping), chosen.get("relative_damping", False)
+        return solver or chosen["solver"], float(damping), chosen.get("relative_damping", False)
     except (OSError, yaml.YAMLError, KeyError, TypeError):
         return NONE
 

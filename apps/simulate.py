@@ -17,7 +17,7 @@ import mpikfac
 from mpikfac_apps import models, show_plan
 from mpikfac_apps.command import Parser, show, table
 
-SOLVERS = ("inverse", "eigen", "unsplit-inverse")
+SOLVERS = ("inverse", "eigen", "ekfac", "unsplit-inverse")
 STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
 BOUNDED = ("delayed", "event-driven")
 
@@ -48,7 +48,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--classes", type=show_plan.count, help="10, or 1000 for ImageNet's networks")
     add("--ranks", type=counts, required=True, help="such as 16,64,256")
     add("--strategy", type=names, default=STRATEGIES, help=f"all, or {','.join(STRATEGIES)}")
-    add("--solver", choices=(*SOLVERS, "own"), default="inverse", help="own: each strategy's")
+    add("--solver", choices=(*SOLVERS, "own"), default="inverse", help="own: as each was published")
     add("--batch-per-rank", type=show_plan.count, default=32, help="images")
     add("--factor-every", type=show_plan.count, default=1, help="steps")
     add("--basis-every", type=show_plan.count, default=10, help="steps")

@@ -25,8 +25,10 @@ def introduction() -> list[str]:
     """What costs are counted in."""
     text = (
         "Bytes that a rank sends in a ring, beside those of averaging gradients: on steps with new "
-        "factors + in a refresh + on every step. P ranks, w workers; 4F and 4T bytes of all "
-        "factors as squares and triangles, 4N of all gradients."
+        "factors + in a refresh + on every step. P ranks, w workers; 4F, 4T and 4V bytes of all "
+        "factors as squares, triangles and vectors, 4N of all gradients. The same estimator: the "
+        "numbers of one process that trains on the joined batch, with the same delay, stagger and "
+        "tolerance."
     )
     return textwrap.wrap(text, WIDTH)
 
@@ -35,7 +37,8 @@ def paragraph(name: str) -> list[str]:
     """One strategy."""
     way = mpikfac.NAMED[name]
     kind = "the same estimator" if way.same else "another estimator"
-    choices = ", ".join(f"{key}={value}" for key, value in {**way.choices, **way.settings}.items())
+    settings = {**way.choices, **way.settings} or {"workers": "as asked"}
+    choices = ", ".join(f"{key}={value}" for key, value in settings.items())
     parts = [f"{way.what} [{way.source}]; {kind}.", f"Sends {way.cost}.", f"Is {choices}."]
     return [
         name,

@@ -105,6 +105,7 @@ class KFAC:
         rule: from the whole factors of a layer to those that are kept: only their diagonals, or
             blocks along these, or one of both; and how positions that share a weight count.
         curvature: what joins `comm` to curvature ranks, of `split`, if the strategy has some.
+        trace: what stages are timed by; a new one if None.
 
     Raises:
         ValueError: a choice or a layer that cannot work, before any communication.
@@ -350,9 +351,9 @@ class KFAC:
 
         Args:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss, and which has
-                unscaled the gradients: their scale is taken out of the statistics, too. Where
-                gradients are not finite they are left to the scaler's `step`, which skips them, and
-                the batch counts for nothing.
+                unscaled the gradients after they were averaged: their scale is taken out of the
+                statistics, too. Where gradients are not finite, then on all ranks, they are left to
+                the scaler's `step`, which skips them, and the batch counts for nothing.
 
         Raises:
             ValueError: with `update="owner"`, where the owner of a layer has to step it, with

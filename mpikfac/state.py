@@ -18,6 +18,7 @@ Stepped = Mapping[str, nn.Parameter]
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
     """Model and optimizer by name; of the optimizer's tensors those of `stepped`."""
     state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
+    state["optimizer/name"] = type(optimizer).__name__
     state |= {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
     for name, parameter in stepped.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -42,8 +43,11 @@ def needed_state(
     """The number of steps, and what `load_model_state` takes from `state`.
 
     Raises:
-        ValueError: an item is missing, or not like the one that it is for.
+        ValueError: an item is missing or not like the one that it is for, or another optimizer's.
     """
+    own, saved = type(optimizer).__name__, state.get("optimizer/name")
+    if saved not in (own, None):
+        raise ValueError(f"item 'optimizer/name' must be {own}; it is {saved}")
     like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
     settings = {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
     like |= {name: value for name, value in settings.items() if name in state}

@@ -10,7 +10,6 @@ from launch import launch
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 BEFORE = """
 import torch
-from mpi4py import MPI
 import mpikfac
 
 comm = mpikfac.world()
@@ -25,6 +24,18 @@ model, optimizer = fresh()
 torch.manual_seed(comm.rank)
 loader = [(torch.randn(8, 1, 8, 8), torch.randint(10, (8,)))] * 4
 first = LOSS(model(loader[0][0]), loader[0][1]).item()
+
+def part(number):
+    torch.manual_seed(number)
+    return torch.randn(8, 1, 8, 8), torch.randint(10, (8,))
+
+mine = 8 // comm.size
+firsts = [100 * step + comm.rank * mine for step in (1, 2)]
+loader_of_parts = [[part(first + number) for number in range(mine)] for first in firsts]
+"""
+BITS = """
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+print(kfac.steps, weights.double().sum().item().hex())
 """
 STEPS = """
 expected, other = fresh()
@@ -62,6 +73,14 @@ def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
     """Oracle: `step()` on the same batches."""
     job = launch(2, program(tmp_path / "program.py", "precondition()", STEPS))
     assert job.stdout.splitlines() == ["as step()"] * 2, job.stderr
+
+
+def test_parts_make_the_same_bits_on_any_number_of_ranks(tmp_path):
+    """Oracle: one rank's weights."""
+    path = program(tmp_path / "program.py", "collect()", BITS)
+    (one,) = launch(1, path).stdout.splitlines()
+    assert one.startswith("2 ")
+    assert launch(2, path).stdout.splitlines() == [one] * 2
 
 
 def test_scaled_losses_train(tmp_path):
