@@ -103,13 +103,13 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 
 
 def megabytes(plan: mpikfac.Plan) -> float:
-    """About what a checkpoint takes: weights, momentum, triangles of factors, bases."""
+    """About what a checkpoint takes: weights, momentum, triangles of factors, bases, scales."""
     factors = sum(
         math.prod(shape)
         for factor in plan.factors.values()
         for shape in (factor.triangle, factor.part(2), factor.part(1))
     )
-    return plan.itemsize * (2 * plan.gradients().size + factors) / 1e6
+    return plan.itemsize * (2 * plan.gradients().size + factors + plan.scales().size) / 1e6
 
 
 def root(options: Options) -> Path:

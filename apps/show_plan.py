@@ -212,7 +212,7 @@ def balance(plan: mpikfac.Plan) -> list[str]:
     idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
-    low = bool(plan.kept(plan.factors))
+    low = bool(plan.low_ranks(plan.factors))
     return [
         f"Load of the decompositions, as the sum of n^3{', of few vectors 2 n^2 rank' * low}",
         f"  all ranks together     {total:10.3g}",

@@ -149,7 +149,7 @@ class Bases:
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            kept = self.plan.kept([name])
+            kept = self.plan.low_ranks([name])
             yield from decompose.decompositions({name: packed}, added, solver, kept)
 
     def _renewed(
@@ -236,9 +236,15 @@ class Bases:
         if "solver" not in names:
             return set()
         owners = map(self.plan.decomposed, range(self.plan.ranks))
-        return {
-            f"bases/{name}" for factors in owners for name, _ in self.plan.decompositions(factors)
-        }
+        factors = [name for owned in owners for name in owned]
+        made = [name for name, _ in self.plan.decompositions(factors)]
+        whole = {f"bases/{name}" for name in made}
+        if "due" in names:  # of one share; with a tolerance, also what may have stayed as it was
+            layer_of = {f"decompositions/{name}": parent(parent(name)) for name in made}
+            begun = {self.plan.shares_of[layer_of[name]] for name in names if name in layer_of}
+            share = begun.pop() if len(begun) == 1 else None
+            whole |= {n for n, x in layer_of.items() if share in (None, self.plan.shares_of[x])}
+        return whole
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """What this rank takes from a state of `names`; each with a value of its kind."""
@@ -261,9 +267,9 @@ class Bases:
             block.copy_(state[f"bases/{name}"])
         self.refresh()
         if "due" in state:
-            names = [name for name, _ in self.plan.decompositions(self._factors)]
+            blocks = [name for name, _ in self.plan.decompositions(self._factors)]
             prefix = "decompositions/"  # those that nothing was made of are missing
-            made = [(n, state[prefix + n]) for n in names if prefix + n in state]
+            made = [(n, state[prefix + n]) for n in blocks if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
 
@@ -272,8 +278,6 @@ def _mean_eigenvalue(
     layer: LayerShape, found: Sequence[FactorShape], factors: Mapping[str, Tensor]
 ) -> Tensor:
     """The mean eigenvalue of some factors of a layer, `[]`, or `[groups]` if it has several."""
-    traces = [kron.trace(factors[factor.name]) for factor in found]
-    if layer.groups > 1:
-        of_groups = torch.cat([trace.view(layer.groups, -1) for trace in traces], 1).sum(1)
-        return of_groups * layer.groups / sum(factor.size for factor in found)
-    return torch.cat([trace.view(-1) for trace in traces]).sum() / sum(f.size for f in found)
+    traces = [kron.trace(factors[factor.name]).view(layer.groups, -1) for factor in found]
+    means = torch.cat(traces, 1).sum(1) * layer.groups / sum(factor.size for factor in found)
+    return means if layer.groups > 1 else means[0]

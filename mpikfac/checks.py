@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -144,6 +144,13 @@ def check_solver(solver: str, estimator: Estimator, precondition_dtype: torch.dt
             f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
             f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
         )
+    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
+    if solver == "rank-one" and plain != ("first", None, None):
+        raise ValueError(
+            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
+            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
+            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
+        )
     if solver == "ekfac" and (
         estimator.normalization != "expand" or estimator.fisher == "forward-only"
     ):
@@ -152,10 +159,17 @@ def check_solver(solver: str, estimator: Estimator, precondition_dtype: torch.dt
             f"normalization='expand' and fisher='empirical', 'sampled' or 'exact', not "
             f"{estimator.normalization!r} and {estimator.fisher!r}"
         )
-    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
-    if solver == "rank-one" and plain != ("first", None, None):
+
+
+def check_rounding(low_ranks: Mapping[str, int], precondition_dtype: torch.dtype | None) -> None:
+    """Returns if eigenvectors, of some factors the leading ones alone, may be rounded so.
+
+    Raises:
+        ValueError: they may not.
+    """
+    if low_ranks and precondition_dtype is not None:
         raise ValueError(
-            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
-            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
-            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
+            f"precondition_dtype={precondition_dtype} rounds eigenvectors, which have to be "
+            f"orthogonal where only some are kept, as of {next(iter(low_ranks))!r}; use None, or "
+            f"rank=None"
         )

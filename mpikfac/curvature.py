@@ -134,7 +134,7 @@ def _answer(
 ) -> None:
     factors = {name: request[name].to(device) for name in names}
     added = {name: request[added_to(name)].to(device) for name in plan.inverted(names)}
-    for name, block in decompositions(factors, added, plan.solver, plan.kept(names)):
+    for name, block in decompositions(factors, added, plan.solver, plan.low_ranks(names)):
         reply[name].copy_(block)
 
 

@@ -51,7 +51,7 @@ class Directions(Arena):
         self.gradients, self.bases, self.optimizer = gradients, bases, optimizer
         self.settings, self.graft = settings, graft
         adam = graft == "adam"
-        self._squares = Squares(plan, rank, like.dtype, like.device) if adam else None
+        self._adam = Squares(plan, rank, like.dtype, like.device) if adam else None
         damping = settings.damping
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         self._groups = groups_of(layers, optimizer)
@@ -67,8 +67,9 @@ class Directions(Arena):
             for name in self.plan.preconditioned(self.grid.world.rank):
                 direction, gradient = self[name], self.gradients.arena[name]
                 direction.copy_(self.bases.precondition(name, gradient))
-                if self.graft:
-                    direction.copy_(kron.grafted(direction, self._length(name, gradient)))
+                if self.graft:  # at that length also where there are no bases: see `check`
+                    usable = torch.where(direction.isfinite().all(), direction, gradient)
+                    direction.copy_(kron.grafted(usable, self._length(name, gradient)))
 
     def publish(self) -> None:
         """Sends directions to the ranks that did not compute them.
@@ -118,12 +119,12 @@ class Directions(Arena):
 
     def state_dict(self) -> dict[str, Any]:
         """What grafting keeps from step to step, and the damping where it is adapted."""
-        kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._squares or {}).items()}
+        kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._adam or {}).items()}
         return kept | ({"damping": self._adaptive.damping} if self._adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Names of what all ranks together have in a state of `names`."""
-        if not self._squares or not _grafted(names):
+        if self.graft != "adam":
             return set()
         return {f"graft/{n}" for name in self.plan.shapes for n in (name, count_of(name))}
 
@@ -136,7 +137,7 @@ class Directions(Arena):
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Takes what is `needed` from the state of all; grafting starts anew without it."""
         self.expected.zero_()
-        for name, value in (self._squares or {}).items():
+        for name, value in (self._adam or {}).items():
             value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
         if self._adaptive and "damping" in names:
             self._adaptive.damping = state["damping"]
@@ -145,16 +146,16 @@ class Directions(Arena):
 
     def _length(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """The norm that a layer's direction is given, `[]`."""
-        if self._squares is None:
+        if self._adam is None:
             return gradient.norm()
         if name not in self.gradients.broken:
-            self._squares.add(name, gradient)
-        return self._squares.length(name, gradient)
+            self._adam.add(name, gradient)
+        return self._adam.length(name, gradient)
 
     def _along_gradient(self, power: int) -> torch.Tensor:
         """`sum lr^power <direction, gradient>` `[1]` over the layers that are stepped from here."""
         total = self.flat.new_zeros(1)
-        for layer in self._usable():
+        for layer in self._finite():
             products = self[layer.name] * self.gradients.arena[layer.name]
             for part, group in zip(layer.parts(products), self._groups[layer.name]):
                 total += part.sum() * self.optimizer.param_groups[group]["lr"] ** power
@@ -163,11 +164,11 @@ class Directions(Arena):
     def _square(self) -> torch.Tensor:
         """`sum <direction, direction>` `[1]` over the same layers."""
         total = self.flat.new_zeros(1)
-        for layer in self._usable():
+        for layer in self._finite():
             total += self[layer.name].square().sum()
         return total
 
-    def _usable(self) -> list[Layer]:
+    def _finite(self) -> list[Layer]:
         """The layers whose directions are here.
 
         But for those whose gradients are not finite, which are not stepped: sums would be so, too.

@@ -68,7 +68,7 @@ class Factors:
             self.weights[name].zero_()
             if not self.plan.vectors:
                 kron.add_identity(average)
-        self.started = self._first_weighs = identity
+        self.started = self._identity = identity
 
     def unscale(self, names: Collection[str], scale: float) -> bool:
         """Takes a loss's scale out of a batch's sums of gradients; whether all sums are finite.
@@ -185,11 +185,12 @@ class Factors:
                 average.copy_(whole[name]) if mine else average.zero_()
                 self.weights[name].copy_(whole[count_of(name)] * mine)
             self.discard()
-        return dict(self.items())
+        return {"started": self.kind, **self.items()} if self.started else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Names of what all ranks together have in a state of `names`."""
-        return {f"{group}/{name}" for group in (self.kind, "weights") for name in self.plan.factors}
+        groups = (self.kind, "weights") if "started" in names else ()
+        return {f"{group}/{name}" for group in groups for name in self.plan.factors}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """What this rank takes from a state of `names`; each with a value of its kind."""
@@ -201,7 +202,7 @@ class Factors:
         Also where this rank keeps none of them: it takes part in what all ranks do with theirs.
         """
         if self._among(names):
-            self.started, self._first_weighs = True, False
+            self.started = True
             for name, value in self.items().items():
                 value.copy_(state[name])
 
@@ -221,10 +222,9 @@ class Factors:
         """Takes the sums over a batch into the averages, weighed by their numbers of examples."""
         for name, weight in self.weights.items():
             count = self.statistics[count_of(name)]
-            if self._first_weighs:
-                weight.copy_(count)
+            if self._identity:  # it weighs as much as the first batch
+                weight.copy_(torch.where(weight > 0, weight, count))
             merge(self.averages[name], weight, self.statistics[name], count, decay)
-        self._first_weighs = False
 
     def _sum(self, share: int | None) -> None:
         """Adds up the statistics of all ranks."""

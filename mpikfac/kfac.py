@@ -21,6 +21,7 @@ from mpikfac.bases import Bases
 from mpikfac.checks import (
     Block,
     check_damping,
+    check_rounding,
     check_solver,
     common_type,
     describe,
@@ -176,6 +177,7 @@ class KFAC:
             solver,
             dtype.itemsize,
         )
+        check_rounding(self.plan.low_ranks(self.plan.factors), precondition_dtype)
         check_joins(curvature, self.plan.strategy.curvature_ranks)
         groups_of(self.layers, optimizer)  # refused here, before any communication
 
@@ -235,7 +237,7 @@ class KFAC:
         )
         self.scales = Scales(plan, grid, self.bases, dtype, device, self.troubles)
         if plan.rescaled:
-            self.recorder.beside = self.scales.record
+            self.recorder.after_call = self.scales.record
         self._messages = {share: plan.publish_bases(rank, share) for share in plan.shares}
         self.directions = Directions(
             self.layers,
@@ -247,7 +249,7 @@ class KFAC:
             self.settings,
             graft,
         )
-        self._parts = (self.factors, self.bases, self.scales, self.directions)
+        self._stateful = (self.factors, self.bases, self.scales, self.directions)
 
     @property
     def kl_scale(self) -> Tensor:
@@ -305,7 +307,7 @@ class KFAC:
         A backward pass for each drawn label, or for each output. Gradients of parameters stay as
         they are. Otherwise, and at steps without new factors, it does nothing.
 
-        Collective over: none.
+        Collective over: world with `overlap`, as is the backward pass itself; else none.
 
         Args:
             outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`.
@@ -478,6 +480,7 @@ class KFAC:
         self.scales.clear()
         self.factors.parts.clear()
         self.gradients.skip()
+        self.directions.expected.zero_()
         self._begin(self.steps + 1)
 
     def _average_statistics(self) -> None:
@@ -520,6 +523,7 @@ class KFAC:
 
     def _make_directions(self) -> None:
         """Preconditions gradients, sends the directions to all, and bounds the step."""
+        self.intact = self.intact and self.directions.graft != "adam"  # whose averages go on here
         self.directions.precondition(self.steps)
         self.directions.publish()
         self.directions.check()
@@ -567,21 +571,22 @@ class KFAC:
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name; shares of all ranks make the whole.
 
-        Model, optimizer, factors as packed triangles (or vectors), their weights, bases, and the
-        number of steps: what a run needs to go on exactly, also between two decompositions.
+        Model, optimizer, factors as packed triangles (or vectors), their weights, bases and those
+        on their way, scales, what grafting averages, adapted damping, and the number of steps: what
+        a run needs to go on exactly, also between two decompositions.
         What encoding lost is dropped, here as by a restart.
 
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
         """
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
-        kept = {n: value for part in self._parts for n, value in part.state_dict().items()}
+        kept = {n: value for part in self._stateful for n, value in part.state_dict().items()}
         return state | {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
 
     def missing(self, names: Collection[str]) -> set[str]:
         """What is not among `names`, of those that the shares of all ranks make up."""
         own = {name.removeprefix(OWN) for name in names if name.startswith(OWN)}
-        whole = {OWN + name for part in self._parts for name in part.complete(own)}
+        whole = {OWN + name for part in self._stateful for name in part.complete(own)}
         return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -598,18 +603,18 @@ class KFAC:
         """
         with together(self.grid.world, "loading state"):
             found = needed_state(self.model, self.optimizer, self._stepped, state)
-            names = self._usable(state)
-            needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
+            names = self._own_names(state)
+            needed = {n: v for part in self._stateful for n, v in part.needed(names).items()}
             kept = fitting(state, {OWN + name: value for name, value in needed.items()})
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
         self._forget_curvature()
-        for part in self._parts:
+        for part in self._stateful:
             part.load_state_dict({n.removeprefix(OWN): v for n, v in kept.items()}, names)
         self._begin(int(found["trainer/steps"]))
 
-    def _usable(self, state: Mapping[str, Any]) -> set[str]:
+    def _own_names(self, state: Mapping[str, Any]) -> set[str]:
         """Names of K-FAC's own items, but for decompositions if they are another solver's."""
         names = {name.removeprefix(OWN) for name in state if name.startswith(OWN)}
         if state.get(f"{OWN}solver") == self.plan.solver:

@@ -28,7 +28,7 @@ class Plan(Holdings):
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Bytes of each arena that `rank` keeps, and of what they held for parts of a batch."""
+        """Bytes of each arena of the plan that `rank` keeps, and of what they held for parts."""
         arenas = {
             "statistics": self.statistics(rank),
             "squares": self.squares(rank),
@@ -286,7 +286,7 @@ def make_plan(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
     for layer in layers:
-        _check_rank(layer, solver)
+        _check_rank(layer, solver, strategy)
     shares_of = placement.deal(layers, strategy.stagger)
     owners, columns_of = placement.place(layers, ranks, strategy, shares_of)
     updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
@@ -311,11 +311,16 @@ def _check_scales(ranks: int, strategy: Strategy) -> None:
             )
 
 
-def _check_rank(layer: LayerShape, solver: Solver) -> None:
+def _check_rank(layer: LayerShape, solver: Solver, strategy: Strategy) -> None:
     if layer.rank is not None and layer.rank < 1:
         raise ValueError(f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None")
     if layer.rank is not None and solver != "eigen":
         raise ValueError(
             f"rank={layer.rank} of layer {layer.name!r} keeps some eigenvectors only: it needs "
             f"solver='eigen', not {solver!r}, or rank=None"
+        )
+    if layer.rank is not None and strategy.basis_wire is not None:
+        raise ValueError(
+            f"rank={layer.rank} of layer {layer.name!r} needs eigenvectors that are orthogonal, "
+            f"which basis_wire={strategy.basis_wire!r} does not leave them; use one of both"
         )

@@ -27,14 +27,14 @@ class Recorder:
         recording: whether passes count; changes take effect at the next forward pass.
         before_first: called before the first sums since the last `finish` are added.
         after_each: called with each layer whose sums were added.
-        beside: called with each layer, its call's inputs and output gradients as sums take them,
-            and the weight of these.
+        after_call: called with each layer, its call's inputs and output gradients as sums take
+            them, and the weight of these.
     """
 
     recording = False
     before_first: Callable[[], None] | None = None
     after_each: Callable[[Layer], None] | None = None
-    beside: Callable[[Layer, Tensor, Tensor, float], None] | None = None
+    after_call: Callable[[Layer, Tensor, Tensor, float], None] | None = None
     _passes = 0
     _turn: Turn | None = None
 
@@ -185,8 +185,8 @@ class Recorder:
                     self._add(layer, side, some_x, some_g, turn.weight * weight * of_own)
                 elif turn.first:
                     self._add(layer, side, some_x, some_g, weight)
-            if self.beside:
-                self.beside(layer, some_x, some_g, turn.weight * weight * of_own)
+            if self.after_call:
+                self.after_call(layer, some_x, some_g, turn.weight * weight * of_own)
             if self.after_each and turn.last:
                 self.after_each(layer)
 

@@ -107,10 +107,10 @@ class Roles:
         names = self.owned(rank) + own
         return [name for name in names if self.in_share(name, share)]
 
-    def kept(self, factors: Iterable[str]) -> dict[str, int]:
+    def low_ranks(self, factors: Iterable[str]) -> dict[str, int]:
         """Of these factors, those of low rank, and how many eigenvectors are kept of each."""
-        ranks = {name: self.factors[name].rank for name in factors}
-        return {name: rank for name, rank in ranks.items() if rank is not None}
+        found = {name: self.factors[name].rank for name in factors}
+        return {name: rank for name, rank in found.items() if rank is not None}
 
     def inverted(self, factors: Iterable[str]) -> dict[str, Shape]:
         """Of these factors, those that are inverted, and the shape of what is added to each.
@@ -194,5 +194,8 @@ class Roles:
         return [layer.name for layer in self.layers if self.solver == "ekfac" and layer.rescaled]
 
     def load(self, rank: int) -> int:
-        """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes."""
+        """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes.
+
+        Of low rank, what the iteration takes.
+        """
         return 0 if self.vectors else sum(self.factors[n].work() for n in self.decomposed(rank))

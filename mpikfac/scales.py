@@ -62,7 +62,7 @@ class Scales:
         """No scales, as there are no bases."""
         self.clear()
         self._recorded: set[str] = set()  # layers that have a basis, and so scales
-        self._awaited: set[str] = set()
+        self._awaited: set[str] | None = None  # that will have new bases; None: as is said then
 
     def clear(self) -> None:
         """Forgets a batch's sums."""
@@ -126,8 +126,9 @@ class Scales:
             weights: of the factors' averages.
         """
         shares_of = self.plan.shares_of
-        new = self._awaited or {n for n in self.averages if share in (None, shares_of[n])}
-        self._awaited = set()
+        new, self._awaited = self._awaited, None
+        if new is None:
+            new = {n for n in self.averages if share in (None, shares_of[n])}
         for name in new:
             values = self.bases.sides(name, "values")
             kron.products_of_values(*values, out=self.averages[name])
@@ -160,9 +161,10 @@ class Scales:
             value.copy_(state[name])
         self._record_all()
         # Bases on their way may be of one share only, and shares be dealt otherwise from here on.
-        begun = (name for name in names if name.startswith("decompositions/"))
-        layers = {parent(parent(name.partition("/")[2])) for name in begun}
-        self._awaited = layers.intersection(self.averages)
+        if "due" in names:
+            begun = (name for name in names if name.startswith("decompositions/"))
+            layers = {parent(parent(name.partition("/")[2])) for name in begun}
+            self._awaited = layers.intersection(self.averages)
 
     def _record_all(self) -> None:
         """From now on, records the layers that have a basis."""

@@ -127,10 +127,10 @@ def replicated_below(
     [SPD-KFAC, Shi et al. 2021]
     """
     plan = make_plan(layers, ranks, replace(strategy, replicate_below=0), (), solver)
-    factors = {factor.order: replace(factor, count=1) for factor in plan.factors.values()}
-    for order, factor in sorted(factors.items()):
+    factors = {(f.order, f.rank or f.order): replace(f, count=1) for f in plan.factors.values()}
+    for (order, _), factor in sorted(factors.items()):
         size = math.prod(factor.part(2)) * plan.itemsize
         send = costmodel.basis_seconds(size, plan, machine)
         if costmodel.factor_seconds(factor, plan, machine) >= send:
             return order
-    return max(factors) + 1
+    return max(order for order, _ in factors) + 1

@@ -77,11 +77,33 @@ def cover(
         made = covers[type(module)](name, module)
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
-            layer.shape = rule(layer.shape)
+            layer.shape = _ruled(rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
     _check_shared(model, layers)
     return layers, uncovered(model, covering)
+
+
+def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
+    """What is kept of a layer.
+
+    Raises:
+        ValueError: something that the layer does not have.
+    """
+    kept = rule(whole)
+    same = ("name", "inputs", "outputs", "groups")
+    changed = [field for field in same if getattr(kept, field) != getattr(whole, field)]
+    if not kept.sides or not set(kept.sides) <= set(whole.sides):
+        changed.append("sides")
+    if kept.rescaled and not whole.rescaled:
+        changed.append("rescaled")
+    if changed:
+        field = changed[0]
+        raise ValueError(
+            f"the rule makes {field}={getattr(kept, field)!r} of layer {whole.name!r}, which has "
+            f"{getattr(whole, field)!r}"
+        )
+    return kept
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:

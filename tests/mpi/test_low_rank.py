@@ -20,11 +20,7 @@ SENT = {
     "owners": Strategy(1, "owners", "owner"),
     "staggered, late": Strategy(RANKS, reduce_at="bases", stagger=3),
     "small ones everywhere": Strategy(RANKS, replicate_below=10),
-    **{
-        f"{wire}, {workers}": Strategy(workers, basis_wire=wire, factor_wire=wire)
-        for wire in ("bfloat16", "int8")
-        for workers in (1, RANKS)
-    },
+    "factors in 8 bits": Strategy(RANKS, factor_wire="int8"),
 }
 
 

@@ -70,6 +70,21 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
     assert not torch.equal(continued(comm, less, strategy, graft="adam", kl_clip=None), expected)
 
 
+def test_all_ranks_miss_the_same(comm):
+    """Oracle: rank 0; ranks that precondition nothing count what grafting keeps, too."""
+    settings = {"graft": "adam", "kl_clip": None, "factor_every": 1}
+    kfac = trainer(comm, Strategy(1, delay=2), **settings)
+    problem.run(kfac, comm, range(4))
+    names = whole_state(comm, kfac).keys()
+    lost = {name for name in names if "graft/0" in name or "decompositions/5" in name}
+    assert len(lost) >= 3
+    for left in (names, names - lost, set()):
+        missing = kfac.missing(left)
+        assert all(missing == other for other in comm.allgather(missing))
+    assert not kfac.missing(names)
+    assert kfac.missing(names - lost) == lost
+
+
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
 def test_any_strategy_goes_on_with_anothers_state(comm, solver):
     """Oracle: the uninterrupted run, but for rounding. Each hands over to the next."""

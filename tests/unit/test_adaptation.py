@@ -178,3 +178,19 @@ def test_fixed_damping_is_not_adapted(comm):
     kfac = trainer(comm, deep_linear(6, 3), [0.1], damping=0.1)
     with pytest.raises(ValueError, match=r"needs damping=LevenbergMarquardt\(\.\.\.\), not 0.1"):
         kfac.adapt(1.0, 0.5)
+
+
+def test_a_step_that_was_skipped_has_no_ratio(comm):
+    """Oracle: NaN, and the damping as it was."""
+    damping = LevenbergMarquardt(DAMPING, every=1)
+    model = deep_linear(3, 2)
+    kfac = trainer(comm, model, [0.1], damping=damping)
+    x, y = batch(model)
+    adapted_step(kfac, x, y)
+    reached, scaler = damping.damping, torch.amp.GradScaler("cpu")
+    outputs = model(x)
+    kfac.record(outputs, loss="squared-error")
+    scaler.scale(math.inf * F.mse_loss(outputs, y)).backward()
+    kfac.step(scaler)
+    assert math.isnan(kfac.adapt(1.0, 1.0))
+    assert damping.damping == reached

@@ -493,7 +493,7 @@ def test_other_solvers_have_no_scales(comm):
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
     memory = kfac.plan.memory(0)
     assert (memory["scales"], memory["scale sums"]) == (0, 0)
-    assert kfac.recorder.beside is None
+    assert kfac.recorder.after_call is None
 
 
 REFUSED = {
