@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -245,15 +245,21 @@ class Factors:
 
     def _check(self, step: int) -> None:
         """Factors of this batch that are not finite count for nothing."""
-        broken: list[str] = []
-        if not all_finite(self.statistics.flat):
-            broken = not_finite({name: self.statistics[name] for name in self.averages})
-        for name in broken:
-            self.statistics[name].zero_()
-            self.statistics[count_of(name)].zero_()
+        broken = leave_out_broken(self.statistics, self.averages)
         rank, owners = self.grid.world.rank, self.plan.owners
         mine = [name for name in broken if self.plan.late or owners[name] == rank]
         self.troubles.note("statistics", mine, step, "their averages stay as they are")
+
+
+def leave_out_broken(sums: Arena, names: Iterable[str]) -> list[str]:
+    """Those of a batch's sums that are not finite; they and their counts become 0."""
+    if all_finite(sums.flat):
+        return []
+    broken = not_finite({name: sums[name] for name in names})
+    for name in broken:
+        sums[name].zero_()
+        sums[count_of(name)].zero_()
+    return broken
 
 
 def merge(average: Tensor, weight: Tensor, total: Tensor, count: Tensor, decay: float) -> None:

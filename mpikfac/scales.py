@@ -18,11 +18,11 @@ from mpikfac import kron
 from mpikfac.arena import Arena
 from mpikfac.bases import Bases
 from mpikfac.comm import Grid
-from mpikfac.factors import merge
+from mpikfac.factors import leave_out_broken, merge
 from mpikfac.layers import Layer
 from mpikfac.plan import Plan
 from mpikfac.shapes import count_of, parent
-from mpikfac.troubles import Troubles, all_finite, not_finite
+from mpikfac.troubles import Troubles, all_finite
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 
@@ -172,12 +172,7 @@ class Scales:
 
     def _check(self, step: int) -> None:
         """Scales of this batch that are not finite count for nothing."""
-        broken: list[str] = []
-        if not all_finite(self.sums.flat):
-            broken = not_finite({name: self.sums[name] for name in self.averages})
-        for name in broken:
-            self.sums[name].zero_()
-            self.sums[count_of(name)].zero_()
+        broken = leave_out_broken(self.sums, self.averages)
         mine = [name for name in broken if self.plan.updaters[name] == self.grid.world.rank]
         self.troubles.note("scales", mine, step, "their averages stay as they are")
 

@@ -47,6 +47,17 @@ def factors(kfac):
     return {n: kron.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
 
 
+def recorded(comm, model, x, loss):
+    """Factors of a batch with the exact Fisher."""
+    kfac = trainer(comm, model, fisher="exact")
+    outputs = model(x)
+    kfac.record(outputs, loss)
+    outputs.sum().backward()
+    kfac.precondition()
+    kfac.detach()
+    return factors(kfac)
+
+
 def products(found):
     """`G (x) A` of every layer."""
     names = {name[:-2] for name in found}
@@ -134,15 +145,9 @@ def test_the_product_is_exact_where_one_of_its_sides_is_the_same_for_all_example
     """Oracle: the mean of J^T H J by autograd. Elsewhere it is not: that is the approximation."""
     make, of, loss, layers = NETWORKS[name]
     model, x = make(), of()
-    kfac = trainer(comm, model, fisher="exact")
-    outputs = model(x)
-    kfac.record(outputs, loss)
-    outputs.sum().backward()
-    kfac.precondition()
-    kfac.detach()
     blocks = gauss_newton(model, x, lambda f: LOSSES[loss](f, torch.zeros_like(f)))
     used = {name: block for name, block in blocks.items() if block.any()}
-    found = products(factors(kfac))
+    found = products(recorded(comm, model, x, loss))
     assert all(not found[name].any() for name in blocks.keys() - used.keys())
     assert_exact(errors({name: found[name] for name in used}, used), layers)
 
@@ -150,18 +155,8 @@ def test_the_product_is_exact_where_one_of_its_sides_is_the_same_for_all_example
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_error_of_the_product_is_the_covariance_of_its_sides(comm, loss):
     """Oracle: J^T H J by autograd; the covariance over examples, from batches of one."""
-
-    def recorded(x):
-        kfac = trainer(comm, model, fisher="exact")
-        outputs = model(x)
-        kfac.record(outputs, loss)
-        outputs.sum().backward()
-        kfac.precondition()
-        kfac.detach()
-        return factors(kfac)
-
     model, x = relu_net(), inputs()
-    whole, alone = recorded(x), [recorded(example) for example in x.split(1)]
+    whole, *alone = (recorded(comm, model, part, loss) for part in (x, *x.split(1)))
     blocks = gauss_newton(model, x, lambda f: LOSSES[loss](f, torch.zeros_like(f)))
     for name, block in blocks.items():
         a, g = f"{name}.A", f"{name}.G"
