@@ -52,8 +52,9 @@ def ending(comm: Any, where: Callable[[], str] = lambda: "") -> Iterator[None]:
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )
         (what,) = traceback.format_exception_only(error)[-1:]
-        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(what.split())}"
-        print(report, file=sys.stderr, flush=True)
+        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(what.split())}\n"
+        # In one write with the end of its line: the launcher puts notes of its own between two.
+        print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
         raise
 

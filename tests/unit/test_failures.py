@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import platform
+import sys
 import textwrap
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -58,6 +62,32 @@ def test_a_crash_ends_the_job_with_one_traceback(tmp_path, how):
     assert job.stderr.count("Traceback (most recent call last)") == 1
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert line.startswith(f"mpikfac: rank 1 of 2, {platform.node()}, in a test: {text}")
+
+
+class Writes(io.RawIOBase):
+    """A stream that keeps what it is handed, piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: list[str] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, piece: Any) -> int:
+        self.pieces.append(bytes(piece).decode())
+        return len(piece)
+
+
+def test_a_report_is_one_write(monkeypatch):
+    """Oracle: pieces that reach the launcher, between which it may put notes of its own."""
+    writes = Writes()
+    stream = io.TextIOWrapper(io.BufferedWriter(writes), line_buffering=True)  # as stderr is
+    monkeypatch.setattr(sys, "stderr", stream)
+    comm = SimpleNamespace(rank=1, size=2, Abort=lambda code: None)
+    with pytest.raises(KeyError), mpikfac.ending(comm, lambda: "in a test"):
+        raise KeyError("lost")
+    (report,) = writes.pieces
+    assert report.endswith("in a test: KeyError: 'lost'\n")
 
 
 MISTAKES = {
