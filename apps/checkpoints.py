@@ -104,12 +104,12 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 
 def megabytes(plan: mpikfac.Plan) -> float:
     """About what a checkpoint takes: weights, momentum, triangles of factors, bases, scales."""
-    factors = sum(
-        math.prod(shape)
-        for factor in plan.factors.values()
-        for shape in (factor.triangle, factor.part(2), factor.part(1))
-    )
-    return plan.itemsize * (2 * plan.gradients().size + factors + plan.scales().size) / 1e6
+    factors = plan.factors.values()
+    averages = sum(math.prod(factor.triangle) for factor in factors)
+    bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
+    rest = 2 * plan.gradients().size + plan.scales().size
+    kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
+    return (plan.itemsize * rest + kept) / 1e6
 
 
 def root(options: Options) -> Path:

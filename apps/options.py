@@ -96,7 +96,8 @@ class KfacOptions:
             counts with its mean eigenvalue; null for all. Needs solver=eigen.
         subsample: factors are estimated from every n-th image of a batch.
         statistics_dtype: inputs of convolutions are rounded to it before they are multiplied.
-        precondition_dtype: gradients and decompositions are rounded to it to precondition.
+        factor_dtype: running averages of factors are kept in it.
+        basis_dtype: decompositions are kept in it and sent so; gradients are multiplied in it.
         skip: names of layers that are trained without K-FAC.
     """
 
@@ -143,7 +144,8 @@ class KfacOptions:
     rank: int | None = bounded(None, ">= 1")
     subsample: int = bounded(1, ">= 1")
     statistics_dtype: Literal["bfloat16"] | None = None
-    precondition_dtype: Literal["bfloat16"] | None = None
+    factor_dtype: Literal["bfloat16"] | None = None
+    basis_dtype: Literal["bfloat16"] | None = None
     skip: list[str] = field(default_factory=list)
 
 

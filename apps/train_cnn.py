@@ -36,7 +36,7 @@ KFAC_SETTINGS = (
     *("damping", "relative_damping", "factor_every", "decay", "kl_clip", "norm_clip", "graft"),
     *("normalization", "start", "fisher", "samples", "subsample", "skip"),
 )
-KFAC_DTYPES = ("statistics_dtype", "precondition_dtype")
+KFAC_DTYPES = ("statistics_dtype", "factor_dtype", "basis_dtype")
 
 # What a rank tells the others at each step, beside its gradients.
 CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)

@@ -35,7 +35,7 @@ NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases": (1, 1)}
-ROUNDED = {"statistics_dtype": torch.bfloat16, "precondition_dtype": torch.bfloat16}
+ROUNDED = {"statistics_dtype": torch.bfloat16, "basis_dtype": torch.bfloat16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"solver": "eigen"},
     "inverse": {},

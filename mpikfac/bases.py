@@ -36,22 +36,21 @@ class Bases:
         plan: Plan,
         rank: int,
         dtype: torch.dtype,
+        kept_in: torch.dtype,
         device: torch.device,
-        rounded_to: torch.dtype | None,
         troubles: Troubles,
         curvature: Curvature | None,
         relative: bool = False,
     ) -> None:
-        """See `KFAC` for `rounded_to`, its `precondition_dtype`, and for `relative` damping."""
-        self.plan = plan
+        """Decomposes in `dtype`. See `KFAC` for `kept_in`, its `basis_dtype`, and `relative`."""
+        self.plan, self.dtype = plan, dtype
         self.rank = rank
         self.delay = plan.strategy.delay
         self._factors = plan.decomposed(rank)
         self._applied = next(iter(BLOCKS[plan.solver]))
         self.troubles = troubles
         self.relative = relative
-        self.arena = Arena(plan.bases(rank), dtype, device)
-        self.rounded = Arena(plan.bases(rank), rounded_to, device) if rounded_to else self.arena
+        self.arena = Arena(plan.bases(rank), kept_in, device)
         self.denominators = Arena(plan.denominators(rank), dtype, device)
         self.scales: Mapping[str, Tensor] = {}
         self._curvature = curvature
@@ -117,8 +116,6 @@ class Bases:
         """Derives what preconditioning takes from an arena with new content."""
         self.ready = True
         self.rescaled()
-        if self.rounded is not self.arena:
-            self.rounded.flat.copy_(self.arena.flat)
 
     def rescaled(self) -> None:
         """Has denominators made anew, of eigenvalues or scales with new content."""
@@ -143,14 +140,15 @@ class Bases:
     ) -> Iterator[tuple[str, Tensor]]:
         """The arena's blocks that change, by name, of one factor after the other."""
         solver, tolerance = self.plan.solver, self.plan.strategy.tolerance
-        for name, packed in factors.items():
+        for name, kept_packed in factors.items():
+            packed = kept_packed.to(self.dtype)
             if tolerance and self.ready:
                 renewed, misfit = self._renewed(name, packed, added.get(name))
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            kept = self.plan.low_ranks([name])
-            yield from decompose.decompositions({name: packed}, added, solver, kept)
+            ranks = self.plan.low_ranks([name])
+            yield from decompose.decompositions({name: packed}, added, solver, ranks)
 
     def _renewed(
         self, name: str, packed: Tensor, added: Tensor | None
@@ -161,23 +159,33 @@ class Bases:
         """
         factor = kron.unfold_triangle(packed)
         if added is None:
-            vectors = self.arena[f"{name}.vectors"]
+            vectors = self.arena[f"{name}.vectors"].to(self.dtype)
             values, misfit = decompose.values_in_basis(factor, vectors)
             return {f"{name}.values": values}, misfit
-        damped = decompose.damp(factor, added)
-        return {}, decompose.error_of_inverse(damped, self.arena[f"{name}.inverse"])
+        inverse = self.arena[f"{name}.inverse"].to(self.dtype)
+        return {}, decompose.error_of_inverse(decompose.damp(factor, added), inverse)
 
     def _added(self, name: str, factors: Mapping[str, Tensor], damping: float) -> Tensor:
         """What is added to a factor before it is inverted, `[]` or `[groups]`."""
         layer, splits = self.plan.shapes[parent(name)], self.plan.splits(parent(name))
+        if not splits and not self.relative:
+            shape, device = self.plan.inverted([name])[name], self.arena.flat.device
+            return torch.full(shape, damping, dtype=self.dtype, device=device)
         if self.relative:
-            own = _mean_eigenvalue(layer, [self.plan.factors[name]], factors)
+            own = self._mean_eigenvalue(layer, [self.plan.factors[name]], factors)
             return kron.damping_unit(own) * (math.sqrt(damping) if splits else damping)
-        if not splits:
-            return factors[name].new_full(self.plan.inverted([name])[name], damping)
-        a, g = (_mean_eigenvalue(layer, layer.side(side), factors) for side in "AG")
+        a, g = (self._mean_eigenvalue(layer, layer.side(side), factors) for side in "AG")
         of_a = name in [factor.name for factor in layer.side("A")]
         return decompose.tikhonov_share(a / g if of_a else g / a, damping)
+
+    def _mean_eigenvalue(
+        self, layer: LayerShape, found: Sequence[FactorShape], factors: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The mean eigenvalue of some factors of a layer, `[]`, or `[groups]` if it has several."""
+        precise = [factors[factor.name].to(self.dtype) for factor in found]
+        traces = torch.cat([kron.trace(one).view(layer.groups, -1) for one in precise], 1)
+        means = traces.sum(1) * layer.groups / sum(factor.size for factor in found)
+        return means if layer.groups > 1 else means[0]
 
     # -- from gradients to directions ------------------------------------------------------------
 
@@ -195,23 +203,26 @@ class Bases:
         self._damping = damping
 
     def sides(self, name: str, block: str) -> tuple[kron.Side, kron.Side]:
-        """A and G of a layer in the form of that block of their factors' decompositions."""
-        a, g = (self._side(self.arena, name, side, block) for side in "AG")
+        """A and G of a layer in the form of that block of their factors' decompositions.
+
+        In the dtype of sums.
+        """
+        a, g = ([b.to(self.dtype) for b in self._side(name, side, block)] for side in "AG")
         return a, g
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
-        a, g = (self._side(self.rounded, name, side, self._applied) for side in "AG")
+        a, g = (self._side(name, side, self._applied) for side in "AG")
         if self.plan.eigenbases:
             return kron.precondition(gradient, a, g, self.denominators[name])
         if self.plan.vectors:
             return kron.precondition_by_vectors(gradient, a, g, self._damping)
         return kron.precondition_by_inverse(gradient, a, g)
 
-    def _side(self, arena: Arena, layer: str, side: str, block: str) -> list[Tensor]:
+    def _side(self, layer: str, side: str, block: str) -> list[Tensor]:
         """That block of each factor that stands for A or for G of a layer."""
         shape = self.plan.shapes[layer]
-        found = [arena[f"{factor.name}.{block}"] for factor in shape.side(side)]
+        found = [self.arena[f"{factor.name}.{block}"] for factor in shape.side(side)]
         if side in shape.diagonal:
             return [one.view(*shape.gradient[:-2], -1) for one in found]
         return found
@@ -272,12 +283,3 @@ class Bases:
             made = [(n, state[prefix + n]) for n in blocks if prefix + n in state]
             self._made = lambda: made
             self._due = int(state["due"])
-
-
-def _mean_eigenvalue(
-    layer: LayerShape, found: Sequence[FactorShape], factors: Mapping[str, Tensor]
-) -> Tensor:
-    """The mean eigenvalue of some factors of a layer, `[]`, or `[groups]` if it has several."""
-    traces = [kron.trace(factors[factor.name]).view(layer.groups, -1) for factor in found]
-    means = torch.cat(traces, 1).sum(1) * layer.groups / sum(factor.size for factor in found)
-    return means if layer.groups > 1 else means[0]

@@ -132,24 +132,30 @@ def check_damping(damping: object, relative: bool, solver: str, graft: str | Non
         )
 
 
-def check_solver(solver: str, estimator: Estimator, precondition_dtype: torch.dtype | None) -> None:
-    """Returns if the solver can do with what factors are estimated from, and such a dtype.
+def check_solver(
+    solver: str,
+    estimator: Estimator,
+    factor_dtype: torch.dtype | None,
+    basis_dtype: torch.dtype | None,
+) -> None:
+    """Returns if the solver can do with what factors are estimated from, and with such dtypes.
 
     Raises:
         ValueError: it cannot.
     """
-    one_of("precondition_dtype", precondition_dtype, (None, torch.bfloat16))
+    one_of("factor_dtype", factor_dtype, (None, torch.bfloat16))
+    one_of("basis_dtype", basis_dtype, (None, torch.bfloat16))
     if solver == "rank-one" and not estimator.of_loss:
         raise ValueError(
             f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
             f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
         )
-    plain = (estimator.start, estimator.statistics_dtype, precondition_dtype)
-    if solver == "rank-one" and plain != ("first", None, None):
+    dtypes = (estimator.statistics_dtype, factor_dtype, basis_dtype)
+    if solver == "rank-one" and (estimator.start, *dtypes) != ("first", None, None, None):
         raise ValueError(
             f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
-            f"start='first', statistics_dtype=None and precondition_dtype=None, not "
-            f"{estimator.start!r}, {estimator.statistics_dtype} and {precondition_dtype}"
+            f"start='first' and statistics_dtype, factor_dtype and basis_dtype None, not "
+            f"{estimator.start!r}, {', '.join(map(str, dtypes))}"
         )
     if solver == "ekfac" and (
         estimator.normalization != "expand" or estimator.fisher == "forward-only"
@@ -161,15 +167,23 @@ def check_solver(solver: str, estimator: Estimator, precondition_dtype: torch.dt
         )
 
 
-def check_rounding(low_ranks: Mapping[str, int], precondition_dtype: torch.dtype | None) -> None:
-    """Returns if eigenvectors, of some factors the leading ones alone, may be rounded so.
+def check_rounding(
+    basis_dtype: torch.dtype | None, low_ranks: Mapping[str, int], wire: str | None
+) -> None:
+    """Returns if decompositions, some of low rank, may be kept in that dtype, and travel so.
 
     Raises:
         ValueError: they may not.
     """
-    if low_ranks and precondition_dtype is not None:
+    if basis_dtype is None:
+        return
+    if low_ranks:
         raise ValueError(
-            f"precondition_dtype={precondition_dtype} rounds eigenvectors, which have to be "
-            f"orthogonal where only some are kept, as of {next(iter(low_ranks))!r}; use None, or "
-            f"rank=None"
+            f"basis_dtype={basis_dtype} rounds eigenvectors, which have to be orthogonal where "
+            f"only some are kept, as of {next(iter(low_ranks))!r}; use None, or rank=None"
+        )
+    if wire is not None:
+        raise ValueError(
+            f"basis_dtype={basis_dtype} leaves nothing to round for basis_wire={wire!r}; use one "
+            f"of both"
         )

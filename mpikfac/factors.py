@@ -40,13 +40,20 @@ class Factors:
     """
 
     def __init__(
-        self, plan: Plan, grid: Grid, dtype: torch.dtype, device: torch.device, troubles: Troubles
+        self,
+        plan: Plan,
+        grid: Grid,
+        dtype: torch.dtype,
+        kept_in: torch.dtype,
+        device: torch.device,
+        troubles: Troubles,
     ) -> None:
+        """Sums have `dtype`, averages the one that they are `kept_in`."""
         self.plan, self.grid, self.troubles = plan, grid, troubles
         rank = grid.world.rank
         self.statistics = Arena(plan.statistics(rank), dtype, device)
         self.parts = Parts(self.statistics, plan.parts_per_rank)
-        self.averages = Arena(plan.averages(rank), dtype, device)
+        self.averages = Arena(plan.averages(rank), kept_in, device)
         weights = torch.zeros(len(self.averages), dtype=dtype, device=device)
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._squares = Arena(plan.squares(rank), dtype, device)
@@ -272,4 +279,6 @@ def merge(average: Tensor, weight: Tensor, total: Tensor, count: Tensor, decay: 
     """
     weight.mul_(decay).add_(count, alpha=1 - decay)
     mean = total.div_(torch.where(count > 0, count, 1))
-    average.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))
+    precise = average.to(mean.dtype)  # itself if it has that dtype
+    precise.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))
+    average.copy_(precise)

@@ -99,7 +99,8 @@ class KFAC:
         samples: how often labels are drawn.
         subsample: estimate a batch's factors from every n-th of its examples.
         statistics_dtype: round inputs of convolutions to it before they are multiplied.
-        precondition_dtype: round gradients and decompositions to it to precondition.
+        factor_dtype: keep running averages of factors in it; sums over a batch stay as they are.
+        basis_dtype: keep decompositions in it, send them so, and multiply gradients by them in it.
         skip: names of modules that are trained first-order.
         covers: what each type of module is covered by, see `layers`: linear layers, convolutions
             and embeddings; with `NORMS` normalisations, too; and modules of your own.
@@ -145,7 +146,8 @@ class KFAC:
         samples: int = 1,
         subsample: int = 1,
         statistics_dtype: torch.dtype | None = None,
-        precondition_dtype: torch.dtype | None = None,
+        factor_dtype: torch.dtype | None = None,
+        basis_dtype: torch.dtype | None = None,
         skip: Iterable[str] = (),
         covers: Kinds = KINDS,
         rule: Rule = usual_rule,
@@ -162,7 +164,7 @@ class KFAC:
         )
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
         check_damping(damping, relative_damping, solver, graft)
-        check_solver(solver, self.estimator, precondition_dtype)
+        check_solver(solver, self.estimator, factor_dtype, basis_dtype)
 
         kept = (lambda layer: forward_only(rule(layer))) if fisher == "forward-only" else rule
         self.layers, self.others = cover(model, skip, statistics_dtype, covers, kept)
@@ -176,8 +178,10 @@ class KFAC:
             [(other.name, tuple(other.tensor.shape)) for other in self.others],
             solver,
             dtype.itemsize,
+            (factor_dtype or dtype).itemsize,
+            (basis_dtype or dtype).itemsize,
         )
-        check_rounding(self.plan.low_ranks(self.plan.factors), precondition_dtype)
+        check_rounding(basis_dtype, self.plan.low_ranks(self.plan.factors), strategy.basis_wire)
         check_joins(curvature, self.plan.strategy.curvature_ranks)
         groups_of(self.layers, optimizer)  # refused here, before any communication
 
@@ -186,14 +190,15 @@ class KFAC:
             relative_damping=relative_damping,
             graft=graft,
             adaptation=self._adaptive,
-            precondition_dtype=precondition_dtype,
+            factor_dtype=factor_dtype,
+            basis_dtype=basis_dtype,
         )
         broadcast(comm, [*model.parameters(), *model.buffers()])
         self.grid = Grid(comm, self.plan.rows, self.trace, self.plan.strategy.ranks_per_node)
         self.curvature = (
             Curvature(self.plan, comm.rank, curvature, self.trace) if curvature else None
         )
-        self._build(dtype, device, precondition_dtype, relative_damping, graft)
+        self._build(dtype, device, factor_dtype, basis_dtype, relative_damping, graft)
         self._forget_curvature()
         self._begin(0)
         if comm.rank == 0:
@@ -203,7 +208,8 @@ class KFAC:
         self,
         dtype: torch.dtype,
         device: torch.device,
-        precondition_dtype: torch.dtype | None,
+        factor_dtype: torch.dtype | None,
+        basis_dtype: torch.dtype | None,
         relative_damping: bool,
         graft: Graft | None,
     ) -> None:
@@ -213,7 +219,7 @@ class KFAC:
         blocks: list[Block] = [*self.layers, *self.others]
         self.gradients = Gradients(blocks, plan, grid, dtype, device)
         self._stepped = self.gradients.stepped(self.model)
-        self.factors = Factors(plan, grid, dtype, device, self.troubles)
+        self.factors = Factors(plan, grid, dtype, factor_dtype or dtype, device, self.troubles)
         self.recorder = Recorder(
             self.model,
             self.layers,
@@ -229,8 +235,8 @@ class KFAC:
             plan,
             rank,
             dtype,
+            basis_dtype or dtype,
             device,
-            precondition_dtype,
             self.troubles,
             self.curvature,
             relative_damping,
@@ -605,7 +611,8 @@ class KFAC:
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
             needed = {n: v for part in self._stateful for n, v in part.needed(names).items()}
-            kept = fitting(state, {OWN + name: value for name, value in needed.items()})
+            own = {OWN + name: value for name, value in needed.items()}
+            kept = fitting(state, own, rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()

@@ -40,7 +40,8 @@ class Plan(Holdings):
             "gradients": self.gradients(),
             "directions": self.directions(rank),
         }
-        sizes = {name: layout.size * self.itemsize for name, layout in arenas.items()}
+        each = {"averages": self.factor_itemsize, "bases": self.basis_itemsize}
+        sizes = {n: layout.size * each.get(n, self.itemsize) for n, layout in arenas.items()}
         if count := self.parts_per_rank:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
         if kept := self._kept_for_wires(rank):
@@ -122,9 +123,8 @@ class Plan(Holdings):
             return []
         kind, layout = self._kind(share), self.bases(rank)
         codec = self._codec(self.strategy.basis_wire, feedback=False)
-        return self._gathers(
-            "publish bases", "column", layout, lambda n: kind(parent(n)), rank, codec
-        )
+        size, of_block = self.basis_itemsize, lambda name: kind(parent(name))
+        return self._gathers("publish bases", "column", layout, of_block, rank, size, codec)
 
     def reduce_gradients(self, rank: int) -> list[Message]:
         """Sums of all gradients."""
@@ -142,17 +142,20 @@ class Plan(Holdings):
             return []
         kind, layout = self._fused().__getitem__, self.directions(rank)
         codec = self._codec(self.strategy.gradient_wire)
-        return self._gathers("publish gradients", "row", layout, kind, rank, codec)
+        size = self.itemsize
+        return self._gathers("publish gradients", "row", layout, kind, rank, size, codec)
 
     def publish_weights(self, rank: int) -> list[Message]:
         """Weights to the ranks that did not step them."""
         if self.strategy.update == "everyone":
             return []
-        layout = self.gradients()
+        layout, size = self.gradients(), self.itemsize
         return [
             message
             for codec, kind in self._encoded_and_others(lambda name: 0)
-            for message in self._gathers("publish weights", "world", layout, kind, rank, codec)
+            for message in self._gathers(
+                "publish weights", "world", layout, kind, rank, size, codec
+            )
         ]
 
     def clip(self) -> list[Message]:
@@ -171,19 +174,28 @@ class Plan(Holdings):
         if self.strategy.overlap:  # what is sent beside the backward pass is cut into pieces
             primitive = None
         found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive, codec)
-        return self._in_levels(found, self.team(rank, "world"), rank)
+        return self._in_levels(found, self.team(rank, "world"), rank, self.itemsize)
 
     def _gathers(
-        self, stage: str, over: str, layout: Layout, kind: Kind, rank: int, codec: Codec | None
+        self,
+        stage: str,
+        over: str,
+        layout: Layout,
+        kind: Kind,
+        rank: int,
+        itemsize: int,
+        codec: Codec | None,
     ) -> list[Message]:
         team = self.team(rank, over)
         own = team.index(rank)
-        found = gathers(stage, over, layout, kind, own, len(team), self.itemsize, codec)
-        return self._in_levels(found, team, rank)
+        found = gathers(stage, over, layout, kind, own, len(team), itemsize, codec)
+        return self._in_levels(found, team, rank, itemsize)
 
-    def _in_levels(self, found: list[Message], team: range, rank: int) -> list[Message]:
+    def _in_levels(
+        self, found: list[Message], team: range, rank: int, itemsize: int
+    ) -> list[Message]:
         at = self.seat(team, rank)
-        return in_two_levels(found, at, self.itemsize) if at else found
+        return in_two_levels(found, at, itemsize) if at else found
 
     def _codec(self, wire: str | None, feedback: bool = True) -> Codec | None:
         """What carries out a wire; bfloat16 loses too little for it to be kept."""
@@ -249,6 +261,8 @@ def make_plan(
     others: Iterable[tuple[str, Shape]] = (),
     solver: Solver = "inverse",
     itemsize: int = 4,
+    factor_itemsize: int | None = None,
+    basis_itemsize: int | None = None,
 ) -> Plan:
     """The plan for `layers` on `ranks` ranks; the same on every rank.
 
@@ -258,6 +272,8 @@ def make_plan(
             same, and scales), or "rank-one" (factors are squares of vectors, and nothing is
             decomposed).
         itemsize: bytes of one element.
+        factor_itemsize: the same of running averages; `itemsize` if None.
+        basis_itemsize: the same of decompositions.
 
     Raises:
         ValueError: a choice that cannot work, with what would.
@@ -293,8 +309,9 @@ def make_plan(
     others = tuple((name, tuple(shape)) for name, shape in others)
     updaters |= placement.spread(others, ranks)
     factors = {factor.name: factor for layer in layers for factor in layer.factors}
-    given = (tuple(layers), others, ranks, strategy, solver, itemsize)
-    return Plan(*given, columns_of, owners, updaters, factors, shares_of)
+    itemsizes = itemsize, factor_itemsize or itemsize, basis_itemsize or itemsize
+    given = (tuple(layers), others, ranks, strategy, solver)
+    return Plan(*given, *itemsizes, columns_of, owners, updaters, factors, shares_of)
 
 
 def _check_scales(ranks: int, strategy: Strategy) -> None:

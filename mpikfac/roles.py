@@ -28,6 +28,7 @@ class Roles:
         owners: rank that decomposes each factor ("conv1.A").
         updaters: rank that steps each layer or other parameter when `update="owner"`.
         factors: shape of each factor.
+        itemsize: bytes of a number, but for those of running averages and of decompositions.
         shares_of: the share of a refresh that each layer belongs to, from 0 to `stagger` - 1.
     """
 
@@ -37,6 +38,8 @@ class Roles:
     strategy: Strategy
     solver: Solver
     itemsize: int
+    factor_itemsize: int
+    basis_itemsize: int
     columns_of: dict[str, int]
     owners: dict[str, int]
     updaters: dict[str, int]

@@ -57,8 +57,13 @@ def needed_state(
     return found | {name: state[name] for name in state if name.startswith(kept)}
 
 
-def fitting(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def fitting(
+    state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
+) -> dict[str, Any]:
     """The items that `like` names, of the same dtype and shape, or numbers where it has numbers.
+
+    Args:
+        rounded: real numbers of one dtype may stand for those of another.
 
     Raises:
         ValueError: the first that is missing or another; its name, what is expected, what is there.
@@ -68,13 +73,16 @@ def fitting(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]
         if name not in state:
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
         found[name] = state[name]
-        if (form := _form(found[name])) != _form(expected):
+        if _form(found[name], rounded) != _form(expected, rounded):
+            form = _form(found[name])
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
     return found
 
 
-def _form(value: object) -> str:
+def _form(value: object, rounded: bool = False) -> str:
     if torch.is_tensor(value):
+        if rounded and value.is_floating_point():
+            return f"real {list(value.shape)}"
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpikfac.comm.beside import Beside, ProgressThread
 from mpikfac.comm.buffers import Buffers, check_summable
 from mpikfac.comm.encoded import Encoded
-from mpikfac.comm.primitives import PRIMITIVES, SUMS, handed, sum_in_order
+from mpikfac.comm.primitives import COPIES, PRIMITIVES, SUMS, handed, sum_in_order
 from mpikfac.comm.startup import check_nodes, cuda_aware
 from mpikfac.layout import Layout
 from mpikfac.levels import BETWEEN_NODES, IN_NODE
@@ -80,6 +80,9 @@ class Grid:
         Collective over: each message's `over`.
         """
         if not messages:
+            return
+        if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
+            self._exchange(messages, flat.view(torch.int16))  # a type that MPI knows
             return
         check_summable(flat)
         self._exchange_rounded([m for m in messages if m.codec and m.primitive in SUMS], flat)

@@ -105,6 +105,8 @@ PRIMITIVES = {
 """What carries out a message, by the name that plans give it."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
 """Those of them that add up numbers of any codec that MPI can add up."""
+COPIES = ("Allgatherv", "Bcast")
+"""Those of them that hand on numbers as they are, of whatever dtype."""
 
 
 def handed(message: Message, rank: int) -> int:

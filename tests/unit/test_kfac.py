@@ -305,17 +305,23 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ({"subsample": 0}, "subsample=0 must be a whole number of at least 1"),
         ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
         ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),
-        ({"precondition_dtype": "bfloat16"}, "precondition_dtype='bfloat16' must be one of"),
+        ({"factor_dtype": torch.float16}, "factor_dtype=torch.float16 must be one of"),
+        ({"basis_dtype": "bfloat16"}, "basis_dtype='bfloat16' must be one of"),
+        (
+            {"basis_dtype": torch.bfloat16, "strategy": mpikfac.Strategy(1, basis_wire="int8")},
+            "basis_dtype=torch.bfloat16 leaves nothing to round for basis_wire='int8'",
+        ),
         *(
             (
                 {"solver": "rank-one", **more},
                 "solver='rank-one' has no matrices to start at the identity or to round: it needs "
-                "start='first', statistics_dtype=None and precondition_dtype=None, not ",
+                "start='first' and statistics_dtype, factor_dtype and basis_dtype None, not ",
             )
             for more in (
                 {"start": "identity"},
                 {"statistics_dtype": torch.bfloat16},
-                {"precondition_dtype": torch.bfloat16},
+                {"factor_dtype": torch.bfloat16},
+                {"basis_dtype": torch.bfloat16},
             )
         ),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),

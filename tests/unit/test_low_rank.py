@@ -210,9 +210,9 @@ def test_vectors_that_are_rounded_are_refused(comm):
     with pytest.raises(ValueError, match="rank=2 of layer 'l' .* basis_wire='int8' .* one of both"):
         make_plan([layer], 2, Strategy(2, basis_wire="int8"), solver="eigen")
     make_plan([layer], 2, Strategy(2, factor_wire="int8"), solver="eigen")
-    with pytest.raises(ValueError, match=r"precondition_dtype=torch.bfloat16 .* as of '0.A'"):
-        trainer(comm, 3, precondition_dtype=torch.bfloat16)
-    trainer(comm, 100, precondition_dtype=torch.bfloat16)  # all of them
+    with pytest.raises(ValueError, match=r"basis_dtype=torch.bfloat16 .* as of '0.A'"):
+        trainer(comm, 3, basis_dtype=torch.bfloat16)
+    trainer(comm, 100, basis_dtype=torch.bfloat16)  # all of them
 
 
 def test_within_blocks_each_keeps_its_own(comm):

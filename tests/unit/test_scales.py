@@ -272,7 +272,7 @@ def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to
         model = problem.network()
         every = 2 if len(ends) < 2 else 4
         settings = problem.SETTINGS | {"solver": solver, "factor_every": 2, "basis_every": every}
-        settings["precondition_dtype"] = rounded_to
+        settings["basis_dtype"] = rounded_to
         kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
         ends.append(problem.run(kfac, comm))
     assert torch.equal(ends[0], ends[1])

@@ -1,0 +1,102 @@
+"""What keeping averages and decompositions in bfloat16 does to directions, and what it saves.
+
+    OMP_NUM_THREADS=1 python benchmarks/kept.py --data DIR --steps 60
+
+ResNet-20 is trained on CIFAR-10. Beside it, K-FAC with other dtypes sees the same batches and
+weights at every step. Relative errors of its directions before any bound, medians over layers and
+over the last refresh's steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps import batches, data, models
+
+BF16 = torch.bfloat16
+WAYS = {
+    "`factor_dtype`": {"factor_dtype": BF16},
+    "`basis_dtype`": {"basis_dtype": BF16},
+    "both": {"factor_dtype": BF16, "basis_dtype": BF16},
+}
+EVERY = 10  # steps between refreshes
+
+
+def main() -> None:
+    """Prints a row for each solver, damping and way."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", required=True, help="directory of CIFAR-10")
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    print("| solver | damping | kept in bfloat16 | error | worst layer | averages, bases, MB |")
+    print("|---|---|---|---|---|---|")
+    for solver in ("eigen", "inverse"):
+        for damping in (0.03, 0.003):
+            for way, row in compared(options, solver, damping).items():
+                print(f"| {solver} | {damping:g} | {way} | {row} |", flush=True)
+
+
+def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[str, str]:
+    """The rest of each way's row: errors, and what it keeps."""
+    settings = {"solver": solver, "damping": damping}
+    own = trainer(**settings)
+    others = {way: trainer(**settings, **dtypes) for way, dtypes in WAYS.items()}
+    errors: dict[str, list[float]] = {way: [] for way in WAYS}
+    for step, (images, labels) in zip(range(options.steps), examples(options.data)):
+        for other in others.values():
+            other.model.load_state_dict(own.model.state_dict())
+        for kfac in (own, *others.values()):
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(images), labels).backward()
+            kfac.step()
+        if step >= options.steps - EVERY:
+            for way, other in others.items():
+                pairs = zip(other.directions.values(), own.directions.values())
+                errors[way] += [error(ours, exact) for ours, exact in pairs]
+    return {
+        way: f"{statistics.median(errors[way]):.2%} | {max(errors[way]):.1%} | {kept(other)}"
+        for way, other in others.items()
+    }
+
+
+def error(ours: Tensor, exact: Tensor) -> float:
+    """Relative to what is exact."""
+    return ((ours - exact).norm() / exact.norm()).item()
+
+
+def trainer(**settings: Any) -> mpikfac.KFAC:
+    """K-FAC on a ResNet-20, the same at each call."""
+    torch.manual_seed(0)
+    model = models.build("resnet20", 10).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return mpikfac.KFAC(model, optimizer, mpikfac.world(), basis_every=EVERY, **settings)
+
+
+def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of CIFAR-10, for one epoch."""
+    images = data.load("cifar10", path, 10_000)
+    normalise = batches.Normalise(images.train_images, torch.device("cpu"))
+    draw = batches.Batches(images.train_images, images.train_labels, 64, seed=0, augment=True)
+    for step in itertools.count():
+        x, labels = draw.get(0, step)
+        yield normalise(x), labels
+
+
+def kept(kfac: mpikfac.KFAC) -> str:
+    """Megabytes of averages and of bases."""
+    memory = kfac.plan.memory(0)
+    return ", ".join(f"{memory[name] / 1e6:.1f}" for name in ("averages", "bases"))
+
+
+if __name__ == "__main__":
+    main()

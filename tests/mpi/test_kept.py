@@ -1,0 +1,106 @@
+"""Averages and decompositions kept in bfloat16: one process's numbers, and the plan's bytes."""
+
+from __future__ import annotations
+
+import collections
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+BF16 = torch.bfloat16
+KEPT = {
+    "averages": {"factor_dtype": BF16},
+    "bases": {"basis_dtype": BF16},
+    "both": {"factor_dtype": BF16, "basis_dtype": BF16},
+}
+OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+PLACEMENTS = {
+    "everywhere": {"workers": RANKS},
+    "one worker": {"workers": 1},
+    "owners": OWNERS,
+    "two owners of a layer": {"workers": RANKS, "colocate": False},
+    "layer by layer": {"workers": RANKS, "fusion": 1},
+    "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
+    "delayed": {"workers": RANKS, "delay": 1},
+    "staggered": {"workers": RANKS, "stagger": 3},
+    "event-driven": {"workers": RANKS, "tolerance": 0.3},
+}
+if RANKS == 4:  # as two nodes of two
+    PLACEMENTS["in nodes"] = {"workers": RANKS, "ranks_per_node": 2}
+OVER_TIME = "delay", "stagger", "tolerance"
+STEPS = range(7)
+
+
+def trainer(comm, placement, **settings):
+    model = problem.network()
+    settings = problem.SETTINGS | settings
+    return mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(**placement), **settings)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, placement, solver):
+    """Oracle: one process that keeps them so, with the joined batch; the plan.
+
+    To rounding in bfloat16, as eigenvectors of the value 0 may be any: examples are few.
+    """
+    start = problem.state(problem.network())
+    kfac = trainer(comm, placement, solver=solver, **kept)
+    of_time = {name: placement[name] for name in OVER_TIME if name in placement}
+    serial = trainer(comm.Split(comm.rank), of_time, solver=solver, **kept)
+    expected = collections.Counter()
+    for step in STEPS:
+        found = problem.run(kfac, comm, [step])
+        expected += problem.planned(kfac, step)
+        images, labels = problem.batch(step)
+        serial.optimizer.zero_grad()
+        F.cross_entropy(serial.model(images), labels).backward()
+        serial.step()
+        alone = problem.state(serial.model)
+        assert (found - alone).norm() < 0.05 * (alone - start).norm()
+        assert all(torch.equal(found, other) for other in comm.allgather(found))
+    if "delay" not in placement:
+        assert +collections.Counter(kfac.trace.sent) == expected
+    memory = kfac.plan.memory(comm.rank)
+    for name, arena in (("averages", kfac.factors.averages), ("bases", kfac.bases.arena)):
+        assert memory[name] == arena.flat.nbytes
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS.values(), {"reduce_at": "bases"}])
+def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
+    """Oracle: the run that wrote it."""
+    first, second = (trainer(comm, placement, **KEPT["both"]) for _ in range(2))
+    problem.run(first, comm, range(4))
+    second.load_state_dict(whole_state(comm, first))
+    expected = problem.run(first, comm, range(4, 8))
+    assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
+
+
+@pytest.mark.parametrize("placement", [{"workers": RANKS}, OWNERS])
+@pytest.mark.parametrize("towards", ["rounded", "exact"])
+def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
+    """Oracle: its numbers, rounded or as they are."""
+    kept = [{}, KEPT["both"]] if towards == "rounded" else [KEPT["both"], {}]
+    first, second = (trainer(comm, placement, **dtypes) for dtypes in kept)
+    problem.run(first, comm, range(4))
+    second.load_state_dict(whole_state(comm, first))
+    for ours, theirs in (
+        (second.factors.averages, first.factors.averages),
+        (second.bases.arena, first.bases.arena),
+    ):
+        assert ours.flat.dtype != theirs.flat.dtype
+        assert torch.equal(ours.flat, theirs.flat.to(ours.flat.dtype))
+
+
+def whole_state(comm, kfac):
+    state = {}
+    for share in comm.allgather(kfac.state_dict()):
+        state |= share
+    return state
