@@ -129,7 +129,8 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
         (line,) = ended.told
         found = rf"rank {rank} silent \(stopped, holding the GIL, or at its end\)"
         if kind == "sleep":  # outside of steps, ranks that wait look like one that does not
-            found = rf"rank {rank} on \S+ in {where};" if place in STEP else f"in {where};"
+            stage = '("forward" of )?'  # the others happen between two stages
+            found = rf"rank {rank} on \S+ in {stage}{where};" if place in STEP else f"in {where};"
         assert re.search(rf"no progress for \d+ s: .*{found}", line)
         assert "Thread 0x" in "".join(path.read_text() for path in ended.hang.glob("rank-*"))
     else:  # Open MPI waits, raises or crashes
