@@ -55,9 +55,10 @@ class Buffers:
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @contextmanager
-    def of(self, flat: Tensor, stage: str) -> Iterator[Any]:
+    def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """What MPI may read and write in place of `flat`; copies are part of the stage."""
-        if flat.is_cuda and self._direct and flat.dtype in SUMMABLE:  # our own sums are the host's
+        ours = summed and flat.dtype not in SUMMABLE  # such sums are made on the host
+        if flat.is_cuda and self._direct and not ours:
             settle(flat)
             yield flat
             return

@@ -109,7 +109,8 @@ class Grid:
         """Numbers as MPI takes them."""
         if not messages:
             return
-        with self._buffers.of(flat, messages[0].stage) as buffer:
+        summed = any(message.primitive not in COPIES for message in messages)
+        with self._buffers.of(flat, messages[0].stage, summed) as buffer:
             for message in messages:
                 comm = self._teams[message.over]
                 sent = handed(message, comm.rank) * flat.element_size()
