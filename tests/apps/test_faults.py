@@ -96,8 +96,9 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
         job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}", timeout=90)
         seconds = time.time() - float(file.read_text())
         took[kind, place].append(seconds)
-        alive = psutil.process_iter(["cmdline"])
-        assert not [p for p in alive if str(run_dir) in " ".join(p.info["cmdline"] or [])]
+        there = psutil.process_iter(["cmdline"])
+        ours = [p for p in there if str(run_dir) in " ".join(p.info["cmdline"] or [])]
+        assert not psutil.wait_procs(ours, timeout=5)[1]  # the launcher does not wait for the dead
         return End(job.returncode, job.stdout + job.stderr, run_dir / "hang")
 
     with ThreadPoolExecutor(3) as pool:
