@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         found = [] if any(faults.values()) else spectra.of(checkpoint)
         inversion = inversion_of(checkpoint) if found else NONE
-        conditions = [spectrum.condition(*inversion) for spectrum in found]
+        solver, *damping = inversion
+        conditions = [one.condition(solver_in(solver, one.layer), *damping) for one in found]
         if found:
             sections.append(curvature(found, conditions, described(*inversion)))
         show(sections)
@@ -137,8 +138,14 @@ def numbers(values: Tensor) -> tuple[str, ...]:
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
+def solver_in(solvers: str, layer: str) -> str:
+    """The solver of a layer, of what a checkpoint says: "eigen, conv1: inverse" and so on."""
+    run, *others = solvers.split(", ")
+    return dict(other.split(": ") for other in others).get(layer, run)
+
+
 def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
-    """Solver and damping of the run that a checkpoint lies in, and whether that is relative.
+    """Solvers and damping of the run that a checkpoint lies in, and whether that is relative.
 
     Eigenbases without damping if no run is there; the damping that was reached if it is adapted.
     """

@@ -204,10 +204,14 @@ def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.Plan) -> list[str]:
     """How evenly decompositions are spread, and what bounds the gain of spreading them."""
-    if plan.vectors:
+    works = {
+        name: factor.work()
+        for name, factor in plan.factors.items()
+        if name.rpartition(".")[0] not in plan.vectors
+    }
+    if not works:
         return ["Load of the decompositions: none, factors are vectors"]
     busiest = most_loaded(plan)
-    works = {name: factor.work() for name, factor in plan.factors.items()}
     total, longest = sum(works.values()), plan.load(busiest)
     idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(works, key=works.__getitem__)

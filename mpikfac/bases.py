@@ -47,7 +47,6 @@ class Bases:
         self.rank = rank
         self.delay = plan.strategy.delay
         self._factors = plan.decomposed(rank)
-        self._applied = next(iter(BLOCKS[plan.solver]))
         self.troubles = troubles
         self.relative = relative
         self.arena = Arena(plan.bases(rank), kept_in, device)
@@ -109,7 +108,8 @@ class Bases:
         for name, block in blocks.items():
             if not self.ready or parent(name) not in failed:
                 self.arena[name].copy_(block)
-        anew = () if self.plan.vectors else (n for n in blocks if n.endswith(f".{self._applied}"))
+        # Values may be renewed alone, and a vector is taken as it is.
+        anew = (n for n in blocks if n.endswith((".vectors", ".inverse")))
         return sum(parent(name) not in failed for name in anew)
 
     def refresh(self) -> None:
@@ -139,7 +139,7 @@ class Bases:
         self, factors: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The arena's blocks that change, by name, of one factor after the other."""
-        solver, tolerance = self.plan.solver, self.plan.strategy.tolerance
+        tolerance = self.plan.strategy.tolerance
         for name, kept_packed in factors.items():
             packed = kept_packed.to(self.dtype)
             if tolerance and self.ready:
@@ -147,8 +147,8 @@ class Bases:
                 if misfit <= tolerance:  # not so if it is NaN
                     yield from renewed.items()
                     continue
-            ranks = self.plan.low_ranks([name])
-            yield from decompose.decompositions({name: packed}, added, solver, ranks)
+            solvers, ranks = self.plan.solvers([name]), self.plan.low_ranks([name])
+            yield from decompose.decompositions({name: packed}, added, solvers, ranks)
 
     def _renewed(
         self, name: str, packed: Tensor, added: Tensor | None
@@ -212,10 +212,11 @@ class Bases:
 
     def precondition(self, name: str, gradient: Tensor) -> Tensor:
         """The direction of a layer `[outputs, inputs]` for its gradient."""
-        a, g = (self._side(name, side, self._applied) for side in "AG")
-        if self.plan.eigenbases:
+        applied = next(iter(BLOCKS[self.plan.solver_of(name)]))
+        a, g = (self._side(name, side, applied) for side in "AG")
+        if name in self.plan.eigenbases:
             return kron.precondition(gradient, a, g, self.denominators[name])
-        if self.plan.vectors:
+        if name in self.plan.vectors:
             return kron.precondition_by_vectors(gradient, a, g, self._damping)
         return kron.precondition_by_inverse(gradient, a, g)
 
@@ -234,7 +235,7 @@ class Bases:
         state: dict[str, Any] = {}
         if self.ready:
             state |= {f"bases/{name}": block for name, block in self.arena.items()}
-            state["solver"] = self.plan.solver
+            state["solver"] = self.plan.all_solvers
         if self._made is not None:
             made = list(self._made())
             self._made = lambda: made

@@ -17,6 +17,7 @@ from mpikfac.comm import SUMMABLE
 from mpikfac.estimator import Estimator
 from mpikfac.grafting import GRAFTS
 from mpikfac.layers import Layer, Other
+from mpikfac.shapes import Solver
 from mpikfac.state import group_settings
 from mpikfac.strategy import one_of
 
@@ -112,8 +113,10 @@ def _tensors(block: Block) -> Sequence[Tensor]:
     return block.parameters if isinstance(block, Layer) else [block.tensor]
 
 
-def check_damping(damping: object, relative: bool, solver: str, graft: str | None) -> None:
-    """Returns if the damping, and what it is relative to, suit solver and grafting.
+def check_damping(
+    damping: object, relative: bool, solvers: Mapping[Solver, str], graft: str | None
+) -> None:
+    """Returns if the damping, and what it is relative to, suit `solvers_of` layers and grafting.
 
     Raises:
         ValueError: they do not.
@@ -125,43 +128,44 @@ def check_damping(damping: object, relative: bool, solver: str, graft: str | Non
             f"graft={graft!r} leaves nothing of the length that damping=LevenbergMarquardt(...) "
             f"adapts; use one of them"
         )
-    if relative and solver == "rank-one":
+    if relative and (whose := solvers.get("rank-one")) is not None:
         raise ValueError(
-            "relative_damping=True is relative to mean eigenvalues, which solver='rank-one' does "
-            "not know; use another solver or relative_damping=False"
+            f"relative_damping=True is relative to mean eigenvalues, which "
+            f"solver='rank-one'{whose} does not know; use another solver or relative_damping=False"
         )
 
 
-def check_solver(
-    solver: str,
+def check_solvers(
+    solvers: Mapping[Solver, str],
     estimator: Estimator,
     factor_dtype: torch.dtype | None,
     basis_dtype: torch.dtype | None,
 ) -> None:
-    """Returns if the solver can do with what factors are estimated from, and with such dtypes.
+    """Returns if `solvers_of` layers can do with what factors are estimated from, and such dtypes.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: one cannot.
     """
     one_of("factor_dtype", factor_dtype, (None, torch.bfloat16))
     one_of("basis_dtype", basis_dtype, (None, torch.bfloat16))
-    if solver == "rank-one" and not estimator.of_loss:
+    rank_one, ekfac = solvers.get("rank-one"), solvers.get("ekfac")
+    if rank_one is not None and not estimator.of_loss:
         raise ValueError(
-            f"solver='rank-one' takes mean gradients, which are 0 at labels that the model gives; "
-            f"it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
+            f"solver='rank-one'{rank_one} takes mean gradients, which are 0 at labels that the "
+            f"model gives; it needs fisher='empirical' or 'forward-only', not {estimator.fisher!r}"
         )
     dtypes = (estimator.statistics_dtype, factor_dtype, basis_dtype)
-    if solver == "rank-one" and (estimator.start, *dtypes) != ("first", None, None, None):
+    if rank_one is not None and (estimator.start, *dtypes) != ("first", None, None, None):
         raise ValueError(
-            f"solver='rank-one' has no matrices to start at the identity or to round: it needs "
-            f"start='first' and statistics_dtype, factor_dtype and basis_dtype None, not "
+            f"solver='rank-one'{rank_one} has no matrices to start at the identity or to round: it "
+            f"needs start='first' and statistics_dtype, factor_dtype and basis_dtype None, not "
             f"{estimator.start!r}, {', '.join(map(str, dtypes))}"
         )
-    if solver == "ekfac" and (
+    if ekfac is not None and (
         estimator.normalization != "expand" or estimator.fisher == "forward-only"
     ):
         raise ValueError(
-            f"solver='ekfac' takes gradients of single examples as they are: it needs "
+            f"solver='ekfac'{ekfac} takes gradients of single examples as they are: it needs "
             f"normalization='expand' and fisher='empirical', 'sampled' or 'exact', not "
             f"{estimator.normalization!r} and {estimator.fisher!r}"
         )

@@ -9,14 +9,14 @@ it over to other numbers of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from statistics import NormalDist
 
 from mpikfac.machine import Level, Machine, Network, Sample, fitted, interpolated
 from mpikfac.messages import PIECE, Message
 from mpikfac.plan import Plan
-from mpikfac.shapes import FactorShape, LayerShape
+from mpikfac.shapes import FactorShape, LayerShape, parent
 
 IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
@@ -171,8 +171,6 @@ def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> flo
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
     """Seconds of the decompositions of a refresh on `rank`, of all layers or of a share."""
-    if plan.vectors:
-        return 0.0
     factors = (plan.factors[name] for name in plan.decomposed(rank, share))
     # Reciprocals of diagonals are free.
     return sum(factor_seconds(factor, plan, machine) for factor in factors if factor.order > 1)
@@ -180,30 +178,34 @@ def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None
 
 def factor_seconds(factor: FactorShape, plan: Plan, machine: Machine) -> float:
     """Seconds of one factor's decomposition; of low rank that of all, by the work of both."""
-    whole = machine.decomposition(plan.solver, factor.order)
+    if parent(factor.name) in plan.vectors:
+        return 0.0
+    whole = machine.decomposition(plan.solver_of(parent(factor.name)), factor.order)
     return whole * (factor.work() / factor.order**3)
 
 
 def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
     """Seconds in which `rank` preconditions its layers.
 
-    Its share of a measurement of all layers, or product by product.
+    Its share of a measurement of all layers, or product by product; of vectors, their share.
 
     Raises:
         ValueError: nothing is known of vectors, which the plan has.
     """
+    own = [plan.shapes[name] for name in plan.preconditioned(rank)]
+    seconds = 0.0
     if plan.vectors:
-        mine = sum(f.size for n in plan.preconditioned(rank) for f in plan.shapes[n].factors)
+        mine = sum(f.size for layer in own if layer.name in plan.vectors for f in layer.factors)
         everything = sum(factor.size for factor in plan.factors.values())
-        return _of_vectors(network.vector_precondition, machine) * mine / everything
-    times = 2 if plan.eigenbases else 1  # into the eigenbases and back
-    products = list(_products(plan.shapes[name] for name in plan.preconditioned(rank)))
+        seconds = _of_vectors(network.vector_precondition, machine) * mine / everything
+    others = [layer for layer in own if layer.name not in plan.vectors]
+    products = list(_products(others, plan.eigenbases))
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
-        return times * sum(flops / rate for flops, rate in rates)
+        return seconds + sum(flops / rate for flops, rate in rates)
     measured = (replace(layer, largest=None, rank=None) for layer in plan.layers)
     everything = sum(flops for _, flops in _products(measured))
-    return times * network.precondition * sum(flops for _, flops in products) / everything
+    return seconds + network.precondition * sum(flops for _, flops in products) / everything
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
@@ -212,11 +214,13 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Raises:
         ValueError: nothing is known of vectors, which the plan has.
     """
-    power, seconds = 2, network.statistics
-    if plan.vectors:
-        power, seconds = 1, _of_vectors(network.vector_statistics, machine)
-    recorded = sum(plan.factors[name].work(power) for name in plan.recorded(rank))
-    return seconds * recorded / sum(factor.work(power) for factor in plan.factors.values())
+    of_vectors = _of_vectors(network.vector_statistics, machine) if plan.vectors else 0.0
+    found = 0.0
+    for vectors, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
+        mine = [n for n in plan.recorded(rank) if (parent(n) in plan.vectors) == vectors]
+        everything = sum(factor.work(power) for factor in plan.factors.values())
+        found += seconds * sum(plan.factors[name].work(power) for name in mine) / everything
+    return found
 
 
 def _of_vectors(seconds: float | None, machine: Machine) -> float:
@@ -244,8 +248,11 @@ def expected_slowest(spread: float, ranks: int) -> float:
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
 
 
-def _products(layers: Iterable[LayerShape]) -> Iterable[tuple[float, int]]:
+def _products(
+    layers: Iterable[LayerShape], eigenbases: Collection[str] = ()
+) -> Iterable[tuple[float, int]]:
     """Order (of the cube of as many operations) and operations of each product of directions."""
     for layer in layers:
+        times = 2 if layer.name in eigenbases else 1  # into the eigenbases and back
         for multiplications in layer.products():
-            yield multiplications ** (1 / 3), 2 * multiplications
+            yield multiplications ** (1 / 3), times * 2 * multiplications

@@ -134,7 +134,8 @@ def _answer(
 ) -> None:
     factors = {name: request[name].to(device) for name in names}
     added = {name: request[added_to(name)].to(device) for name in plan.inverted(names)}
-    for name, block in decompositions(factors, added, plan.solver, plan.low_ranks(names)):
+    made = decompositions(factors, added, plan.solvers(names), plan.low_ranks(names))
+    for name, block in made:
         reply[name].copy_(block)
 
 

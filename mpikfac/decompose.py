@@ -25,7 +25,7 @@ PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
 def decompositions(
     factors: Mapping[str, Tensor],
     added: Mapping[str, Tensor],
-    solver: Solver,
+    solvers: Mapping[str, Solver],
     kept: Mapping[str, int],
 ) -> Iterator[tuple[str, Tensor]]:
     """The blocks of factors (triangles or vectors, by name), by name, one by one.
@@ -34,9 +34,11 @@ def decompositions(
 
     Args:
         added: what is added to the diagonal of each that is inverted, `[]` or `[groups]`.
+        solvers: what is made of each.
         kept: number of eigenvectors of each of which only some are kept.
     """
     for name, packed in factors.items():
+        solver = solvers[name]
         for dtype, more in _attempts(packed.dtype, solver):
             damping = added[name].to(dtype) * more if name in added else 0.0
             made = _blocks(packed.to(dtype), damping, solver, kept.get(name))

@@ -12,10 +12,11 @@ from mpikfac import kron
 from mpikfac.arena import Arena, Parts
 from mpikfac.comm import Grid
 from mpikfac.plan import Plan
-from mpikfac.shapes import count_of
+from mpikfac.shapes import count_of, parent
 from mpikfac.troubles import Troubles, all_finite, not_finite
 
 STAGE = "reduce statistics"
+FORMS = "factors", "vectors"  # what averages are called in the state; the second are vectors
 
 
 class Factors:
@@ -35,8 +36,8 @@ class Factors:
         parts: the same for each part of a share, where a batch is dealt out in parts.
         averages: running averages, in the same form; at first the identity (or zero vectors).
         weights: numbers of examples that they stand for; at first 0.
-        kind: what items of the state are called: "factors" or "vectors".
         started: whether there are averages of anything.
+        lacking: whether there are none of something, for which the next batch has to count.
     """
 
     def __init__(
@@ -58,7 +59,6 @@ class Factors:
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._squares = Arena(plan.squares(rank), dtype, device)
         self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
-        self.kind = "vectors" if plan.vectors else "factors"
         self._beside = None
         if plan.strategy.overlap and not plan.late and (messages := self._messages[None]):
             layout, flat = self.statistics.layout, self.statistics.flat
@@ -73,9 +73,10 @@ class Factors:
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
-            if not self.plan.vectors:
+            if not self._is_vector(name):
                 kron.add_identity(average)
         self.started = self._identity = identity
+        self.lacking = not identity
 
     def unscale(self, names: Collection[str], scale: float) -> bool:
         """Takes a loss's scale out of a batch's sums of gradients; whether all sums are finite.
@@ -86,7 +87,7 @@ class Factors:
         for name in names:
             sums = collected[..., self.statistics.span(name)]
             sums /= scale
-            if not self.plan.vectors:  # twice, as the square may be no number of this dtype
+            if not self._is_vector(name):  # twice, as the square may be no number of this dtype
                 sums /= scale
         return all_finite(collected)
 
@@ -136,7 +137,7 @@ class Factors:
         self._check(step)
         self._merge(decay)
         self.statistics.flat.zero_()
-        self.started = True
+        self.started, self.lacking = True, False
 
     def whole(self, share: int | None = None) -> Mapping[str, Tensor]:
         """Averages over ranks and time of the factors that this rank decomposes.
@@ -155,7 +156,7 @@ class Factors:
         for name in self.averages:
             weight = self.statistics[count_of(name)]
             self.statistics[name].div_(torch.where(weight > 0, weight, 1))
-            if not self.plan.vectors:
+            if not self._is_vector(name):
                 kron.add_identity(self.statistics[name], (weight == 0).to(weight))
         return self.statistics
 
@@ -171,10 +172,11 @@ class Factors:
         rank = self.grid.world.rank
         return [name for name in self.averages if self.plan.owners[name] == rank]
 
-    def items(self) -> dict[str, Tensor]:
-        """Averages that this rank answers for and their weights, by the names of the state."""
-        found = {f"{self.kind}/{name}": self.averages[name] for name in self.kept()}
-        return found | {f"weights/{name}": self.weights[name] for name in self.kept()}
+    def items(self, factors: Collection[str]) -> dict[str, Tensor]:
+        """Of these, averages that this rank answers for, and weights, by the names of the state."""
+        kept = [name for name in self.kept() if name in factors]
+        found = {self._item(name): self.averages[name] for name in kept}
+        return found | {f"weights/{name}": self.weights[name] for name in kept}
 
     def state_dict(self) -> dict[str, Any]:
         """Averages over ranks and their weights, by name.
@@ -192,30 +194,41 @@ class Factors:
                 average.copy_(whole[name]) if mine else average.zero_()
                 self.weights[name].copy_(whole[count_of(name)] * mine)
             self.discard()
-        return {"started": self.kind, **self.items()} if self.started else {}
+        return {"started": 1, **self.items(self.plan.factors)} if self.started else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Names of what all ranks together have in a state of `names`."""
-        groups = (self.kind, "weights") if "started" in names else ()
-        return {f"{group}/{name}" for group in groups for name in self.plan.factors}
+        factors = self.plan.factors if "started" in names else ()
+        return {item for name in factors for item in (self._item(name), f"weights/{name}")}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """What this rank takes from a state of `names`; each with a value of its kind."""
-        return self.items() if self._among(names) else {}
+        return self.items(self._taken(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Takes what is `needed` from the state of all, after `forget`.
 
         Also where this rank keeps none of them: it takes part in what all ranks do with theirs.
         """
-        if self._among(names):
+        if taken := self._taken(names):
             self.started = True
-            for name, value in self.items().items():
+            self.lacking = self.lacking and len(taken) < len(self.plan.factors)
+            for name, value in self.items(taken).items():
                 value.copy_(state[name])
 
-    def _among(self, names: Collection[str]) -> bool:
-        """Whether a state of `names` has averages of this kind."""
-        return any(name.startswith(f"{self.kind}/") for name in names)
+    def _taken(self, names: Collection[str]) -> list[str]:
+        """Factors whose averages come from a state of `names`; not those of another form there."""
+        if not {name.partition("/")[0] for name in names}.intersection(FORMS):
+            return []
+        other = {name: FORMS[not self._is_vector(name)] for name in self.plan.factors}
+        return [name for name, form in other.items() if f"{form}/{name}" not in names]
+
+    def _is_vector(self, factor: str) -> bool:
+        return parent(factor) in self.plan.vectors
+
+    def _item(self, factor: str) -> str:
+        """What its average is called in the state."""
+        return f"{FORMS[self._is_vector(factor)]}/{factor}"
 
     def finish(self) -> None:
         """Sends what the backward pass did not come by, where statistics are sent by layer."""

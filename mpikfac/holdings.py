@@ -17,12 +17,12 @@ class Holdings(Roles):
         return [
             (f"{name}.{block}", self.factors[name].part(dimensions))
             for name in factors
-            for block, dimensions in BLOCKS[self.solver].items()
+            for block, dimensions in BLOCKS[self.solver_of(parent(name))].items()
         ]
 
     def packed(self, factor: FactorShape) -> Shape:
         """The shape in which a factor is recorded, kept and sent."""
-        return factor.block(1) if self.vectors else factor.triangle
+        return factor.block(1) if parent(factor.name) in self.vectors else factor.triangle
 
     def statistics(self, rank: int) -> Layout:
         """A batch's factors: model order, or owner by owner if owners reduce.
@@ -54,7 +54,7 @@ class Holdings(Roles):
 
     def denominators(self, rank: int) -> Layout:
         """Damped eigenvalues of each layer that `rank` preconditions; for eigenbases only."""
-        names = self.preconditioned(rank) if self.eigenbases else []
+        names = [name for name in self.preconditioned(rank) if name in self.eigenbases]
         return lay_out([[(name, self.shapes[name].denominators) for name in names]])
 
     def scales(self) -> Layout:

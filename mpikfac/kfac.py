@@ -22,7 +22,7 @@ from mpikfac.checks import (
     Block,
     check_damping,
     check_rounding,
-    check_solver,
+    check_solvers,
     common_type,
     describe,
     groups_of,
@@ -43,7 +43,7 @@ from mpikfac.precision import without_autocast
 from mpikfac.recorder import Recorder
 from mpikfac.scales import Scales
 from mpikfac.schedule import Schedule, Settings
-from mpikfac.shapes import Solver, forward_only, usual_rule
+from mpikfac.shapes import Solver, forward_only, solvers_of, usual_rule
 from mpikfac.state import (
     fitting,
     load_model_state,
@@ -105,7 +105,8 @@ class KFAC:
         covers: what each type of module is covered by, see `layers`: linear layers, convolutions
             and embeddings; with `NORMS` normalisations, too; and modules of your own.
         rule: from the whole factors of a layer to those that are kept: only their diagonals, or
-            blocks along these, or one of both; and how positions that share a weight count.
+            blocks along these, or one of both; how positions that share a weight count; and which
+            solver a layer has, if not the run's.
         curvature: what joins `comm` to curvature ranks, of `split`, if the strategy has some.
         trace: what stages are timed by; a new one if None.
 
@@ -163,16 +164,18 @@ class KFAC:
             normalization, start, fisher, samples, subsample, statistics_dtype
         )
         self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        check_damping(damping, relative_damping, solver, graft)
-        check_solver(solver, self.estimator, factor_dtype, basis_dtype)
 
         kept = (lambda layer: forward_only(rule(layer))) if fisher == "forward-only" else rule
         self.layers, self.others = cover(model, skip, statistics_dtype, covers, kept)
+        shapes = [layer.shape for layer in self.layers]
+        solvers = solvers_of(shapes, solver)
+        check_damping(damping, relative_damping, solvers, graft)
+        check_solvers(solvers, self.estimator, factor_dtype, basis_dtype)
         dtype, device = common_type([*self.layers, *self.others])
         self.others.append(votes := Votes(dtype, device))
         self.votes = votes.tensor
         self.plan = make_plan(
-            [layer.shape for layer in self.layers],
+            shapes,
             comm.size,
             strategy,
             [(other.name, tuple(other.tensor.shape)) for other in self.others],
@@ -456,7 +459,7 @@ class KFAC:
     def _begin(self, step: int) -> None:
         self.steps, self.intact = step, not self.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
-        self.recorder.recording = due or not self.factors.started
+        self.recorder.recording = due or self.factors.lacking
 
     def _refresh_curvature(self) -> None:
         if self.recorder.recording:
@@ -599,7 +602,8 @@ class KFAC:
         """Takes from `state` what this rank needs, whatever strategy and ranks it was saved from.
 
         All of it on all ranks, or nothing. A first-order run's state is taken too, and that of
-        another estimator: statistics and bases are then made at the next step.
+        another estimator, of all layers or of some: their statistics, and all bases, are then made
+        at the next step.
 
         Collective over: world.
 
@@ -622,8 +626,8 @@ class KFAC:
         self._begin(int(found["trainer/steps"]))
 
     def _own_names(self, state: Mapping[str, Any]) -> set[str]:
-        """Names of K-FAC's own items, but for decompositions if they are another solver's."""
+        """Names of K-FAC's own items, but for decompositions if any is another solver's."""
         names = {name.removeprefix(OWN) for name in state if name.startswith(OWN)}
-        if state.get(f"{OWN}solver") == self.plan.solver:
+        if state.get(f"{OWN}solver") == self.plan.all_solvers:
             return names
         return {name for name in names if name.partition("/")[0] not in OF_SOLVER}

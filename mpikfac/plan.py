@@ -15,7 +15,7 @@ from mpikfac.holdings import Holdings
 from mpikfac.layout import Layout, Shape
 from mpikfac.levels import in_two_levels
 from mpikfac.messages import Codec, Kind, Message, across, gathers, in_order, message, sums
-from mpikfac.shapes import BLOCKS, LayerShape, Solver, count_of, parent
+from mpikfac.shapes import BLOCKS, LayerShape, Solver, count_of, parent, solvers_of
 from mpikfac.strategy import Strategy, one_of
 
 
@@ -270,7 +270,7 @@ def make_plan(
         others: names and shapes of parameters (and buffers) that no layer covers.
         solver: one of the damped inverses, "eigen" (eigenvectors and eigenvalues), "ekfac" (the
             same, and scales), or "rank-one" (factors are squares of vectors, and nothing is
-            decomposed).
+            decomposed); of the layers that have none of their own.
         itemsize: bytes of one element.
         factor_itemsize: the same of running averages; `itemsize` if None.
         basis_itemsize: the same of decompositions.
@@ -279,30 +279,33 @@ def make_plan(
         ValueError: a choice that cannot work, with what would.
     """
     one_of("solver", solver, tuple(BLOCKS))
+    for layer in layers:
+        one_of(f"layer {layer.name!r}: solver", layer.solver, (None, *BLOCKS))
+        _check_rank(layer, layer.solver or solver, strategy)
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     strategy.check_ranks(ranks)
-    if solver == "inverse" and not strategy.colocate and strategy.reduction != "everyone":
+    solvers = solvers_of(layers, solver)
+    apart = not strategy.colocate and strategy.reduction != "everyone"
+    if apart and (whose := solvers.get("inverse")) is not None:
         raise ValueError(
-            f"solver='inverse' balances the damping of A and G by both traces, so with "
+            f"solver='inverse'{whose} balances the damping of A and G by both traces, so with "
             f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
             f"solver='eigen'"
         )
     unfit = strategy.packing == "square" or strategy.tolerance or strategy.curvature_ranks
-    if solver == "rank-one" and unfit:
+    if unfit and (whose := solvers.get("rank-one")) is not None:
         raise ValueError(
-            f"solver='rank-one' has vectors, which are neither squares nor decomposed: it needs "
-            f"packing='triangle', tolerance=0 and curvature_ranks=0, not {strategy.packing!r}, "
-            f"{strategy.tolerance} and {strategy.curvature_ranks}"
+            f"solver='rank-one'{whose} has vectors, which are neither squares nor decomposed: it "
+            f"needs packing='triangle', tolerance=0 and curvature_ranks=0, not "
+            f"{strategy.packing!r}, {strategy.tolerance} and {strategy.curvature_ranks}"
         )
-    if solver == "ekfac":
-        _check_scales(ranks, strategy)
+    if (whose := solvers.get("ekfac")) is not None:
+        _check_scales(ranks, strategy, whose)
     if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
-    for layer in layers:
-        _check_rank(layer, solver, strategy)
     shares_of = placement.deal(layers, strategy.stagger)
     owners, columns_of = placement.place(layers, ranks, strategy, shares_of)
     updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
@@ -314,7 +317,7 @@ def make_plan(
     return Plan(*given, *itemsizes, columns_of, owners, updaters, factors, shares_of)
 
 
-def _check_scales(ranks: int, strategy: Strategy) -> None:
+def _check_scales(ranks: int, strategy: Strategy, whose: str) -> None:
     """Every rank rotates gradients of its own examples, all ranks into the same bases."""
     needed: dict[str, object] = {
         **{"workers": ranks, "reduction": "everyone", "update": "everyone", "parts": None},
@@ -323,8 +326,8 @@ def _check_scales(ranks: int, strategy: Strategy) -> None:
     for name, value in needed.items():
         if (chosen := getattr(strategy, name)) != value:
             raise ValueError(
-                f"solver='ekfac' takes every rank's gradients in the bases of all layers, at each "
-                f"step with statistics: it needs {name}={value!r}, not {chosen!r}"
+                f"solver='ekfac'{whose} takes every rank's gradients in the bases of all layers, "
+                f"at each step with statistics: it needs {name}={value!r}, not {chosen!r}"
             )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -45,11 +45,12 @@ class Recorder:
         statistics: Arena,
         trace: Trace,
         estimator: Estimator,
-        vectors: bool = False,
+        vectors: Collection[str] = (),
     ) -> None:
         """Adds hooks to the model and to the layers that have a block in `statistics`.
 
-        With `vectors`, sums are those of `a` and `g`, else triangles of `a a^T` and `g g^T`.
+        Of the layers in `vectors`, sums are those of `a` and `g`, else triangles of `a a^T` and
+        `g g^T`.
         """
         self.statistics = statistics
         self.vectors = vectors
@@ -107,7 +108,7 @@ class Recorder:
         if count is None or count.positions == 0:
             return
         counts = count.batch, count.positions
-        scales = layer.scales(self.estimator.normalization, *counts, self.vectors)
+        scales = layer.scales(self.estimator.normalization, *counts, layer.name in self.vectors)
         for side in layer.shape.sides:
             scale = scales[side] * count.batch
             if side in layer.quadratic and not self.estimator.of_loss:
@@ -195,7 +196,8 @@ class Recorder:
         factors = layer.shape.side(side)
         if not any(factor.name in self.statistics for factor in factors):
             return
-        moment = layer.first_moment if self.vectors else layer.second_moment
+        vectors = layer.name in self.vectors
+        moment = layer.first_moment if vectors else layer.second_moment
         total, start = moment(side, x, g), 0
         for factor in factors:
             block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
@@ -203,7 +205,7 @@ class Recorder:
             if factor.name not in self.statistics:
                 continue
             mine = self.statistics[factor.name]
-            if self.vectors:
+            if vectors:
                 mine.add_(total[..., block].view_as(mine), alpha=weight)
             else:
                 own = (*mine.shape[:-2], factor.order, factor.order)

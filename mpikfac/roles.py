@@ -24,6 +24,7 @@ class Roles:
     Attributes:
         layers: covered layers in model order.
         others: names and shapes of what no layer covers but travels with the gradients.
+        solver: of the layers that have none of their own.
         columns_of: column of each layer.
         owners: rank that decomposes each factor ("conv1.A").
         updaters: rank that steps each layer or other parameter when `update="owner"`.
@@ -95,7 +96,7 @@ class Roles:
         """Whether every worker decomposes that factor for itself."""
         everywhere = (self.strategy.reduction, self.strategy.update) == ("everyone", "everyone")
         # A vector is used as it is: where all have it, sending it would be for nothing.
-        free = self.vectors and everywhere
+        free = parent(factor) in self.vectors and everywhere
         return free or self.factors[factor].order < self.strategy.replicate_below
 
     def decomposed(self, rank: int, share: int | None = None) -> list[str]:
@@ -120,28 +121,42 @@ class Roles:
 
         One number, `[]`, or one for each group of the layer, `[groups]`.
         """
-        if "inverse" not in BLOCKS[self.solver]:
-            return {}
-        groups = {name: self.shapes[parent(name)].groups for name in factors}
+        inverses = [n for n in factors if "inverse" in BLOCKS[self.solver_of(parent(n))]]
+        groups = {name: self.shapes[parent(name)].groups for name in inverses}
         return {name: () if count == 1 else (count,) for name, count in groups.items()}
 
     def splits(self, layer: str) -> bool:
         """Whether A and G of a layer take a part of the damping each, not all of it."""
-        return self.solver == "inverse" and self.shapes[layer].sides == "AG"
+        return self.solver_of(layer) == "inverse" and self.shapes[layer].sides == "AG"
 
     def curvature_rank(self, rank: int) -> int:
         """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
         return rank % self.strategy.curvature_ranks
 
-    @property
-    def eigenbases(self) -> bool:
-        """Whether factors are decomposed into eigenvalues and eigenvectors."""
-        return "values" in BLOCKS[self.solver]
+    def solver_of(self, layer: str) -> Solver:
+        """A layer's own solver, or the run's."""
+        return self.shapes[layer].solver or self.solver
+
+    def solvers(self, factors: Iterable[str]) -> dict[str, Solver]:
+        """Of each of these factors, its layer's solver."""
+        return {name: self.solver_of(parent(name)) for name in factors}
 
     @property
-    def vectors(self) -> bool:
-        """Whether a factor is kept as the vector of which it is the square."""
-        return self.solver == "rank-one"
+    def all_solvers(self) -> str:
+        """The run's solver, followed by the layers that have another: "eigen, fc: rank-one"."""
+        own = {layer.name: self.solver_of(layer.name) for layer in self.layers}
+        others = (f"{name}: {solver}" for name, solver in own.items() if solver != self.solver)
+        return ", ".join([self.solver, *others])
+
+    @cached_property
+    def eigenbases(self) -> frozenset[str]:
+        """Layers whose factors are decomposed into eigenvalues and eigenvectors."""
+        return frozenset(n for n in self.shapes if "values" in BLOCKS[self.solver_of(n)])
+
+    @cached_property
+    def vectors(self) -> frozenset[str]:
+        """Layers whose factors are kept as the vectors of which they are the squares."""
+        return frozenset(n for n in self.shapes if self.solver_of(n) == "rank-one")
 
     @property
     def parts_per_rank(self) -> int:
@@ -194,11 +209,13 @@ class Roles:
     @property
     def rescaled(self) -> list[str]:
         """Layers whose gradients' second moments in the eigenbases are estimated: their scales."""
-        return [layer.name for layer in self.layers if self.solver == "ekfac" and layer.rescaled]
+        asked = [layer.name for layer in self.layers if layer.rescaled]
+        return [name for name in asked if self.solver_of(name) == "ekfac"]
 
     def load(self, rank: int) -> int:
         """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes.
 
-        Of low rank, what the iteration takes.
+        Of low rank, what the iteration takes; of vectors none.
         """
-        return 0 if self.vectors else sum(self.factors[n].work() for n in self.decomposed(rank))
+        names = [n for n in self.decomposed(rank) if parent(n) not in self.vectors]
+        return sum(self.factors[name].work() for name in names)

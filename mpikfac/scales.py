@@ -28,7 +28,7 @@ CHUNK = 2**20  # elements of vectors and gradients of the examples that are squa
 
 
 class Scales:
-    """The scales of the layers that are `rescaled`; with other solvers than "ekfac" there are none.
+    """The scales of the layers that are `rescaled`; those of other solvers than "ekfac" have none.
 
     They start as the products of the eigenvalues, whenever a layer's bases are new, with the weight
     that the factors' averages have then. Batches are merged into them as into these averages; that

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,6 +98,7 @@ class LayerShape:
             sum of their gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
         rescaled: whether solver="ekfac" estimates eigenvalues of `G (x) A` from gradients of single
             examples; where not, they stay the products of those of G and A.
+        solver: what is made of its factors; None: the run's.
     """
 
     name: str
@@ -110,6 +111,7 @@ class LayerShape:
     rank: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     rescaled: bool = True
+    solver: Solver | None = None
 
     @property
     def gradient(self) -> Shape:
@@ -171,6 +173,18 @@ class LayerShape:
 def _elements(factor: FactorShape) -> int:
     """Elements of the matrices that gradients are multiplied by."""
     return factor.count * factor.order * (factor.rank or factor.order)
+
+
+def solvers_of(layers: Iterable[LayerShape], solver: Solver) -> dict[Solver, str]:
+    """The solvers of layers, and in words whose choice each is.
+
+    "" where it is the run's `solver`, else " of layer 'conv1'", which is the first to have it.
+    """
+    found: dict[Solver, str] = {}
+    for layer in layers:
+        own = layer.solver or solver
+        found.setdefault(own, "" if own == solver else f" of layer {layer.name!r}")
+    return found
 
 
 def few(rank: int, order: int) -> bool:

@@ -127,10 +127,14 @@ def replicated_below(
     [SPD-KFAC, Shi et al. 2021]
     """
     plan = make_plan(layers, ranks, replace(strategy, replicate_below=0), (), solver)
-    factors = {(f.order, f.rank or f.order): replace(f, count=1) for f in plan.factors.values()}
-    for (order, _), factor in sorted(factors.items()):
+    solvers = plan.solvers(plan.factors)
+    factors = {
+        (factor.order, factor.rank or factor.order, solvers[name]): replace(factor, count=1)
+        for name, factor in plan.factors.items()
+    }
+    for (order, *_), factor in sorted(factors.items()):
         size = math.prod(factor.part(2)) * plan.itemsize
         send = costmodel.basis_seconds(size, plan, machine)
         if costmodel.factor_seconds(factor, plan, machine) >= send:
             return order
-    return max(order for order, _ in factors) + 1
+    return max(order for order, *_ in factors) + 1

@@ -101,8 +101,8 @@ MAY_IMPORT = {
     },
     "state": {"torch"},
     "checks": {
-        *("torch", "mpikfac", "adaptation", "comm", "estimator", "grafting", "layers", "state"),
-        "strategy",
+        *("torch", "mpikfac", "adaptation", "comm", "estimator", "grafting", "layers", "shapes"),
+        *("state", "strategy"),
     },
     "data_parallel": {
         *("torch", "arena", "checks", "comm", "layers", "layout", "plan", "precision", "state"),

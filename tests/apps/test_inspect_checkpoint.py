@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
@@ -90,6 +91,28 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     assert damping.damping != 0.01
     expected = f"with relative damping {damping.damping:g} and solver eigen"
     assert expected in table_of_layers(capsys.readouterr().out)[0]
+
+
+def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
+    """Oracle: the condition with that solver of the running K-FAC's factors; vectors have none."""
+    model, solvers = network(), {"3": "inverse", "5": "rank-one"}
+
+    def rule(layer):
+        return dataclasses.replace(layer, solver=solvers.get(layer.name))
+
+    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
+    run(kfac, mpikfac.world(), [0])
+    mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
+    (tmp_path / "config.yaml").write_text(f"kfac: {{damping: {SETTINGS['damping']}}}\n")
+    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    heading, found = table_of_layers(capsys.readouterr().out)
+    assert heading.endswith("solver eigen, 3: inverse, 5: rank-one")
+    assert list(found) == ["0", "3"]
+    for layer, solver in (("0", "eigen"), ("3", "inverse")):
+        packed = (kfac.factors.averages[f"{layer}.{side}"] for side in "AG")
+        values = (spectra.eigenvalues(mpikfac.unfold_triangle(one)) for one in packed)
+        expected = spectra.Spectrum(layer, *values).condition(solver, SETTINGS["damping"])
+        assert float(found[layer][-1]) == close(expected)
 
 
 def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path, capsys):

@@ -199,6 +199,33 @@ def test_vectors_have_times_of_their_own():
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
 
+def test_layers_have_the_times_of_their_solvers():
+    """Oracle: by hand: fc's vectors, 16 elements of all 38; of the others, eigenbases and inverses.
+
+    n^3 seconds a decomposition, of the orders 10, 4, 6 and 2; products as above, twice in
+    eigenbases; n^2 of the factors 116 and 40 of 284.
+    """
+    conv, fc, out = LAYERS
+    layers = [
+        dataclasses.replace(conv, solver="eigen"),
+        dataclasses.replace(fc, solver="rank-one"),
+        out,
+    ]
+    plan = make_plan(layers, 1, Strategy(), solver="inverse")
+    network = dataclasses.replace(
+        MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
+    )
+    seconds = costmodel.decompose_seconds(plan, 0, MACHINE)
+    assert seconds == pytest.approx(1000 + 64 + 216 + 8)
+    seconds = costmodel.precondition_seconds(plan, 0, MACHINE, network)
+    assert seconds == pytest.approx(16 + 24 * (2 * 560 + 96) / 1680)
+    seconds = costmodel.statistics_seconds(plan, 0, MACHINE, network)
+    assert seconds == pytest.approx(2 * 16 / 38 + 0.5 * (116 + 40) / 284)
+    for part in (costmodel.statistics_seconds, costmodel.precondition_seconds):
+        with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
+            part(plan, 0, MACHINE, MACHINE.networks[0])
+
+
 def test_the_largest_part_bounds_a_sum_and_not_a_gather():
     """Oracle: 3 of 4 elements are one member's: as 6 elements, of which a ring sends half."""
     plan = make_plan(LAYERS, 2, Strategy())

@@ -115,7 +115,7 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
     assert not decompose.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
     packed = torch.zeros(mpikfac.FactorShape("0.A", order).triangle)
     kron.add_triangle(packed, factor)
-    made = dict(decompose.decompositions({"0.A": packed}, {}, "eigen", {"0.A": rank}))
+    made = dict(decompose.decompositions({"0.A": packed}, {}, {"0.A": "eigen"}, {"0.A": rank}))
     shape = FactorShape("0.A", order, rank=rank)
     assert made["0.A.vectors"].shape == shape.part(2)
     assert made["0.A.values"].shape == shape.part(1)

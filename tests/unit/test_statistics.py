@@ -23,7 +23,7 @@ def trainer(comm, model, **settings):
 
 def factors(kfac):
     """A and G of every layer, or their vectors, as the state holds them."""
-    prefix = f"kfac/{kfac.factors.kind}/"
+    prefix = "kfac/vectors/" if kfac.plan.vectors else "kfac/factors/"
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
     if kfac.plan.vectors:
         return state

@@ -1,0 +1,103 @@
+"""Layers with different solvers: one process's numbers, and the plan's bytes."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import Strategy
+
+RANKS = mpikfac.world().size
+OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
+PLACEMENTS = {
+    "COMM-OPT": {"workers": RANKS},
+    "MEM-OPT": {"workers": 1},
+    "owner-stepped": OWNERS,
+    "factors to owners": {"workers": RANKS, "reduction": "owners"},
+    "small factors everywhere": {"workers": RANKS, "replicate_below": 20},
+    "late": {"workers": RANKS, "reduce_at": "bases"},
+    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
+    "staggered": {"workers": RANKS, "stagger": 3},
+}
+if RANKS == 4:
+    PLACEMENTS["hybrid"] = {"workers": 2}
+    PLACEMENTS["hybrid, owner-stepped"] = OWNERS | {"workers": 2}
+OVER_TIME = "stagger", "reduce_at"
+MIXTURE = {"0": "inverse", "3": "eigen", "5": "rank-one"}
+WITH_SCALES = {"0": "ekfac", "3": "rank-one", "5": "inverse"}
+STEPS = range(7)
+
+
+def trainer(comm, placement, mixture=MIXTURE, **more):
+    model = problem.network()
+
+    def rule(layer):
+        return dataclasses.replace(layer, solver=mixture[layer.name])
+
+    optimizer = problem.sgd(model)
+    strategy = Strategy(**placement)
+    return mpikfac.KFAC(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
+
+
+@pytest.mark.parametrize(
+    ("placement", "mixture"),
+    [
+        *((placement, MIXTURE) for placement in PLACEMENTS.values()),
+        ({"workers": RANKS}, WITH_SCALES),
+    ],
+    ids=[*PLACEMENTS, "with scales"],
+)
+def test_they_train_as_one_process_does_and_send_what_is_planned(comm, placement, mixture):
+    """Oracle: one process with the joined batch, to rounding; the plan."""
+    kfac = trainer(comm, placement, mixture)
+    of_time = {name: placement[name] for name in OVER_TIME if name in placement}
+    serial = trainer(comm.Split(comm.rank), of_time, mixture)
+    expected = collections.Counter()
+    for step in STEPS:
+        found = problem.run(kfac, comm, [step])
+        expected += problem.planned(kfac, step)
+        images, labels = problem.batch(step)
+        serial.optimizer.zero_grad()
+        F.cross_entropy(serial.model(images), labels).backward()
+        serial.step()
+        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-10)
+        assert all(torch.equal(found, other) for other in comm.allgather(found))
+    kfac.factors.settle()  # sends the last ones, where they overlap
+    assert +collections.Counter(kfac.trace.sent) == expected
+    kfac.close()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
+    """Oracle: the run that wrote it."""
+    first, second = (trainer(comm, placement) for _ in range(2))
+    problem.run(first, comm, range(4))
+    state = {}
+    for share in comm.allgather(first.state_dict()):
+        state |= share
+    second.load_state_dict(state)
+    expected = problem.run(first, comm, range(4, 8))
+    assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
+    first.close()
+    second.close()
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
+def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
+    """Oracle: the ranks that train, alone, decomposing in their background; to the last bit."""
+    training, curvature = mpikfac.split(comm, 1)
+    if training is None:
+        mpikfac.serve(curvature)
+        return
+    mixture, choices = MIXTURE | {"5": "unsplit-inverse"}, {"workers": training.size, "delay": 2}
+    spared = choices | {"curvature_ranks": 1}
+    found = trainer(training, spared, mixture, curvature=curvature)
+    state = problem.run(found, training, STEPS)
+    found.close()
+    assert torch.equal(state, problem.run(trainer(training, choices, mixture), training, STEPS))

@@ -1,0 +1,234 @@
+"""Layers of one network that have different solvers, as a rule says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+
+import problem
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import LayerShape, Strategy, make_plan
+
+LAYERS = "0", "3", "5"
+MIXTURES = [
+    ("eigen", "inverse", "rank-one"),
+    ("ekfac", "rank-one", "unsplit-inverse"),
+    ("rank-one", "ekfac", "eigen"),
+    ("unsplit-inverse", "eigen", "inverse"),
+]
+mixtures = pytest.mark.parametrize("mixture", MIXTURES, ids=" ".join)
+
+
+def rule_of(solvers):
+    """The rule that gives these layers, by name, these solvers."""
+    return lambda layer: dataclasses.replace(layer, solver=solvers.get(layer.name))
+
+
+def trainer(comm, solver, solvers=None, strategy=None, **settings):
+    model = problem.network()
+    settings = problem.SETTINGS | {"kl_clip": None, "solver": solver} | settings
+    return mpikfac.KFAC(
+        model, problem.sgd(model), comm, strategy, rule=rule_of(solvers or {}), **settings
+    )
+
+
+def direction(kfac, step):
+    """The directions of a batch's gradients, by layer; the weights stay as they are."""
+    images, labels = problem.batch(step)
+    kfac.optimizer.zero_grad()
+    F.cross_entropy(kfac.model(images), labels).backward()
+    kfac.precondition()
+    return {layer.name: [p.grad.clone() for p in layer.parameters] for layer in kfac.layers}
+
+
+@mixtures
+@pytest.mark.parametrize("settings", [{}, {"basis_every": 1}], ids=["", "anew"])
+def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mixture, settings):
+    """Oracle: these runs, to the last bit, at steps of all kinds; with the same weights."""
+    mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
+    pure = {solver: trainer(comm, solver, **settings) for solver in mixture}
+    for step in range(5):
+        expected = {solver: direction(kfac, step) for solver, kfac in pure.items()}
+        found = direction(mixed, step)
+        for name, solver in zip(LAYERS, mixture):
+            assert all(map(torch.equal, found[name], expected[solver][name])), (step, name)
+
+
+@mixtures
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, stop):
+    """Oracle: the run itself; decompositions are made at 0 and 3, and used one step later."""
+    strategy = Strategy(delay=1)
+    first, second = (
+        trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, basis_every=3)
+        for _ in range(2)
+    )
+    problem.run(first, comm, range(stop))
+    state = first.state_dict()
+    assert not first.missing(state)
+    second.load_state_dict(copy.deepcopy(state))
+    expected = problem.run(first, comm, range(stop, 8))
+    assert torch.equal(problem.run(second, comm, range(stop, 8)), expected)
+
+
+def test_a_state_says_which_layers_have_another_solver_than_the_run(comm):
+    """Oracle: by hand; where none has, it says what it always did."""
+
+    def said(solver, solvers):
+        kfac = trainer(comm, solver, solvers)
+        problem.run(kfac, comm, [0])
+        return kfac.state_dict()["kfac/solver"]
+
+    assert said("eigen", {}) == said("eigen", dict.fromkeys(LAYERS, "eigen")) == "eigen"
+    assert said("eigen", {"5": "rank-one", "0": "inverse"}) == "eigen, 0: inverse, 5: rank-one"
+
+
+@pytest.mark.parametrize("solvers", [{"5": "inverse"}, {}], ids=["another", "none"])
+def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, solvers):
+    """Oracle: the averages that were saved, and no batch since; a run with these from the start."""
+    first = trainer(comm, "eigen", {"3": "inverse"})
+    problem.run(first, comm, range(2))
+    state = first.state_dict()
+    rarely = {"factor_every": 100, "basis_every": 100}
+    second = trainer(comm, "eigen", solvers, **rarely)
+    second.load_state_dict(state)
+    assert not second.bases.ready
+    found = direction(second, 2)
+    assert second.trace.calls["statistics"] == 0
+    assert torch.equal(second.factors.averages.flat, first.factors.averages.flat)
+    state = {name: value for name, value in state.items() if name != "kfac/solver"}
+    for name, solver in {**dict.fromkeys(LAYERS, "eigen"), **solvers}.items():
+        alone = trainer(comm, solver, **rarely)
+        alone.load_state_dict(state)
+        assert all(map(torch.equal, found[name], direction(alone, 2)[name]))
+
+
+@pytest.mark.parametrize("towards", ["eigen", "rank-one"])
+def test_averages_of_another_form_are_left_where_they_are(comm, towards):
+    """Oracle: those of the same form, as saved; the other, of the one batch since."""
+    solvers = {} if towards == "eigen" else {"5": "rank-one"}
+    first = trainer(comm, "eigen", {"5": "rank-one"} if towards == "eigen" else {})
+    problem.run(first, comm, range(2))
+    rarely = {"factor_every": 100, "basis_every": 100}
+    second, fresh = (trainer(comm, "eigen", solvers, **rarely) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    fresh.model.load_state_dict(first.model.state_dict())
+    kept = {name for name in second.factors.averages if name.startswith(("0.", "3."))}
+    for name in kept:
+        assert torch.equal(second.factors.averages[name], first.factors.averages[name])
+    for kfac in (second, fresh):
+        direction(kfac, 2)
+    for name in second.factors.averages.keys() - kept:
+        torch.testing.assert_close(second.factors.averages[name], fresh.factors.averages[name])
+    calls = second.trace.calls["statistics"]
+    assert calls > 0
+    direction(second, 3)
+    assert second.trace.calls["statistics"] == calls
+
+
+@mixtures
+def test_a_losss_scale_is_taken_out_of_each_form_of_factors(comm, mixture):
+    """Oracle: the run without a scale, which is a power of two: to the last bit."""
+    plain, scaled = (trainer(comm, "eigen", dict(zip(LAYERS, mixture))) for _ in range(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    expected = problem.run(plain, comm, range(4))
+    for step in range(4):
+        images, labels = problem.batch(step)
+        scaled.optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(scaled.model(images), labels)).backward()
+        scaled.step(scaler)
+    assert torch.equal(problem.state(scaled.model), expected)
+
+
+def test_a_lost_average_is_no_other_form(comm):
+    """Oracle: one line that names it."""
+    kfac = trainer(comm, "eigen", {"5": "rank-one"})
+    problem.run(kfac, comm, [0])
+    state = kfac.state_dict()
+    for name in ("kfac/vectors/5.A", "kfac/factors/0.G"):
+        lost = {item: value for item, value in state.items() if item != name}
+        assert kfac.missing(lost) == {name}
+        with pytest.raises(mpikfac.UserError, match=re.escape(name)):
+            kfac.load_state_dict(lost)
+
+
+@pytest.mark.parametrize(
+    ("solver", "settings", "text"),
+    [
+        ("svd", {}, "layer '3': solver='svd' must be one of None, 'eigen', 'ekfac', 'inverse'"),
+        (
+            "rank-one",
+            {"relative_damping": True},
+            "mean eigenvalues, which solver='rank-one' of layer '3' does not know",
+        ),
+        (
+            "rank-one",
+            {"fisher": "sampled"},
+            "solver='rank-one' of layer '3' takes mean gradients, which are 0 at labels",
+        ),
+        (
+            "rank-one",
+            {"start": "identity"},
+            "solver='rank-one' of layer '3' has no matrices to start at the identity",
+        ),
+        (
+            "rank-one",
+            {"strategy": Strategy(packing="square")},
+            "solver='rank-one' of layer '3' has vectors, which are neither squares nor decomposed",
+        ),
+        (
+            "ekfac",
+            {"fisher": "forward-only"},
+            "solver='ekfac' of layer '3' takes gradients of single examples as they are",
+        ),
+        (
+            "ekfac",
+            {"strategy": Strategy(overlap=True)},
+            "solver='ekfac' of layer '3' takes every rank's gradients in the bases of all layers, "
+            "at each step with statistics: it needs overlap=False, not True",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_by_the_layers_name(comm, solver, settings, text):
+    """Oracle: the message of the run's solver, and the layer."""
+    with pytest.raises(ValueError, match=re.escape(text)):
+        trainer(comm, "eigen", {"3": solver}, **settings)
+
+
+def test_what_no_layer_has_is_not_refused(comm):
+    """Oracle: the rule gives all layers another solver than the run's."""
+    kfac = trainer(comm, "rank-one", dict.fromkeys(LAYERS, "eigen"), relative_damping=True)
+    problem.run(kfac, comm, range(2))
+    assert kfac.trace.calls["decompositions"] == 6
+
+
+def test_plans_by_the_solvers_of_layers():
+    """Oracle: by hand, of orders 10 and 4, 8 and 8, 6 and 2."""
+    layers = [
+        LayerShape("conv", 10, 4),
+        LayerShape("fc", 8, 8, solver="rank-one"),
+        LayerShape("out", 6, 2, solver="inverse"),
+    ]
+    plan = make_plan(layers, 2, Strategy(2), solver="eigen")
+    assert plan.statistics(0).shapes["fc.A"] == (8,)
+    blocks = plan.decompositions(["conv.G", "fc.G", "out.G"])
+    assert blocks == [
+        *(("conv.G.vectors", (4, 4)), ("conv.G.values", (4,))),
+        *(("fc.G.vector", (8,)), ("out.G.inverse", (2, 2))),
+    ]
+    assert [name for name in plan.factors if plan.replicated(name)] == ["fc.A", "fc.G"]
+    assert sum(map(plan.load, (0, 1))) == 10**3 + 4**3 + 6**3 + 2**3
+    assert list(plan.denominators(0).shapes) == ["conv"]
+    assert plan.inverted(plan.factors) == {"out.A": (), "out.G": ()}
+    apart = Strategy(1, "owners", colocate=False)
+    with pytest.raises(ValueError, match="solver='inverse' of layer 'out' balances the damping"):
+        make_plan(layers, 2, apart, solver="eigen")
+    low = dataclasses.replace(layers[2], rank=2)
+    with pytest.raises(ValueError, match="it needs solver='eigen', not 'inverse', or rank=None"):
+        make_plan([low], 2, Strategy(2), solver="eigen")
+    make_plan([dataclasses.replace(low, solver="eigen")], 2, Strategy(2), solver="inverse")
