@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from mpikfac.layout import Shape
 from mpikfac.shapes import LayerShape
@@ -11,21 +11,26 @@ from mpikfac.strategy import Strategy
 
 
 def place(
-    layers: Sequence[LayerShape], ranks: int, strategy: Strategy, shares_of: dict[str, int]
+    layers: Sequence[LayerShape],
+    vectors: Collection[str],
+    ranks: int,
+    strategy: Strategy,
+    shares_of: dict[str, int],
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Owner of each factor and column of each layer.
 
     The load that counts is that of the share of a refresh, as one share is made at a time.
+
+    Args:
+        vectors: layers whose factors are kept as vectors.
     """
     power = 3 if strategy.balance == "compute" else 2
     columns = ranks // strategy.workers
     jobs: list[tuple[int, LayerShape, list[str]]] = []
     for layer in layers:
+        costs = _costs(layer, vectors, power)
         # What every worker decomposes for itself is nobody's load more than another's.
-        costs = {
-            factor.name: factor.work(power) if factor.order >= strategy.replicate_below else 0
-            for factor in layer.factors
-        }
+        costs |= {f.name: 0 for f in layer.factors if f.order < strategy.replicate_below}
         if strategy.colocate:
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
@@ -56,14 +61,21 @@ def spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
     return updaters
 
 
-def deal(layers: Sequence[LayerShape], stagger: int) -> dict[str, int]:
+def deal(layers: Sequence[LayerShape], vectors: Collection[str], stagger: int) -> dict[str, int]:
     """The share of a refresh of each layer, longest first, to the share with the least work.
 
     It does not depend on the ranks, so results do not either.
     """
     load = [0] * stagger
     shares_of = {}
-    for layer in sorted(layers, key=lambda layer: -layer.work()):
-        shares_of[layer.name] = load.index(min(load))
-        load[shares_of[layer.name]] += layer.work()
-    return {layer.name: shares_of[layer.name] for layer in layers}
+    works = {layer.name: sum(_costs(layer, vectors).values()) for layer in layers}
+    for name in sorted(works, key=lambda name: -works[name]):
+        shares_of[name] = load.index(min(load))
+        load[shares_of[name]] += works[name]
+    return {name: shares_of[name] for name in works}
+
+
+def _costs(layer: LayerShape, vectors: Collection[str], power: int = 3) -> dict[str, int]:
+    """What each factor adds to a load; a vector, which nobody decomposes, its elements."""
+    power = 1 if layer.name in vectors else power
+    return {factor.name: factor.work(power) for factor in layer.factors}

@@ -306,8 +306,9 @@ def make_plan(
         raise ValueError(
             f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
         )
-    shares_of = placement.deal(layers, strategy.stagger)
-    owners, columns_of = placement.place(layers, ranks, strategy, shares_of)
+    vectors = {layer.name for layer in layers if (layer.solver or solver) == "rank-one"}
+    shares_of = placement.deal(layers, vectors, strategy.stagger)
+    owners, columns_of = placement.place(layers, vectors, ranks, strategy, shares_of)
     updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
     others = tuple((name, tuple(shape)) for name, shape in others)
     updaters |= placement.spread(others, ranks)

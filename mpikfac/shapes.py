@@ -146,10 +146,6 @@ class LayerShape:
             for number, (start, stop) in enumerate(zip(ends, ends[1:]))
         )
 
-    def work(self) -> int:
-        """Operations of the decompositions of all factors."""
-        return sum(factor.work() for factor in self.factors)
-
     def products(self) -> list[int]:
         """Multiplications that the gradient takes with each side that is not a diagonal.
 
