@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -79,6 +80,13 @@ def label(value: object) -> str | None:
         return None
     owners = "together" if value.colocate else "apart"
     return f"{value.workers}-{value.reduction}-{value.update}-{owners}"
+
+
+def whole_state(trainer, comm) -> dict[str, Any]:
+    """The state that the shares of all ranks make up."""
+    return {
+        n: value for share in comm.allgather(trainer.state_dict()) for n, value in share.items()
+    }
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:

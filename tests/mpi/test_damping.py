@@ -123,9 +123,7 @@ def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
     strategy = mpikfac.Strategy(1, "owners", "owner")
     kfac = adaptive(comm, strategy)
     run_adaptive(comm, kfac, range(3))
-    state = {}
-    for share in comm.allgather(kfac.state_dict()):
-        state |= share
+    state = problem.whole_state(kfac, comm)
     expected = run_adaptive(comm, kfac, range(3, 6))
     team = comm.Split(comm.rank < fewer, comm.rank)
     if comm.rank < fewer:

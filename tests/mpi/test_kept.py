@@ -74,7 +74,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
     """Oracle: the run that wrote it."""
     first, second = (trainer(comm, placement, **KEPT["both"]) for _ in range(2))
     problem.run(first, comm, range(4))
-    second.load_state_dict(whole_state(comm, first))
+    second.load_state_dict(problem.whole_state(first, comm))
     expected = problem.run(first, comm, range(4, 8))
     assert torch.equal(problem.run(second, comm, range(4, 8)), expected)
 
@@ -86,17 +86,10 @@ def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
     kept = [{}, KEPT["both"]] if towards == "rounded" else [KEPT["both"], {}]
     first, second = (trainer(comm, placement, **dtypes) for dtypes in kept)
     problem.run(first, comm, range(4))
-    second.load_state_dict(whole_state(comm, first))
+    second.load_state_dict(problem.whole_state(first, comm))
     for ours, theirs in (
         (second.factors.averages, first.factors.averages),
         (second.bases.arena, first.bases.arena),
     ):
         assert ours.flat.dtype != theirs.flat.dtype
         assert torch.equal(ours.flat, theirs.flat.to(ours.flat.dtype))
-
-
-def whole_state(comm, kfac):
-    state = {}
-    for share in comm.allgather(kfac.state_dict()):
-        state |= share
-    return state

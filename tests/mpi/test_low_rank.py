@@ -58,8 +58,7 @@ def test_a_run_goes_on_from_another_placement(comm, tolerance):
     """Oracle: the same run under one placement; also from where a decomposition is on its way."""
     first = trainer(comm, Strategy(RANKS, delay=2, tolerance=tolerance))
     problem.run(first, comm, range(4))
-    state = first.state_dict()
-    shared = {name: value for share in comm.allgather(state) for name, value in share.items()}
+    shared = problem.whole_state(first, comm)
     second = trainer(comm, Strategy(1, delay=2, tolerance=tolerance))
     second.load_state_dict(shared)
     found, expected = (problem.run(kfac, comm, range(4, 8)) for kfac in (second, first))

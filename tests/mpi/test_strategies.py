@@ -162,9 +162,7 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(3))
     assert first.factors.settled == first.intact == (RANKS == 1)
-    state = {}
-    for share in comm.allgather(first.state_dict()):
-        state |= share
+    state = problem.whole_state(first, comm)
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(3, 9))
     assert torch.equal(problem.run(second, comm, range(3, 9)), expected)
@@ -193,9 +191,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
     strategy = Strategy(reduce_at="bases", reduction="owners")
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(4))
-    state = {}
-    for share in comm.allgather(first.state_dict()):
-        state |= share
+    state = problem.whole_state(first, comm)
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(4, 9))
     assert torch.equal(problem.run(second, comm, range(4, 9)), expected)
