@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,21 +18,30 @@ class Other:
         self.tensor = tensor
         self.parameters = [tensor]
 
-    def read_gradient(self, out: Tensor) -> None:
-        """Copies the gradient into `out`."""
-        read_gradient(out, self.tensor)
+    def parts(self, matrix: Tensor) -> list[Tensor]:
+        """Return views of `matrix`, shaped as the tensors of this block: `matrix` itself."""
+        return [matrix]
 
-    def write_gradient(self, value: Tensor) -> None:
-        """Makes `value` the gradient."""
-        write_gradient(self.tensor, value)
+    def read_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Copy the gradient into the parts of a matrix; 0 if there is no gradient."""
+        if self.tensor.grad is None:
+            parts[0].zero_()
+        else:
+            parts[0].copy_(self.tensor.grad)
 
-    def read_values(self, out: Tensor) -> None:
-        """Copies the tensor into `out`."""
-        out.copy_(self.tensor.detach())
+    def write_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Make the parts of a matrix the gradient."""
+        if self.tensor.grad is None:
+            self.tensor.grad = torch.empty_like(self.tensor)
+        self.tensor.grad.copy_(parts[0])
 
-    def write_values(self, value: Tensor) -> None:
-        """Makes `value` the tensor's content."""
-        self.tensor.detach().copy_(value)
+    def read_values(self, parts: Sequence[Tensor]) -> None:
+        """Copy the tensor into the parts of a matrix."""
+        parts[0].copy_(self.tensor.detach())
+
+    def write_values(self, parts: Sequence[Tensor]) -> None:
+        """Make the parts of a matrix the tensor's content."""
+        self.tensor.detach().copy_(parts[0])
 
     def leave(self) -> None:
         """Takes the gradient away: the optimizer leaves the parameter as it is."""
@@ -50,17 +59,17 @@ class Statistic(Other):
         self.parameters = []
         self._kept = tensor.clone()  # the value that all ranks share; a forward pass changes it
 
-    def read_gradient(self, out: Tensor) -> None:
-        """Copies the value into `out`."""
-        self.read_values(out)
+    def read_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Copy the statistic into the parts of a matrix."""
+        self.read_values(parts)
 
-    def write_gradient(self, value: Tensor) -> None:
-        """Makes `value` the value."""
-        self.write_values(value)
+    def write_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Make the parts of a matrix the statistic."""
+        self.write_values(parts)
 
-    def write_values(self, value: Tensor) -> None:
-        """Makes `value` the value, which `leave` goes back to."""
-        super().write_values(value)
+    def write_values(self, parts: Sequence[Tensor]) -> None:
+        """Make the parts of a matrix the statistic, which `leave` goes back to."""
+        super().write_values(parts)
         self.keep()
 
     def keep(self) -> None:
@@ -83,22 +92,3 @@ class Votes(Statistic):
 
     def leave(self) -> None:
         """Nothing: they stay until they have travelled."""
-
-
-def read_gradient(
-    out: Tensor, parameter: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
-) -> None:
-    """Copies a parameter's gradient, or 0 for none, as the view of it that `arranged` makes."""
-    if parameter.grad is None:
-        out.zero_()
-    else:
-        out.copy_(arranged(parameter.grad))
-
-
-def write_gradient(
-    parameter: Tensor, value: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
-) -> None:
-    """The inverse of `read_gradient`."""
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter)
-    arranged(parameter.grad).copy_(value)

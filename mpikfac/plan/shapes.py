@@ -9,18 +9,44 @@ from typing import Literal
 
 from mpikfac.plan.layout import Shape, triangle_shape
 
-Solver = Literal["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]
 
-BLOCKS: Mapping[Solver, Mapping[str, int]] = {
-    "eigen": {"vectors": 2, "values": 1},
-    "ekfac": {"vectors": 2, "values": 1},
-    "inverse": {"inverse": 2},
-    "unsplit-inverse": {"inverse": 2},
-    "rank-one": {"vector": 1},
-}
-"""What a solver makes of a factor: blocks, and how many dimensions of its order they have.
+@dataclass(frozen=True)
+class Form:
+    """Describe, as plain data, how a solver treats a factor: all that a plan knows of a solver.
 
-The first is what gradients are multiplied by."""
+    Attributes:
+        name: the solver's name, for example "eigen".
+        blocks: name of each block that a factor is decomposed into, and how many dimensions of the
+            factor's order the block has. Gradients are multiplied by the first block.
+        keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
+            averages are vectors, whose squares stand for the factor; vectors are used as blocks
+            without a decomposition.
+        damped: damping is part of a decomposition; a factor's owner computes the damping.
+        both: the damping of A depends on G and the damping of G depends on A.
+        denominators: a layer's products of eigenvalues ("values") are kept, damped.
+        rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
+        truncates: a decomposition may keep some eigenvectors only, see `LayerShape.rank`.
+        work: operations of a decomposition grow with this power of the order.
+        products: products of a gradient with each side that a direction takes.
+        timed_as: the solver whose measured times hold for this solver; "" for the solver itself.
+    """
+
+    name: str
+    blocks: Mapping[str, int]
+    keeps: Literal["matrix", "vector"] = "matrix"
+    damped: bool = False
+    both: bool = False
+    denominators: bool = False
+    rescaled: bool = False
+    truncates: bool = False
+    work: int = 3
+    products: int = 1
+    timed_as: str = ""
+
+    @property
+    def vector(self) -> bool:
+        """Whether factors are kept as vectors."""
+        return self.keeps == "vector"
 
 
 @dataclass(frozen=True)
@@ -111,7 +137,7 @@ class LayerShape:
     rank: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     rescaled: bool = True
-    solver: Solver | None = None
+    solver: str | None = None
 
     @property
     def gradient(self) -> Shape:
@@ -171,12 +197,12 @@ def _elements(factor: FactorShape) -> int:
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
-def solvers_of(layers: Iterable[LayerShape], solver: Solver) -> dict[Solver, str]:
-    """The solvers of layers, and in words whose choice each is.
+def solvers_of(layers: Iterable[LayerShape], solver: str) -> dict[str, str]:
+    """Return names of the solvers of all layers, each with words that say whose choice it is.
 
-    "" where it is the run's `solver`, else " of layer 'conv1'", which is the first to have it.
+    The words are "" for the run's `solver`, else " of layer 'conv1'", the first layer with it.
     """
-    found: dict[Solver, str] = {}
+    found: dict[str, str] = {}
     for layer in layers:
         own = layer.solver or solver
         found.setdefault(own, "" if own == solver else f" of layer {layer.name!r}")
@@ -188,14 +214,9 @@ def few(rank: int, order: int) -> bool:
     return 4 * rank <= order
 
 
-def count_of(factor: str) -> str:
-    """The block beside a factor's that says how many examples, or weight, its sum stands for."""
-    return f"{factor}#"
-
-
-def added_to(factor: str) -> str:
-    """The block beside a factor's that says what is added to it before it is inverted."""
-    return f"{factor}+"
+def count_of(name: str) -> str:
+    """Return the name of the block that holds how many examples, or how much weight, a sum has."""
+    return f"{name}#"
 
 
 HUGE = 16384
@@ -220,8 +241,3 @@ def forward_only(layer: LayerShape) -> LayerShape:
     if "A" not in layer.sides:
         return layer
     return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")
-
-
-def parent(name: str) -> str:
-    """The layer of a factor, or the factor of a block of its decomposition."""
-    return name.rpartition(".")[0]

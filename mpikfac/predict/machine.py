@@ -141,9 +141,7 @@ class Machine:
         Raises:
             ValueError: nothing is known of that solver.
         """
-        # Both kinds of inverse are one computation, of matrices that are damped differently.
-        kind = {"unsplit-inverse": "inverse", "ekfac": "eigen"}.get(solver, solver)
-        points = self.decompositions.get(kind)
+        points = self.decompositions.get(solver)
         if not points:
             raise ValueError(
                 f"machine {self.name!r} has no times of solver={solver!r}, only of: "

@@ -1,10 +1,32 @@
-"""TODO solvers.ekfac."""
+"""EKFAC: eigenbases with eigenvalues estimated from gradients of examples [George et al. 2018]."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
+from mpikfac.plan import Form
+from mpikfac.solvers.eigen import Eigen
+
+
+@dataclass(frozen=True)
+class Ekfac(Eigen):
+    """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
+
+    `engine.scales` keeps the estimates.
+    """
+
+    form: ClassVar[Form] = Form(
+        "ekfac",
+        {"vectors": 2, "values": 1},
+        denominators=True,
+        rescaled=True,
+        products=2,
+        timed_as="eigen",
+    )
 
 
 def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:

@@ -1,11 +1,34 @@
-"""TODO solvers.rank_one."""
+"""Mean vectors whose squares stand for A and G [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
+from mpikfac.plan import Form
+from mpikfac.solvers.solver import Held, Solver
+
+
+@dataclass(frozen=True)
+class RankOne(Solver):
+    """Mean vectors of inputs and of output gradients; nothing is decomposed."""
+
+    form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1)
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return the vector as it is."""
+        return {"vector": factor}
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return `(g g^T (x) a a^T + damping I)^-1` applied to the gradient."""
+        a, g = held.a["vector"], held.g["vector"]
+        return precondition_by_vectors(gradient, a, g, held.damping)
 
 
 def precondition_by_vectors(

@@ -1,0 +1,65 @@
+"""The solvers by name. A new solver is a file of its own and a line in `SOLVERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
+from mpikfac.solvers.eigen import Eigen
+from mpikfac.solvers.ekfac import Ekfac
+from mpikfac.solvers.inverse import Inverse
+from mpikfac.solvers.rank_one import RankOne
+from mpikfac.solvers.solver import Solver
+
+SolverName = str
+SOLVERS: dict[SolverName, Solver] = {
+    "eigen": Eigen(),
+    "ekfac": Ekfac(),
+    "inverse": Inverse(),
+    "unsplit-inverse": Inverse(split=False),
+    "rank-one": RankOne(),
+}
+
+
+def named_solver(solver: SolverName | Solver) -> Solver:
+    """Return the solver of that name; a solver itself stays what it is.
+
+    Raises:
+        ValueError: no solver has that name.
+    """
+    if isinstance(solver, Solver):
+        return solver
+    one_of("solver", solver, tuple(SOLVERS))
+    return SOLVERS[solver]
+
+
+def forms(solver: SolverName | Solver) -> tuple[Form, ...]:
+    """Return what solvers do, for a plan: the run's solver, then all others by name."""
+    own = named_solver(solver).form
+    return own, *(other.form for other in SOLVERS.values() if other.name != own.name)
+
+
+def make_plan(
+    layers: Sequence[LayerShape],
+    ranks: int,
+    strategy: Strategy,
+    others: Iterable[tuple[str, Shape]] = (),
+    solver: SolverName | Solver = "inverse",
+    itemsize: int = 4,
+    factor_itemsize: int | None = None,
+    basis_itemsize: int | None = None,
+) -> Plan:
+    """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
+
+    Args:
+        others: names and shapes of parameters (and buffers) that no layer covers.
+        solver: of layers that name no solver of their own.
+        itemsize: bytes of one element.
+        factor_itemsize: bytes of one element of running averages; `itemsize` if None.
+        basis_itemsize: bytes of one element of decompositions; `itemsize` if None.
+
+    Raises:
+        ValueError: a choice that cannot work, with what would.
+    """
+    itemsizes = itemsize, factor_itemsize, basis_itemsize
+    return plan_for(layers, ranks, strategy, others, forms(solver), *itemsizes)
