@@ -223,7 +223,7 @@ def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
     again = config.parse([f"--config={file}"], RANKS)
     assert again == given
     strategy, _ = config.strategy(again.kfac, RANKS)
-    assert (strategy.overlap, strategy.fusion) == (True, 3)
+    assert (strategy.transport.overlap, strategy.transport.fusion) == (True, 3)
 
 
 def rates(ranks, steps, **chosen):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import numpy as np
+import problem
 import pytest
 import torch
 from problem import SETTINGS, network, run, sgd
@@ -100,7 +101,7 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
     def rule(layer):
         return dataclasses.replace(layer, solver=solvers.get(layer.name))
 
-    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
+    kfac = problem.kfac(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
     run(kfac, mpikfac.world(), [0])
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     (tmp_path / "config.yaml").write_text(f"kfac: {{damping: {SETTINGS['damping']}}}\n")

@@ -15,7 +15,7 @@ RANKS = mpikfac.world().size
 
 def trainer(comm, strategy):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
 
 
 def arenas(kfac):

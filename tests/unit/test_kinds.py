@@ -63,7 +63,7 @@ def case(make, shape):
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model = nn.Sequential(module)
-    (layer,), _ = layers.cover(model, covers=KINDS)
+    (layer,), _ = layers.cover(model, layers.Coverage(covers=KINDS))
     x = torch.randn(BATCH, *shape).double()
     if isinstance(module, nn.Embedding):
         x = torch.randint(len(module.weight), (BATCH, *shape))

@@ -9,6 +9,7 @@ import copy
 import math
 import pickle
 
+import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -193,7 +194,7 @@ def make(comm, model, wrapped=lambda model: model, **settings):
         nn.init.normal_(parameter)
     model = wrapped(model.double())
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1, 0.9)
-    return mpikfac.KFAC(model, optimizer, comm, **{**SETTINGS, **settings})
+    return problem.kfac(model, optimizer, comm, **{**SETTINGS, **settings})
 
 
 def learn(kfac, x, y):
