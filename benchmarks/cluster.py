@@ -30,8 +30,12 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps import batches, calibrate, data, models, show_plan, simulate
-from mpikfac_apps.command import table
+from mpikfac_apps.cli import table
+from mpikfac_apps.planning import calibrate, simulate
+from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.problems import datasets as data
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
 STRATEGIES = [

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets as data
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import batches
 
 BF16 = torch.bfloat16
 WAYS = {

@@ -25,7 +25,9 @@ from torch import Tensor
 import mpikfac
 from mpikfac import kron
 from mpikfac.decompose import _by_iteration, eigenbasis, leading_eigenbasis
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets as data
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import batches
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
 SHARES = (16, 8, 4)  # of the order

@@ -27,7 +27,9 @@ import mpikfac
 from mpikfac import kron
 from mpikfac.decompose import damped_inverse, eigenbasis, tikhonov_share
 from mpikfac.kron import product
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets as data
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import batches
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)

@@ -20,7 +20,11 @@ from typing import Any
 import numpy as np
 
 from mpikfac import bases, comm, curvature
-from mpikfac_apps import checkpoints, data, guard, models, train_cnn
+from mpikfac_apps.guard import guard
+from mpikfac_apps.problems import datasets as data
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import checkpoints
+from mpikfac_apps.training import run as train_cnn
 
 # What a rank does there, and the call at which it misbehaves: the first step may take longer.
 PLACES = {

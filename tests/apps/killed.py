@@ -11,7 +11,8 @@ import sys
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import models, train_cnn
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import run as train_cnn
 from plain import plain
 
 

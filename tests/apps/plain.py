@@ -6,7 +6,8 @@ import sys
 
 from torch import nn
 
-from mpikfac_apps import models, train_cnn
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import run as train_cnn
 
 
 def plain(classes: int, channels: int) -> nn.Module:

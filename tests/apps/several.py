@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import mpikfac
-from mpikfac_apps import config, models, train_cnn
+from mpikfac_apps.options import parse as config
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import run as train_cnn
 from plain import plain
 
 

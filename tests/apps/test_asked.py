@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from mpikfac_apps import asked
-from mpikfac_apps.asked import RESERVE, Requests, end_of_job
+from mpikfac_apps.guard import requests as asked
+from mpikfac_apps.guard.requests import RESERVE, Requests, end_of_job
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_close_brings_the_former_handlers_back(make):
 
 LEAVES = """
 import sys, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 requests = Requests(None, end=None, every_minutes=None)
 print("polls", flush=True)
 while not requests.stop:
@@ -103,7 +103,7 @@ def test_system_calls_go_on_after_a_signal():
     """Oracle: a read in the C library, which the signal interrupts or not."""
     program = """
 import ctypes, os, signal, threading, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 Requests(None, end=None, every_minutes=None)
 get, put = os.pipe()
 def later():

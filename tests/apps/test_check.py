@@ -12,7 +12,8 @@ import mpikfac
 from launch import launch
 from mpikfac.bases import Bases
 from mpikfac.layers.attention import ProjectionLayer
-from mpikfac_apps import check, findings
+from mpikfac_apps.checking import check
+from mpikfac_apps.checking import comparison as findings
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
 MODELS = """

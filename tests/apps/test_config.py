@@ -8,9 +8,10 @@ import pytest
 import torch
 import yaml
 
-from mpikfac_apps import config, models
-from mpikfac_apps.models import MODELS
-from mpikfac_apps.options import Options
+from mpikfac_apps.options import parse as config
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.problems import models
+from mpikfac_apps.problems.models import MODELS
 
 RANKS = 6
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))

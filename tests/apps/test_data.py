@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac_apps import data
+from mpikfac_apps.problems import datasets as data
 
 RECORDS = 20
 FILES = [*data.TRAIN_FILES, "test_batch"]

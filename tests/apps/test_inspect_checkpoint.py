@@ -12,7 +12,8 @@ import torch
 from problem import SETTINGS, network, run, sgd
 
 import mpikfac
-from mpikfac_apps import inspect_checkpoint, spectra
+from mpikfac_apps.inspecting import inspect as inspect_checkpoint
+from mpikfac_apps.inspecting import spectra
 
 
 def rows(text, section):
@@ -220,7 +221,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
 def test_mpi_is_not_imported(trained, tmp_path):
     """A laptop without MPI inspects and exports what a cluster wrote."""
     program = (
-        "import sys; from mpikfac.__main__ import main; run, file = sys.argv[1:]; "
+        "import sys; from mpikfac_apps.__main__ import main; run, file = sys.argv[1:]; "
         "code = main(['inspect', run]) or main(['export', run, '--factors', file]); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )

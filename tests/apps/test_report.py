@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps import matrix, measured, models, pictures, report, study
+from mpikfac_apps.problems import models
+from mpikfac_apps.study import pictures, report, study
+from mpikfac_apps.study import results as measured
+from mpikfac_apps.study import spec as matrix
 
 STUDY = {
     "name": "a <study>",

@@ -13,7 +13,7 @@ import torch
 
 import mpikfac
 from launch import launch
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import run as train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import mpikfac
-from mpikfac_apps import show_plan
+from mpikfac_apps.planning import plan as show_plan
 
 
 def words(text: str, line: str) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
 def test_mpi_is_not_imported():
     """A laptop without MPI prints the plan of a cluster's job."""
     program = (
-        "import sys; from mpikfac.__main__ import main; "
+        "import sys; from mpikfac_apps.__main__ import main; "
         "code = main(['plan', '--model', 'digits_cnn', '--ranks', '4']); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )

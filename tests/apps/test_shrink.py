@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import launch, launcher
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import run as train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 import mpikfac
-from mpikfac_apps import show_plan, simulate
+from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.planning import simulate
 
 ASK = ["--model", "resnet50", "--machine", "v100-edr"]
 
@@ -65,7 +66,7 @@ def test_hybrids_are_near_the_square_root(ranks, workers):
 
 def test_mpi_is_not_imported():
     program = (
-        "import sys; from mpikfac.__main__ import main; "
+        "import sys; from mpikfac_apps.__main__ import main; "
         f"code = main(['simulate', *{ASK}, '--ranks', '4', '--strategy', 'comm-opt']); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )

@@ -6,14 +6,12 @@ import gzip
 import json
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
-from launch import launch
-from mpikfac_apps import train_cnn
+from launch import TRAIN, launch
+from mpikfac_apps.training import run as train_cnn
 
-PROGRAM = str(Path(train_cnn.__file__))
 QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")
 
 
@@ -30,7 +28,7 @@ def picture(run):
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
     """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; bytes that both files say alike."""
     chosen = ("--trace_steps=3", "--kfac.strategy=mem-opt", "--kfac.basis_every=3")
-    job = launch(2, PROGRAM, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    job = launch(2, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     log = (tmp_path / "log.txt").read_text()
     assert "steps 2 to 4, means over ranks, in ms:" in log

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import kill, processes, start
-from mpikfac_apps import train_cnn
+from launch import TRAIN, kill, processes, start
+from mpikfac_apps.training import run as train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 MOMENTS = 20 if SOAK else 1
@@ -45,7 +45,7 @@ ALL = [(name, to) for name in SIGNALS for to in TO if (name, to) != ("SIGTERM", 
 def started(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks that trains, and is writing a checkpoint most of the time."""
     often = ("--epochs=9999", "--log_every=1", "--checkpoint_every=2", "--stop_code=75")
-    with start(2, train_cnn.__file__, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
+    with start(2, TRAIN, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpikfac_apps import cells, matrix, study
+from mpikfac_apps.study import jobs as cells
+from mpikfac_apps.study import spec as matrix
+from mpikfac_apps.study import study
 
 STUDY = {
     "name": "a study",
@@ -280,7 +282,7 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
 
 def interrupt(file, place, environment, once):
     """Starts a study, and interrupts it once there is something in a file."""
-    words = [sys.executable, "-m", "mpikfac", "study", str(file), f"--run-dir={place}"]
+    words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run-dir={place}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
         while not once.exists() or not once.read_text():
             assert job.poll() is None

@@ -13,11 +13,15 @@ import yaml
 from torch import nn
 
 import mpikfac
-from launch import launch
-from mpikfac_apps import lock, metrics, models, record, train_cnn
-from mpikfac_apps.options import Options
+from launch import TRAIN, launch
+from mpikfac_apps.guard import lock
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import metrics
+from mpikfac_apps.training import run as train_cnn
+from mpikfac_apps.training import run_directory as record
 
-APPS = Path(train_cnn.__file__).parent
+ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")
 
@@ -49,9 +53,9 @@ def refused(run_dir, capfd, message, *more):
 
 def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     """Oracle: 95 % of the test digits, and the files and keys that the program's text promises."""
-    config = APPS.parent / "jobs" / "configs" / "digits_kfac.yaml"
+    config = ROOT / "jobs" / "configs" / "digits_kfac.yaml"
     run = tmp_path / "run"
-    program = str(APPS / "train_cnn.py")
+    program = TRAIN
     job = launch(2, program, f"--config={config}", f"--run_dir={run}", "--epochs=4", timeout=110)
     assert job.returncode == 0, job.stderr
     assert "epoch 4: " in job.stdout
@@ -295,7 +299,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     """Oracle: one line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
-    job = launch(2, str(APPS / "train_cnn.py"), *arguments(run), *given.split(), timeout=60)
+    job = launch(2, TRAIN, *arguments(run), *given.split(), timeout=60)
     assert job.returncode == 2
     assert (job.stdout + job.stderr).count("mpikfac: ") == 1
     assert message in job.stderr

@@ -6,7 +6,7 @@ import json
 import re
 from pathlib import Path
 
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import run as train_cnn
 
 PAGE = Path(__file__).parents[2] / "docs" / "long_runs.md"
 QUICK = ("--batch=120", "--data.train_images=1200", "--epochs=2", "--threads=1")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import run as train_cnn
 
 step = train_cnn.Run.step
 

@@ -10,7 +10,7 @@ from brute import matrices, own_gradients, rows, squares, vectors
 from torch import nn
 
 from mpikfac import layers
-from mpikfac_apps import dense
+from mpikfac_apps.checking import reference as dense
 
 BATCH = 3
 KINDS = {**layers.KINDS, **layers.NORMS}

@@ -20,7 +20,7 @@ from mpikfac import (
     simulator,
 )
 from mpikfac.simulator import Event, play, shares
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 OTHERS = [("bn", (4,)), ("scale", ())]

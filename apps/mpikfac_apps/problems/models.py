@@ -13,7 +13,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac_apps.vit import VisionTransformer
+from mpikfac_apps.problems.vit import VisionTransformer
 
 
 def build(name: str, classes: int, channels: int = 3) -> nn.Module:

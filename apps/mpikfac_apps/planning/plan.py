@@ -15,8 +15,8 @@ from statistics import median
 import torch
 
 import mpikfac
-from mpikfac_apps import models
-from mpikfac_apps.command import Parser, show, table
+from mpikfac_apps.cli import Parser, show, table
+from mpikfac_apps.problems import models
 
 MIB = 2**20
 ITEMSIZE = 4  # float32
@@ -310,7 +310,3 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
     width = max(map(len, cells)) + 3
     lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
     return ["  " + "".join(f"{cell:<{width}}" for cell in line).rstrip() for line in lines]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

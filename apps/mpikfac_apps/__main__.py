@@ -6,22 +6,28 @@ import sys
 from importlib import import_module, metadata
 
 PROGRAMS = {
-    "train": ("mpikfac_apps.train_cnn", "train a CNN (start it under mpirun or srun)"),
-    "strategies": ("mpikfac_apps.strategies", "list the ways to distribute K-FAC by name"),
-    "plan": ("mpikfac_apps.show_plan", "print who computes and sends what, without MPI"),
+    "train": ("training.run", "train a CNN (start it under mpirun or srun)"),
+    "strategies": ("planning.strategies", "list the ways to distribute K-FAC by name"),
+    "plan": ("planning.plan", "print who computes and sends what, without MPI"),
     "check": (
-        "mpikfac_apps.check",
+        "checking.check",
         "a model of your own: what is covered, numbers against autograd",
     ),
-    "calibrate": ("mpikfac_apps.calibrate", "measure a machine (start it under mpirun or srun)"),
+    "calibrate": (
+        "planning.calibrate",
+        "measure a machine (start it under mpirun or srun)",
+    ),
     "simulate": (
-        "mpikfac_apps.simulate",
+        "planning.simulate",
         "step times of strategies on a machine, without MPI",
     ),
-    "compare": ("mpikfac_apps.compare", "table and curves of several runs"),
-    "study": ("mpikfac_apps.study", "run a matrix of runs and write a report in HTML"),
-    "inspect": ("mpikfac_apps.inspect_checkpoint", "what a checkpoint holds, and its spectra"),
-    "export": ("mpikfac_apps.export", "weights and factors of a checkpoint as plain files"),
+    "compare": ("study.compare", "table and curves of several runs"),
+    "study": ("study.study", "run a matrix of runs and write a report in HTML"),
+    "inspect": ("inspecting.inspect", "what a checkpoint holds, and its spectra"),
+    "export": (
+        "inspecting.export",
+        "weights and factors of a checkpoint as plain files",
+    ),
 }
 
 
@@ -30,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in PROGRAMS:
-        return import_module(PROGRAMS[name][0]).main(rest)
+        return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(rest)
     if name == "--version":
         print(f"mpikfac {metadata.version('mpikfac')}")
         return 0

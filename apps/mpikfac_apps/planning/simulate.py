@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import models, show_plan
-from mpikfac_apps.command import Parser, show, table
+from mpikfac_apps.cli import Parser, show, table
+from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.problems import models
 
 SOLVERS = ("inverse", "eigen", "ekfac", "unsplit-inverse")
 STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
@@ -155,7 +156,3 @@ def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(show_plan.mib, sizes))
             lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
     return [show_plan.number(ranks, "rank"), *table(lines), *left_out]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,9 +21,10 @@ import torch
 import yaml
 
 import mpikfac
-from mpikfac_apps import config, models
-from mpikfac_apps.options import Options
-from mpikfac_apps.show_plan import number
+from mpikfac_apps.options import parse as config
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.planning.plan import number
+from mpikfac_apps.problems import models
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")

@@ -25,7 +25,7 @@ import torch
 import yaml
 from tqdm import tqdm
 
-from mpikfac_apps.options import Options
+from mpikfac_apps.options.options import Options
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
 BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal

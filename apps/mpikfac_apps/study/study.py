@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mpikfac_apps import cells, report
-from mpikfac_apps.command import Parser
-from mpikfac_apps.lock import Lock
-from mpikfac_apps.matrix import STOPPED, Study, read, slug
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.guard.lock import Lock
+from mpikfac_apps.study import jobs as cells
+from mpikfac_apps.study import report
+from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,7 +87,3 @@ def _run(study: Study, directory: Path) -> int:
             return STOPPED  # the next ones would be asked to stop, too
         code = 1 if ended.code else code
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mpikfac_apps.measured import GROUPS, OTHER, WAITING, Measured
-from mpikfac_apps.show_plan import number
+from mpikfac_apps.planning.plan import number
+from mpikfac_apps.study.results import GROUPS, OTHER, WAITING, Measured
 
 WIDTH = 11.0  # inches, of every picture
 MIB = 2**20

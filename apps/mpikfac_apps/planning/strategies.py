@@ -5,11 +5,10 @@ mpikfac strategies
 
 from __future__ import annotations
 
-import sys
 import textwrap
 
 import mpikfac
-from mpikfac_apps.command import Parser, show
+from mpikfac_apps.cli import Parser, show
 
 WIDTH = 96
 
@@ -48,7 +47,3 @@ def paragraph(name: str) -> list[str]:
             for line in textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="  ")
         ),
     ]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

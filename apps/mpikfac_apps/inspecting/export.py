@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps import spectra
-from mpikfac_apps.command import Parser, checkpoint_at
+from mpikfac_apps.cli import Parser, checkpoint_at
+from mpikfac_apps.inspecting import spectra
 
 MODEL = "model/"
 
@@ -145,7 +145,3 @@ def save_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
 
 
 SAVE = {".pt": save_pt, ".safetensors": save_safetensors, ".npz": save_npz}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import record, watchdog
-from mpikfac_apps.asked import Requests, end_of_job
-from mpikfac_apps.lock import Lock
-from mpikfac_apps.options import Options
+from mpikfac_apps.guard import watchdog
+from mpikfac_apps.guard.lock import Lock
+from mpikfac_apps.guard.requests import Requests, end_of_job
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.training import run_directory as record
 
 BEGAN = time.time()
 

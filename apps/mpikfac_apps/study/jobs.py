@@ -17,9 +17,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from mpikfac_apps import curves
-from mpikfac_apps.matrix import STOPPED, Cell
-from mpikfac_apps.options import Options
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.study import curves
+from mpikfac_apps.study.spec import STOPPED, Cell
 
 PATIENCE = 60.0  # seconds that a job may take to end
 
@@ -81,7 +81,7 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
         ValueError: there is no launcher.
     """
     own = (f"--run_dir={directory / 'run'}", "--resume=auto", f"--stop_code={STOPPED}")
-    program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac", "train", *cell.arguments, *own]
+    program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac_apps", "train", *cell.arguments, *own]
     if launcher == "mpirun":
         mpirun, flags = _mpirun()
         return [mpirun, *flags, "-n", str(cell.ranks), *program]

@@ -18,9 +18,12 @@ from statistics import fmean, median
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import cells, config, curves, show_plan
-from mpikfac_apps.curves import Curve
-from mpikfac_apps.matrix import STOPPED, Cell, Study, basis_every, flattened
+from mpikfac_apps.options import parse as config
+from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.study import curves
+from mpikfac_apps.study import jobs as cells
+from mpikfac_apps.study.curves import Curve
+from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every, flattened
 
 GROUPS = {
     "forward": ("forward",),

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 OTHER_INPUTS = {"digits_cnn": (1, 8, 8)}
 INPUT = (3, 32, 32)

@@ -39,8 +39,8 @@ from mpikfac import (
     tuned,
     usual_rule,
 )
-from mpikfac_apps.models import MODELS
-from mpikfac_apps.options import DataOptions, KfacOptions, Options
+from mpikfac_apps.options.options import DataOptions, KfacOptions, Options
+from mpikfac_apps.problems.models import MODELS
 
 COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 CHOICES = (  # of a strategy

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.asked import Requests
-from mpikfac_apps.options import Options
+from mpikfac_apps.guard.requests import Requests
+from mpikfac_apps.options.options import Options
 
 log = logging.getLogger("mpikfac.train")
 

@@ -20,8 +20,8 @@ import yaml
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps import spectra
-from mpikfac_apps.command import Parser, checkpoint_at, show, table
+from mpikfac_apps.cli import Parser, checkpoint_at, show, table
+from mpikfac_apps.inspecting import spectra
 
 ADAPTED = "kfac/damping"  # what a damping that is adapted has come to
 NONE = "eigen", 0.0, False
@@ -163,7 +163,3 @@ def described(solver: str, damping: float, relative: bool) -> str:
     """How factors are inverted, in words."""
     kind = "relative damping" if relative else "damping"
     return f"{kind} {damping:g} and solver {solver}" if damping else "no damping (none is known)"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

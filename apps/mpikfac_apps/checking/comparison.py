@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import mpikfac
-from mpikfac_apps import dense
-from mpikfac_apps.simulate import strategy_of
-from mpikfac_apps.subject import Batch, Subject, loss
+from mpikfac_apps.checking import reference as dense
+from mpikfac_apps.checking.model import Batch, Subject, loss
+from mpikfac_apps.planning.simulate import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
 DAMPING = 0.03

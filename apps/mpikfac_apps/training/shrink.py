@@ -8,11 +8,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import mpikfac
-from mpikfac_apps import checkpoints
-from mpikfac_apps.options import Options
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.training import checkpoints
 
 if TYPE_CHECKING:
-    from mpikfac_apps.train_cnn import Run
+    from mpikfac_apps.training.run import Run
 
 log = logging.getLogger("mpikfac.train")
 

@@ -15,11 +15,13 @@ from typing import Any
 import jinja2
 
 import mpikfac
-from mpikfac_apps import config, measured, pictures
-from mpikfac_apps.matrix import Study, basis_every, flattened
-from mpikfac_apps.measured import WAITING, Measured
-from mpikfac_apps.options import Options
-from mpikfac_apps.show_plan import number
+from mpikfac_apps.options import parse as config
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.planning.plan import number
+from mpikfac_apps.study import pictures
+from mpikfac_apps.study import results as measured
+from mpikfac_apps.study.results import WAITING, Measured
+from mpikfac_apps.study.spec import Study, basis_every, flattened
 
 MIB = 2**20
 NONE = "\N{EN DASH}"
