@@ -2,6 +2,6 @@
 
 import sys
 
-from mpikfac_apps.training.run import main
+from mpikfac_apps.training.train import main
 
 sys.exit(main())

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module, metadata
 
 PROGRAMS = {
-    "train": ("training.run", "train a CNN (start it under mpirun or srun)"),
+    "train": ("training.train", "train a CNN (start it under mpirun or srun)"),
     "strategies": ("planning.strategies", "list the ways to distribute K-FAC by name"),
     "plan": ("planning.plan", "print who computes and sends what, without MPI"),
     "check": (

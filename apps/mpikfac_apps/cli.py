@@ -1,11 +1,9 @@
-"""What programs share: parser, options, tables, and the checkpoint that a path means."""
+"""Command lines: parsers, options on all ranks, and the checkpoint that a path means."""
 
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -47,27 +45,6 @@ def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
                 if leave.code:
                     raise
     return comm.bcast(options)  # type: ignore[no-any-return]
-
-
-def show(sections: Sequence[Sequence[str]]) -> None:
-    """Prints sections of lines with an empty line between them."""
-    try:
-        print("\n\n".join("\n".join(section) for section in sections), flush=True)
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Rows with aligned columns, the first `left` of them to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if index < left else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -21,22 +21,20 @@ import numpy as np
 
 from mpikfac import bases, comm, curvature
 from mpikfac_apps.guard import guard
-from mpikfac_apps.problems import datasets as data
-from mpikfac_apps.problems import models
-from mpikfac_apps.training import checkpoints
-from mpikfac_apps.training import run as train_cnn
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import checkpoints, run, train
 
 # What a rank does there, and the call at which it misbehaves: the first step may take longer.
 PLACES = {
     "start-up": (models, "build", 1),
-    "data": (data, "load", 1),
-    "forward": (train_cnn.F, "cross_entropy", 2),
+    "data": (datasets, "load", 1),
+    "forward": (run.F, "cross_entropy", 2),
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
     "curvature": (curvature, "decompositions", 4),
     "checkpoint": (checkpoints.Saver, "save", 1),
-    "evaluation": (train_cnn.Run, "evaluate", 1),
+    "evaluation": (run.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),
 }
 
@@ -81,7 +79,7 @@ def main(kind: str, place: str, rank: str, file: str, *options: str) -> int:
 
     if comm.world().rank == int(rank):
         setattr(owner, name, faulty)
-    return train_cnn.main(options)
+    return train.main(options)
 
 
 if __name__ == "__main__":

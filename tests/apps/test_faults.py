@@ -162,8 +162,8 @@ import sys
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     sys.path.insert(0, sys.argv[1])
-from mpikfac_apps.training import run as train_cnn
-sys.exit(train_cnn.main(sys.argv[2:]))
+from mpikfac_apps.training import train
+sys.exit(train.main(sys.argv[2:]))
 """
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.checking import reference as dense
+from mpikfac_apps.checking import reference
 from mpikfac_apps.checking.comparison import (
     LARGEST_PRODUCT,
     STEPS,
@@ -29,13 +29,13 @@ from mpikfac_apps.checking.comparison import (
     good,
 )
 from mpikfac_apps.checking.model import Subject, subject
-from mpikfac_apps.cli import Strict, read_options, show, table
-from mpikfac_apps.planning import plan as show_plan
-from mpikfac_apps.planning.simulate import strategy_of
+from mpikfac_apps.cli import Strict, read_options
+from mpikfac_apps.place import share_cores
+from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, orders_of, strategy_of
 from mpikfac_apps.problems import models
-from mpikfac_apps.training.run import share_cores
+from mpikfac_apps.text import count, mib, number, show, table
 
-QUANTITIES = ("A", "G", "gradient", *dense.SOLVES)
+QUANTITIES = ("A", "G", "gradient", *reference.SOLVES)
 WIDTH = 96
 
 
@@ -67,16 +67,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("model", help=f"FILE.py:FUNCTION, or one of {', '.join(models.MODELS)}")
     add("--input", type=shape, help="shape of an example, such as 3,32,32")
-    add("--tokens", type=show_plan.count, help="examples are of whole numbers below this")
-    add("--classes", type=show_plan.count, default=10, help="of a network by name (10)")
-    add("--batch", type=show_plan.count, default=4, help="examples of a rank (4)")
-    add("--ranks", type=show_plan.count, help="to plan for; as many as there are, or 4")
+    add("--tokens", type=count, help="examples are of whole numbers below this")
+    add("--classes", type=count, default=10, help="of a network by name (10)")
+    add("--batch", type=count, default=4, help="examples of a rank (4)")
+    add("--ranks", type=count, help="to plan for; as many as there are, or 4")
     return parser.parse_args(argv)
 
 
 def shape(text: str) -> tuple[int, ...]:
     """Positive numbers, separated by commas."""
-    return tuple(map(show_plan.count, text.split(",")))
+    return tuple(map(count, text.split(",")))
 
 
 def checked(comm: Any, options: argparse.Namespace) -> bool:
@@ -157,7 +157,7 @@ def form(layer: mpikfac.LayerShape) -> str:
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
-        order = show_plan.orders_of(factors)
+        order = orders_of(factors)
         whole = side not in layer.diagonal
         sides.append(f"{side} {order}" if whole else f"{side} diagonal of {factors[0].size}")
     return ", ".join(sides)
@@ -184,7 +184,7 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         cells = [f"{finding.errors[q]:.0e}" if q in finding.errors else "-" for q in QUANTITIES]
         rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
     return [
-        f"Numbers: relative errors in float64, {show_plan.number(examples, 'example')}",
+        f"Numbers: relative errors in float64, {number(examples, 'example')}",
         "  A, G: recorded, against vectors that the module itself shows",
         "  gradient: each example's alone by autograd, and all of the model, against sums of g a^T",
         f"  eigen, inverse: solvers, against dense solves of order {LARGEST_PRODUCT:,} at most",
@@ -220,18 +220,16 @@ def plans(asked: Subject, ranks: int) -> list[str]:
     rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
     for name in STRATEGIES:
         strategy, solver = strategy_of(name, ranks, "inverse")
-        plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, show_plan.ITEMSIZE)
-        looked = show_plan.looked_at(plan)
+        plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, ITEMSIZE)
+        looked = looked_at(plan)
         kept = [sum(plan.memory(rank).values()) for rank in looked]
         sent = [
             max(sum(message.wire for message in plan.messages(rank, *kind)) for rank in looked)
-            for _, *kind in show_plan.STEPS
+            for _, *kind in KINDS_OF_STEP
         ]
-        rows.append(
-            (name, str(strategy.workers), *map(show_plan.mib, (min(kept), max(kept), *sent)))
-        )
+        rows.append((name, str(strategy.workers), *map(mib, (min(kept), max(kept), *sent))))
     return [
-        f"Plans for {show_plan.number(ranks, 'rank')}: MiB in float32 that a rank keeps for K-FAC,",
+        f"Plans for {number(ranks, 'rank')}: MiB in float32 that a rank keeps for K-FAC,",
         "  and sends at most in a step that is plain, with new factors, with new bases, too",
         *table(rows),
     ]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import mpikfac
-from mpikfac_apps.checking import reference as dense
+from mpikfac_apps.checking import reference
 from mpikfac_apps.checking.model import Batch, Subject, loss
-from mpikfac_apps.planning.simulate import strategy_of
+from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
 DAMPING = 0.03
@@ -62,9 +62,9 @@ def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
     """
     model, batch = asked.copied(), asked.batch(examples, seed=0)
     layers, _ = mpikfac.cover(model, asked.refused, covers=asked.covers)
-    uses = dense.calls(layers, lambda: loss(model, batch))
+    uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
-    alone = [dense.as_module(layer) for layer in layers]
+    alone = [reference.as_module(layer) for layer in layers]
     found = {layer.name: survey(layer, uses.get(layer.name, ())) for layer in alone}
     kept = {name: one.layer for name, one in found.items() if one.vectors and not one.large}
     kept = {name: kept[name] for name in whole(kept, module_of)}
@@ -73,7 +73,7 @@ def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
         found[name].errors.update(autograd_errors(layer, uses[name], step))
     orders = {name: layer.shape.inputs * layer.shape.outputs for name, layer in kept.items()}
     small = whole([n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of)
-    for solver in dense.SOLVES:
+    for solver in reference.SOLVES:
         step = one_step(asked, comm, batch, solver, small)
         for name in small:
             found[name].errors[solver] = solve_error(name, solver, step)
@@ -86,7 +86,7 @@ def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[st
     return [name for name in names if id(module_of[name]) not in left]
 
 
-def survey(layer: Any, uses: Sequence[dense.Call]) -> Finding:
+def survey(layer: Any, uses: Sequence[reference.Call]) -> Finding:
     """How large a layer is, before anything is compared."""
     vectors = sum(layer.positions(call.g) for call in uses)
     elements = vectors * layer.shape.groups * layer.shape.inputs
@@ -105,9 +105,9 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
     settings = {"damping": DAMPING, "kl_clip": None, "solver": solver, "covers": asked.covers}
     kfac = mpikfac.KFAC(model, optimizer, comm, skip=skip, **settings)
     loss(model, batch).backward()
-    gradients = {layer.name: dense.gradient_of(layer) for layer in kfac.layers}
+    gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
-    directions = {layer.name: dense.gradient_of(layer) for layer in kfac.layers}
+    directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     factors = {layer.name: recorded(kfac.factors.averages, layer.shape) for layer in kfac.layers}
     return Step(factors, gradients, directions)
 
@@ -132,23 +132,23 @@ def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[s
     return found
 
 
-def autograd_errors(layer: Any, uses: Sequence[dense.Call], step: Step) -> dict[str, float]:
+def autograd_errors(layer: Any, uses: Sequence[reference.Call], step: Step) -> dict[str, float]:
     """Relative errors of factors and gradients, where these are sums of `g a^T` over examples."""
-    expected = dense.factors(layer, uses)
+    expected = reference.factors(layer, uses)
     found = step.factors[layer.name]
     errors = {side: error(found[side], matrix) for side, matrix in expected.items()}
-    made = torch.cat([dense.gradients(layer, call) for call in uses])
+    made = torch.cat([reference.gradients(layer, call) for call in uses])
     size = made.abs().amax()
     off = error(made.sum(0), step.gradients[layer.name], size)
-    if not dense.is_norm(layer):
-        alone = torch.cat([dense.gradients_alone(layer, call) for call in uses])
+    if not reference.is_norm(layer):
+        alone = torch.cat([reference.gradients_alone(layer, call) for call in uses])
         off = max(off, error(made, alone, size))
     return {**errors, "gradient": off}
 
 
 def solve_error(name: str, solver: str, step: Step) -> float:
     """How far a layer's direction is off that of the dense solve, relative."""
-    expected = dense.solve(solver, step.gradients[name], step.factors[name], DAMPING)
+    expected = reference.solve(solver, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 
 

@@ -14,7 +14,6 @@ from mpikfac_apps.guard import watchdog
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.guard.requests import Requests, end_of_job
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.training import run_directory as record
 
 BEGAN = time.time()
 
@@ -61,7 +60,7 @@ class Guard:
             raise ValueError("it is a file; give a directory")
         self._lock = Lock(self._directory)
         try:
-            record.check_directory(self._directory, resume)
+            check_directory(self._directory, resume)
         except ValueError:
             self._lock.release()
             raise
@@ -97,3 +96,10 @@ class Guard:
         for empty in ("hang", "control", "."):
             with suppress(OSError):  # the last rank finds them empty, if they are
                 (self._directory / empty).rmdir()
+
+
+def check_directory(run_dir: Path, resume: str) -> None:
+    """Raises ValueError if a run would be mixed with what is in its directory already."""
+    found = set(os.listdir(run_dir)) - {"lock"}
+    if resume != "auto" and found:
+        raise ValueError("it is not empty; give another one, or resume=auto to go on with it")

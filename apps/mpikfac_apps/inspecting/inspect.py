@@ -20,8 +20,9 @@ import yaml
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import Parser, checkpoint_at, show, table
+from mpikfac_apps.cli import Parser, checkpoint_at
 from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.text import show, table
 
 ADAPTED = "kfac/damping"  # what a damping that is adapted has come to
 NONE = "eigen", 0.0, False

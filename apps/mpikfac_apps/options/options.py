@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    list[int]: "a list of whole numbers",
+    list[str]: "a list of names",
+    types.NoneType: "null",
+}
 
 
 def bounded(default: Any, *bounds: str) -> Any:
@@ -232,3 +247,38 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = bounded(None, ">= 1")
     tensorboard: bool = False
+
+
+def _options(group: type, prefix: str = "") -> Iterator[tuple[str, Any, Sequence[str]]]:
+    """Dotted key, type and bounds of every option."""
+    hints = typing.get_type_hints(group)
+    for option in dataclasses.fields(group):
+        kind = hints[option.name]
+        if dataclasses.is_dataclass(kind):
+            yield from _options(kind, f"{prefix}{option.name}.")
+        else:
+            yield prefix + option.name, kind, option.metadata.get("bounds", ())
+
+
+OPTIONS = {key: (kind, bounds) for key, kind, bounds in _options(Options)}
+
+
+def allowed(key: str) -> str:
+    """What an option may be, in words."""
+    kind, bounds = OPTIONS[key]
+    kinds = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
+    first, *others = (
+        f"one of {', '.join(typing.get_args(k))}" if typing.get_origin(k) is Literal else WORDS[k]
+        for k in kinds
+    )
+    return " or ".join([" ".join([first, " and ".join(bounds)]).strip(), *others])
+
+
+def unknown(key: str) -> str:
+    """Return the message about an unknown key, with a name that is close to the key."""
+    close = difflib.get_close_matches(key, OPTIONS, n=1, cutoff=0.8)
+    if close:
+        return f"unknown key {key}; did you mean {close[0]}?"
+    group = key.rpartition(".")[0]
+    inside = [known for known in OPTIONS if known.rpartition(".")[0] == group]
+    return f"unknown key {key}; known are {', '.join(inside or OPTIONS)}"

@@ -23,10 +23,9 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac_apps.cli import Strict, read_options
-from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.problems import models
-from mpikfac_apps.training import run_directory as record
-from mpikfac_apps.training.run import share_cores
+from mpikfac_apps.text import count
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
@@ -72,7 +71,7 @@ def parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
     parser.add_argument(
         "--model", type=names, default=["resnet20"], help="such as resnet20,resnet32"
     )
-    parser.add_argument("--batch-per-rank", type=show_plan.count, default=32, help="images")
+    parser.add_argument("--batch-per-rank", type=count, default=32, help="images")
     options = parser.parse_args(argv)
     if not options.out.parent.is_dir():
         raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
@@ -115,7 +114,7 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
         samples=tuple(samples),
         decompositions={"inverse": inverse, "eigen": eigen},
         networks=tuple(network.seconds(comm) for network in networks),
-        about=record.environment(hosts, torch.device("cpu")),
+        about=environment(hosts, torch.device("cpu")),
     )
     return dataclasses.replace(machine, hidden=hidden_part(comm, machine, networks[0]))
 
@@ -228,7 +227,7 @@ def hidden_part(comm: Any, machine: mpikfac.Machine, network: Network) -> float:
         beside, in_turn = network.together(comm, ways)
     except ValueError:  # an MPI that threads may not call: nothing is sent beside computations
         return 1.0
-    layers, others = show_plan.shapes_of(network.name)
+    layers, others = models.shapes_of(network.name)
     plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
     job = mpikfac.Job(network.name, network.batch, basis_every=10**6)
 
@@ -283,7 +282,7 @@ class Network:
 
     def __init__(self, name: str, batch: int) -> None:
         self.name, self.batch = name, batch
-        layers, _ = show_plan.shapes_of(name)
+        layers, _ = models.shapes_of(name)
         self.orders = {factor.order for layer in layers for factor in layer.factors}
         self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
@@ -382,7 +381,7 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 def image_shape(name: str) -> tuple[int, int, int]:
     """Classes, channels and pixels of a side of what a network is made for."""
-    if name in show_plan.IMAGENET:
+    if name in models.IMAGENET:
         return 1000, 3, 224
     return (10, 1, 8) if name == "digits_cnn" else (10, 3, 32)
 

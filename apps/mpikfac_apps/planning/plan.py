@@ -7,23 +7,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-import torch
-
 import mpikfac
-from mpikfac_apps.cli import Parser, show, table
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
+from mpikfac_apps.text import count, in_lines, mib, number, show, table
 
-MIB = 2**20
-ITEMSIZE = 4  # float32
-IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 TABLE = 60  # layers; longer models are listed several to a line
-ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most loaded one
-SAMPLE = 64
 CHOICES = (
     *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
     *(
@@ -37,11 +31,6 @@ CHOICES = (
     ),
     *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
 )
-STEPS = (
-    ("Ordinary step", False, False),
-    ("Step with new factors", True, False),
-    ("Step with new factors and bases", True, True),
-)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
-    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in STEPS)]
+    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
     show(sections)
     return 0
 
@@ -93,16 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def count(text: str) -> int:
-    """The positive number that `text` says."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
-    return int(text)
-
-
 def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     """The plan that training with these options would make."""
-    found = shapes_of(options.model, options.classes, options.skip, options.norms)
+    found = models.shapes_of(options.model, options.classes, options.skip, options.norms)
     forms = {"largest": options.largest, "rank": options.rank}
     layers = [dataclasses.replace(layer, **forms) for layer in found[0]]
     others = found[1]
@@ -113,22 +95,6 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     strategy, settings = mpikfac.named(options.strategy, options.ranks, **chosen)
     solver = options.solver or settings.get("solver", "inverse")
     return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
-
-
-def shapes_of(
-    name: str, classes: int | None = None, skip: Sequence[str] = (), norms: bool = False
-) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """A network's layers, with `norms` these too, and names and shapes of all else that travels.
-
-    Raises:
-        ValueError: no network has that name, or `skip` names no layer of it.
-    """
-    classes = classes or (1000 if name in IMAGENET else 10)
-    channels = 1 if name == "digits_cnn" else 3
-    with torch.device("meta"):  # shapes without numbers
-        model = models.build(name, classes, channels)
-    covers = {**mpikfac.KINDS, **(mpikfac.NORMS if norms else {})}
-    return mpikfac.covered_shapes(model, skip, covers)
 
 
 def heading(model: str, plan: mpikfac.Plan) -> list[str]:
@@ -176,20 +142,6 @@ def owners(plan: mpikfac.Plan) -> list[str]:
     return ["Owners of factors", *table(rows)]
 
 
-def orders_of(factors: Sequence[mpikfac.FactorShape]) -> str:
-    """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none.
-
-    Of low rank, "64:8" with the eigenvectors that are kept.
-    """
-    return "+".join(map(order_of, factors)) or "-"
-
-
-def order_of(factor: mpikfac.FactorShape) -> str:
-    """One factor of `orders_of`."""
-    order = str(factor.order) if factor.rank is None else f"{factor.order}:{factor.rank}"
-    return f"{factor.count} x {order}" if factor.count > 1 else order
-
-
 def owners_of(plan: mpikfac.Plan, factors: Sequence[mpikfac.FactorShape]) -> str:
     """Ranks that decompose the factors of a side."""
     return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
@@ -226,11 +178,6 @@ def balance(plan: mpikfac.Plan) -> list[str]:
         f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
         f"{largest} has order {plan.factors[largest].order}",
     ]
-
-
-def most_loaded(plan: mpikfac.Plan) -> int:
-    """The rank with the longest decompositions; 0 if there are none."""
-    return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
 def memory(plan: mpikfac.Plan) -> list[str]:
@@ -274,15 +221,6 @@ def kind_of(message: mpikfac.Message) -> tuple[str, str, str]:
     return message.stage, message.primitive + codec, message.over
 
 
-def looked_at(plan: mpikfac.Plan) -> list[int]:
-    """All ranks of a small job; of a large one some, the same each time, and the most loaded."""
-    ranks = range(plan.ranks)
-    if plan.ranks <= ALL_RANKS:
-        return list(ranks)
-    # At random: a fixed interval may be a multiple of the columns and meet one of them only.
-    return sorted({most_loaded(plan), *random.Random(0).sample(ranks, SAMPLE)})
-
-
 def sample_note(plan: mpikfac.Plan) -> str:
     """Says so where not all ranks are looked at."""
     looked = len(looked_at(plan))
@@ -292,21 +230,3 @@ def sample_note(plan: mpikfac.Plan) -> str:
 def spread(sizes: list[int]) -> tuple[str, str, str]:
     """Least, median and most of sizes in bytes."""
     return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))
-
-
-def mib(size: float) -> str:
-    """Bytes in MiB, to a hundredth."""
-    return "<0.01" if 0 < size < MIB / 100 else f"{size / MIB:.2f}"
-
-
-def number(of: int, what: str) -> str:
-    """ "1 rank", "2 ranks"."""
-    return f"{of} {what}" if of == 1 else f"{of} {what}s"
-
-
-def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
-    """Words in as many columns as asked."""
-    cells = list(words)
-    width = max(map(len, cells)) + 3
-    lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
-    return ["  " + "".join(f"{cell:<{width}}" for cell in line).rstrip() for line in lines]

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.cli import Parser, show, table
-from mpikfac_apps.planning import plan as show_plan
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.planning.facts import SOLVERS, strategy_of
 from mpikfac_apps.problems import models
+from mpikfac_apps.text import count, mib, number, show, table
 
-SOLVERS = ("inverse", "eigen", "ekfac", "unsplit-inverse")
 STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
 BOUNDED = ("delayed", "event-driven")
 
@@ -46,13 +46,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add, published = parser.add_argument, ", ".join(mpikfac.published_machines())
     add("--machine", required=True, help=f"a file of mpikfac calibrate, or one of: {published}")
     add("--model", required=True, help=", ".join(models.MODELS))
-    add("--classes", type=show_plan.count, help="10, or 1000 for ImageNet's networks")
+    add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
     add("--ranks", type=counts, required=True, help="such as 16,64,256")
     add("--strategy", type=names, default=STRATEGIES, help=f"all, or {','.join(STRATEGIES)}")
     add("--solver", choices=(*SOLVERS, "own"), default="inverse", help="own: as each was published")
-    add("--batch-per-rank", type=show_plan.count, default=32, help="images")
-    add("--factor-every", type=show_plan.count, default=1, help="steps")
-    add("--basis-every", type=show_plan.count, default=10, help="steps")
+    add("--batch-per-rank", type=count, default=32, help="images")
+    add("--factor-every", type=count, default=1, help="steps")
+    add("--basis-every", type=count, default=10, help="steps")
     add("--stragglers", type=float, default=0.0, help="spread of ranks' computing times, as 0.05")
     add("--json", type=Path, help="write the predictions to this file, too")
     return parser.parse_args(argv)
@@ -60,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def counts(text: str) -> list[int]:
     """Positive numbers, separated by commas."""
-    return list(dict.fromkeys(show_plan.count(part) for part in text.split(",")))
+    return list(dict.fromkeys(count(part) for part in text.split(",")))
 
 
 def names(text: str) -> list[str]:
@@ -74,19 +74,14 @@ def names(text: str) -> list[str]:
     return chosen
 
 
-def near_root(ranks: int) -> int:
-    """The divisor whose square is nearest to the number of ranks."""
-    return min(mpikfac.divisors(ranks), key=lambda count: abs(count**2 - ranks))
-
-
 def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[dict[str, Any]]:
     """A row for each strategy and number of ranks; why, where nothing can be said of it.
 
     Raises:
         ValueError: nothing can be said of any.
     """
-    covered = show_plan.shapes_of(options.model, options.classes)
-    first_order = show_plan.shapes_of(
+    covered = models.shapes_of(options.model, options.classes)
+    first_order = models.shapes_of(
         options.model, options.classes, [layer.name for layer in covered[0]]
     )
     job = mpikfac.Job(
@@ -113,16 +108,6 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
     if all("left_out" in row for row in rows):
         raise ValueError(rows[0]["left_out"])
     return rows
-
-
-def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
-    """The strategy of that name, and the solver: as asked, but where factors are vectors."""
-    if name == "sgd":
-        return mpikfac.Strategy.mem_opt(), SOLVERS[0]
-    workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
-    strategy, settings = mpikfac.named(name, ranks, **workers)
-    own = settings.get("solver", "inverse")
-    return strategy, own if solver == "own" or own == "rank-one" else solver
 
 
 def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
@@ -153,6 +138,6 @@ def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
             steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
-            cells = [f"{time * 1e3:.1f}" for time in times] + list(map(show_plan.mib, sizes))
+            cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
             lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
-    return [show_plan.number(ranks, "rank"), *table(lines), *left_out]
+    return [number(ranks, "rank"), *table(lines), *left_out]

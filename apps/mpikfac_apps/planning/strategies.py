@@ -8,7 +8,8 @@ from __future__ import annotations
 import textwrap
 
 import mpikfac
-from mpikfac_apps.cli import Parser, show
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.text import show
 
 WIDTH = 96
 

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from mpikfac_apps.cli import Parser, show, table
+from mpikfac_apps.cli import Parser
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.curves import Curve
+from mpikfac_apps.text import show, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,11 +22,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from mpikfac_apps.planning.plan import number
 from mpikfac_apps.study.results import GROUPS, OTHER, WAITING, Measured
+from mpikfac_apps.text import MIB, number
 
 WIDTH = 11.0  # inches, of every picture
-MIB = 2**20
 # Computing in cold colours, messages in warm ones.
 COLOURS = {
     "forward": "#9ecae1",

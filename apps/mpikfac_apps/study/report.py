@@ -5,27 +5,23 @@ from __future__ import annotations
 import base64
 import dataclasses
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import jinja2
 
 import mpikfac
-from mpikfac_apps.options import parse as config
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.planning.plan import number
-from mpikfac_apps.study import pictures
-from mpikfac_apps.study import results as measured
+from mpikfac_apps.options.strategy import training_ranks
+from mpikfac_apps.study import pictures, results
 from mpikfac_apps.study.results import WAITING, Measured
+from mpikfac_apps.study.sentences import baseline, distinct, findings
 from mpikfac_apps.study.spec import Study, basis_every, flattened
+from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 
-MIB = 2**20
-NONE = "\N{EN DASH}"
-BUSY = 0.1  # share of the cores that other work may take without a word
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 COLUMNS = (
     *(
@@ -44,10 +40,10 @@ COLUMNS = (
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     """Writes `report.html` from what the cells in a study's directory hold; its path."""
-    cells = measured.read(study, directory)
+    cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
     target = study.target or _common_accuracy(cells)
-    letters = measured.estimators(study.cells)
+    letters = results.estimators(study.cells)
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(Path(__file__).with_name("report.html").read_text())
     text = template.render(
@@ -70,32 +66,6 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     return path
 
 
-# -- numbers as text -----------------------------------------------------------------------------
-
-
-def percent(share: float | None, digits: int = 1) -> str:
-    """A share of 1 as percent."""
-    return NONE if share is None else f"{100 * share:.{digits}f} %"
-
-
-def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds, to three digits at least."""
-    if seconds is None:
-        return NONE
-    return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
-
-
-def mib(size: float) -> str:
-    """Bytes in MiB."""
-    return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
-
-
-def listed(names: Iterable[str]) -> str:
-    """ "a, b and c"."""
-    *most, last = names
-    return f"{', '.join(most)} and {last}" if most else last
-
-
 # -- tables --------------------------------------------------------------------------------------
 
 
@@ -108,7 +78,7 @@ def _table(
     """Rows of all cells, under the number of ranks that they ran on."""
     groups: dict[int, list[list[str]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
-        base = _baseline(cells, cell)
+        base = baseline(cells, cell)
         ratio = cell.step / base.step if base and base.step and cell.step else None
         share, waiting = _collectives(cell)
         reached = cell.curve.reached(target) if target else None
@@ -122,8 +92,8 @@ def _table(
             f"{ratio:.2f} x" if ratio else NONE,
             percent(share, 0),
             percent(waiting, 0),
-            mib(cell.wire),
-            mib(cell.memory),
+            brief_mib(cell.wire),
+            brief_mib(cell.memory),
             percent(cell.accuracy),
             f"{reached[1]:.1f}" if reached else "never" if cell.complete else NONE,
         ]
@@ -135,15 +105,6 @@ def _name(cell: Measured) -> str:
     """A cell's name under the number of its ranks, and its state if it is not complete."""
     name = cell.cell.label.replace(f" on {number(cell.cell.ranks, 'rank')}", "")
     return name if cell.complete else f"{name} ({cell.state})"
-
-
-def _baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Complete first-order training that is like `cell` otherwise."""
-    for other in cells:
-        alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
-        if alike and other.cell.options.optimizer == "sgd" and other.complete:
-            return other
-    return None
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
@@ -196,7 +157,7 @@ def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, 
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
         every = options.kfac.factor_every, basis_every(options, ranks)
-        training = config.training_ranks(options, ranks)
+        training = training_ranks(options, ranks)
         with suppress(ValueError):  # no times of that network or batch
             job = mpikfac.Job(options.model, (options.batch or 0) // training, *every)
             found[cell.cell.label] = mpikfac.simulate(cell.cell.plan, machine, job).mean.seconds
@@ -217,157 +178,17 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
         begun = sorted(about["started"] for about in known)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
     for key, name in (("ranks_per_host", "hosts"), ("device", "device"), ("commit", "commit")):
-        if values := _distinct(about.get(key) for about in known):
+        if values := distinct(about.get(key) for about in known):
             yield name, values
-    if cores := _distinct(cell.result.cores for cell in cells if cell.result):
+    if cores := distinct(cell.result.cores for cell in cells if cell.result):
         yield "cores where it was started", cores
-    if threads := _distinct(about.get("threads_per_rank") for about in known):
+    if threads := distinct(about.get("threads_per_rank") for about in known):
         yield "threads per rank", threads
     versions = [{"python": a.get("python"), **a.get("packages", {})} for a in known]
     if versions:
         yield "versions", ", ".join(f"{k} {v}" for k, v in versions[-1].items())
         if any(version != versions[-1] for version in versions):
             yield "beware", "not all cells were run with the same versions"
-
-
-def _distinct(values: Iterable[Any]) -> str:
-    flat: dict[str, None] = {}
-    for value in values:
-        for word in value if isinstance(value, dict) else [value]:
-            flat |= {str(word): None} if word is not None else {}
-    return ", ".join(flat)
-
-
-def findings(
-    cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
-) -> Iterator[str]:
-    """What the numbers say, in sentences; fewer where there are fewer numbers."""
-    done = [cell for cell in cells if cell.complete and cell.step]
-    if not done:
-        yield "No cell is complete yet."
-        return
-    most = max(cell.cell.ranks for cell in done)
-    kfac = [c for c in done if c.cell.options.optimizer == "kfac" and c.cell.ranks == most]
-    if len({cell.cell.variant for cell in kfac}) > 1:
-        yield from _about_pace(done, kfac)
-        yield from _about_size(kfac)
-    if target:
-        yield from _about_learning(done, target)
-    yield from _about_numbers(done, letters)
-    yield from _about_bytes(done)
-    crowded = [cell for cell in done if cell.crowded]
-    if crowded:
-        ranks = sorted({cell.cell.ranks for cell in crowded})
-        cores = _distinct(cell.result.cores for cell in crowded if cell.result)
-        yield (
-            f"On {listed(map(str, ranks))} ranks there were fewer cores than ranks ({cores}): "
-            "what grows with the ranks is the wait for a core more than any message. Compare "
-            "strategies at one number of ranks; scaling takes a core for each rank."
-        )
-    others = [(cell.result.others or 0.0) if cell.result else 0.0 for cell in done]
-    busy = [share for share in others if share > BUSY]
-    if busy:
-        yield (
-            f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
-            f"of the machine's cores, up to {percent(max(busy), 0)}: their times tell little."
-        )
-    if len({(cell.cell.variant, cell.cell.ranks) for cell in cells}) == len(cells):
-        yield "Each cell was run once: read differences within the ranges of the table as noise."
-
-
-def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """The quickest and the slowest variant, by the median over seeds."""
-    paces: dict[str, list[float]] = {}
-    for cell in kfac:
-        paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
-    middle = {variant: median(steps) for variant, steps in paces.items()}
-    quick, slow = (f(middle, key=lambda variant: middle[variant]) for f in (min, max))
-    bases = [_baseline(done, cell) for cell in kfac if cell.cell.variant == quick]
-    steps = [base.step for base in bases if base and base.step]
-    ratio = f", {middle[quick] / median(steps):.2f} times SGD's" if steps else ""
-    yield (
-        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
-        f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
-    )
-
-
-def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
-    if kfac[0].cell.ranks > 1:
-        least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
-        yield (
-            f"There, {least.cell.variant} sends least ({mib(least.wire)} MiB per rank and step) "
-            f"and {most.cell.variant} most ({mib(most.wire)} MiB)."
-        )
-        least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
-        yield (
-            f"{least.cell.variant} holds least ({mib(least.memory)} MiB on the fullest rank), "
-            f"{most.cell.variant} most ({mib(most.memory)} MiB)."
-        )
-
-
-def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
-    reached = [(cell.curve.reached(target), cell) for cell in done]
-    times = sorted(((when[1], c) for when, c in reached if when), key=lambda pair: pair[0])
-    if not times:
-        yield f"No cell reached a test accuracy of {percent(target)}."
-        return
-    seconds, first = times[0]
-    text = f"{first.cell.label} was first at {percent(target)}, after {seconds:.1f} s of training"
-    sgd = [(s, c) for s, c in times if c.cell.options.optimizer == "sgd"]
-    if sgd and sgd[0][1] is not first:
-        text += f"; of SGD, {sgd[0][1].cell.label} after {sgd[0][0]:.1f} s"
-    missing = len(done) - len(times)
-    yield f"{text}. {missing} of {len(done)} cells did not get there." if missing else f"{text}."
-
-
-def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
-    """How far cells that are to compute the same are apart."""
-    alike: dict[Any, list[float]] = {}
-    for cell in done:
-        if cell.train_loss is not None:
-            place = (letters[cell.cell.variant], cell.cell.ranks, cell.cell.options.seed)
-            alike.setdefault(place, []).append(cell.train_loss)
-    spreads = [max(v) / min(v) - 1 for v in alike.values() if len(v) > 1 and min(v) > 0]
-    if spreads:
-        apart = f"differ by at most {max(spreads):.0e} of their value"
-        yield (
-            f"The same numbers, but for rounding, are those of {_alike(letters)}. Their mean "
-            "training losses of the first epoch "
-            f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
-            "Between these groups, accuracy differs by design."
-        )
-    others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
-    if others:
-        yield (
-            f"By design another estimator of the curvature: {listed(dict.fromkeys(others))}; see "
-            "what the variants are."
-        )
-
-
-def _other_estimator(options: Options) -> bool:
-    kfac = options.kfac
-    named = mpikfac.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
-    known = named is not None and not named.same
-    return options.optimizer == "kfac" and (known or kfac.reduction == "none")
-
-
-def _alike(letters: Mapping[str, str]) -> str:
-    groups: dict[str, list[str]] = {}
-    for variant, letter in letters.items():
-        groups.setdefault(letter, []).append(variant)
-    several = {letter: names for letter, names in groups.items() if len(names) > 1}
-    return "; of ".join(f"{listed(names)} ({letter})" for letter, names in several.items())
-
-
-def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
-    traced = [cell for cell in done if cell.counted is not None]
-    other = [c for c in traced if abs((c.counted or 0) - c.handed) > 1e-6 * c.handed]
-    if traced:
-        text = (
-            "Where messages do not run beside the training, the bytes counted in traced steps are "
-        )
-        names = listed(cell.cell.label for cell in other) if other else ""
-        yield text + (f"the plan's but for {names}." if other else "the plan's in all cells.")
 
 
 def _common_accuracy(cells: Sequence[Measured]) -> float | None:

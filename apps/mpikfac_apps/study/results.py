@@ -18,10 +18,9 @@ from statistics import fmean, median
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.options import parse as config
-from mpikfac_apps.planning import plan as show_plan
-from mpikfac_apps.study import curves
-from mpikfac_apps.study import jobs as cells
+from mpikfac_apps.options.strategy import CHOICES, USUAL, make_strategy, training_ranks
+from mpikfac_apps.planning.facts import looked_at
+from mpikfac_apps.study import curves, jobs
 from mpikfac_apps.study.curves import Curve
 from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every, flattened
 
@@ -51,7 +50,7 @@ TRANSPORT = {
 # Options that a strategy is made of, which is looked at itself.
 RESOLVED = {
     *(f"kfac.{key}" for key in ("strategy", "machine", "workers", "fraction", "fusion")),
-    *(f"kfac.{key}" for key in (*config.CHOICES, *config.USUAL)),
+    *(f"kfac.{key}" for key in (*CHOICES, *USUAL)),
 }
 
 
@@ -81,7 +80,7 @@ class Measured:
 
     cell: Cell
     run: Path
-    result: cells.Result | None
+    result: jobs.Result | None
     environment: Mapping[str, Any]
     curve: Curve
     train_loss: float | None
@@ -165,7 +164,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     return Measured(
         cell=cell,
         run=run,
-        result=cells.result(directory),
+        result=jobs.result(directory),
         environment=_json(run / "environment.json"),
         curve=curves.curve(rows),
         train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
@@ -219,7 +218,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     kfac, plan = cell.options.kfac, cell.plan
     every = kfac.factor_every, basis_every(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *every))
-    period, ranks = kinds.total(), show_plan.looked_at(plan)
+    period, ranks = kinds.total(), looked_at(plan)
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
@@ -265,8 +264,8 @@ def _numbers(cell: Cell) -> dict[str, Any]:
         del numbers["batch"]
     if cell.options.optimizer != "kfac":
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
-    ranks = config.training_ranks(cell.options, cell.ranks)
-    strategy, settings = config.strategy(cell.options.kfac, ranks, cell.options.parts)
+    ranks = training_ranks(cell.options, cell.ranks)
+    strategy, settings = make_strategy(cell.options.kfac, ranks, cell.options.parts)
     choices = dataclasses.asdict(strategy)
     choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
     return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}

@@ -21,10 +21,17 @@ import torch
 import yaml
 
 import mpikfac
-from mpikfac_apps.options import parse as config
-from mpikfac_apps.options.options import Options
-from mpikfac_apps.planning.plan import number
+from mpikfac_apps.options.options import OPTIONS, Options
+from mpikfac_apps.options.parse import composed, parse
+from mpikfac_apps.options.strategy import (
+    USUAL,
+    covering,
+    for_machine,
+    make_strategy,
+    training_ranks,
+)
 from mpikfac_apps.problems import models
+from mpikfac_apps.text import number
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
@@ -146,7 +153,7 @@ def slug(name: str) -> str:
 
 
 def _loaded(text: str) -> Any:
-    config.composed(text)
+    composed(text)
     return yaml.safe_load(text)
 
 
@@ -190,8 +197,8 @@ def _options(where: str, given: Any) -> dict[str, Any]:
 def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is given by the study itself; leave it out")
-    if key not in config.OPTIONS:
-        raise ValueError(f"{where}unknown key {key}{_hint(key, config.OPTIONS)}")
+    if key not in OPTIONS:
+        raise ValueError(f"{where}unknown key {key}{_hint(key, OPTIONS)}")
 
 
 def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -274,9 +281,9 @@ def _run_of(
     given = asked["options"] | chosen
     arguments = [f"--config={asked['base']}"] if asked["base"] else []
     arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
-    interval = shown_interval(config.parse(arguments, ranks), ranks)
+    interval = shown_interval(parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
-    options = config.parse(arguments, ranks)
+    options = parse(arguments, ranks)
     return tuple(arguments), options, _plan_of(options, ranks)
 
 
@@ -294,11 +301,10 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
         layers, others = mpikfac.covered_shapes(model, every)
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
         return mpikfac.make_plan(layers, ranks, strategy, others)
-    covering = config.covering(options.kfac)
-    layers, others = mpikfac.covered_shapes(model, options.kfac.skip, **covering)
-    training = config.training_ranks(options, ranks)
-    strategy, settings = config.strategy(options.kfac, training, options.parts)
-    _, strategy = config.for_machine(options, model, training, strategy, settings)
+    layers, others = mpikfac.covered_shapes(model, options.kfac.skip, **covering(options.kfac))
+    training = training_ranks(options, ranks)
+    strategy, settings = make_strategy(options.kfac, training, options.parts)
+    _, strategy = for_machine(options, model, training, strategy, settings)
     return mpikfac.make_plan(layers, training, strategy, others, settings["solver"])
 
 
@@ -311,9 +317,9 @@ def shown_interval(options: Options, ranks: int) -> int:
 def basis_every(options: Options, ranks: int) -> int:
     """Steps between two decompositions, by option, strategy or, without K-FAC, as usual."""
     if options.optimizer != "kfac":
-        return options.kfac.basis_every or config.USUAL["basis_every"]
-    training = config.training_ranks(options, ranks)
-    return config.strategy(options.kfac, training, options.parts)[1]["basis_every"]
+        return options.kfac.basis_every or USUAL["basis_every"]
+    training = training_ranks(options, ranks)
+    return make_strategy(options.kfac, training, options.parts)[1]["basis_every"]
 
 
 def _word(value: Any) -> str:

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from mpikfac_apps.cli import Parser
 from mpikfac_apps.guard.lock import Lock
-from mpikfac_apps.study import jobs as cells
-from mpikfac_apps.study import report
+from mpikfac_apps.study import jobs, report
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
 
@@ -76,9 +75,9 @@ def _run(study: Study, directory: Path) -> int:
     code = 0
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
-        ended, again = cells.result(place), ", was complete"
+        ended, again = jobs.result(place), ", was complete"
         if ended is None or ended.code:
-            ended, again = cells.run(cell, place, study.launcher), ""
+            ended, again = jobs.run(cell, place, study.launcher), ""
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
             how = "stopped; the same command goes on"

