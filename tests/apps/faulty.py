@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikfac import bases, comm, curvature
+from mpikfac import comm
+from mpikfac.engine import bases, decomposers
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import checkpoints, run, train
@@ -32,7 +33,7 @@ PLACES = {
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
-    "curvature": (curvature, "decompositions", 4),
+    "curvature": (decomposers, "decompositions", 4),
     "checkpoint": (checkpoints.Saver, "save", 1),
     "evaluation": (run.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),
