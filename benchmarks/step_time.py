@@ -28,7 +28,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]

@@ -8,7 +8,7 @@ import torch
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 RANKS = mpikfac.world().size
 

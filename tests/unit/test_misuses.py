@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.vit import Attention
+from mpikfac_apps.problems.vit import Attention
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3

@@ -9,7 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, divisors, make_plan
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 # n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
 changed = Strategy().changed

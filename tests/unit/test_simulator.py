@@ -11,7 +11,7 @@ import mpikfac
 from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
 from mpikfac.predict import costs, simulator
 from mpikfac.predict.simulator import Event, play, shares
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 OTHERS = [("bn", (4,)), ("scale", ())]
