@@ -191,8 +191,7 @@ def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm
 
 
 def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
-    """Oracle: by hand: a damping far larger than the factor; eigenvectors do not hold the damping.
-    """
+    """Oracle: by hand: a damping far above the factor; eigenvectors do not hold the damping."""
     settings = {"damping": lambda step: 1e-12 if step < 2 else 1e6}
     inverse, eigen = (full_rank(comm, solver=s, **settings) for s in ("unsplit-inverse", "eigen"))
     for kfac, expected in ((inverse, {"0.A", "0.G"}), (eigen, set())):

@@ -41,8 +41,7 @@ def network():
 
 
 def side(kfac, layer, name, group):
-    """Return a group's A or G as a matrix, and for every eigenvalue the mean of the value's block.
-    """
+    """Return a group's A or G as a matrix, and for every eigenvalue the block's mean eigenvalue."""
     blocks, means = [], []
     for shape in layer.side(name):
         factor = triangles.unfold_triangle(kfac.factors.averages[shape.name])

@@ -38,8 +38,7 @@ def test_eigenvalues_are_not_negative():
 @pytest.mark.parametrize("dead", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("seed", range(3))
 def test_factors_with_dead_inputs_are_decomposed(dead, seed):
-    """Oracle: the factor, from the factor's basis; float32 alone converges for few of these seeds.
-    """
+    """Oracle: the factor, from the factor's basis; float32 alone converges for few of the seeds."""
     torch.manual_seed(seed)
     inputs = torch.randn(64, 32).relu() * (torch.rand(32) >= dead)
     factor = torch.zeros(288, 288)

@@ -29,8 +29,7 @@ def hessians(f, loss):
 
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 def test_all_labels_give_the_hessian(loss):
-    """Oracle: autograd's Hessian of the mean loss, `batch` times the Hessian of an example's part.
-    """
+    """Oracle: autograd's Hessian of the mean loss, `batch` times the Hessian of a single part."""
     f = outputs(3, 4)
     vectors = torch.stack(list(fisher.exact(f, loss)), 2)
     found = len(f) * vectors @ vectors.mT

@@ -281,8 +281,7 @@ def test_a_power_of_two_changes_nothing(comm, settings):
 
 
 def test_sgd_takes_scaled_losses_as_kfac_does(comm):
-    """Oracle: plain torch with an own scaler, overflows included; the scaler's scale at every step.
-    """
+    """Oracle: plain torch with an own scaler, overflows included; the scale at every step."""
     model, plain = network(), network()
     data = mpikfac.DataParallel(model, problem.sgd_all(model), comm)
     optimizer, expected = problem.sgd_all(plain), scaler(growth_interval=2)
@@ -429,8 +428,7 @@ def average(kfac, step, scale=None, spoil=None):
 
 @pytest.mark.parametrize("solver", ["inverse", "ekfac", "rank-one"])
 def test_averaged_gradients_of_a_scaled_loss(comm, solver):
-    """Oracle: the run without scale, as the scale is a power of two; an overflow skips the batch.
-    """
+    """Oracle: the run without scale, as the scale is a power of two; overflow skips the batch."""
     settings = {"solver": solver, "factor_every": 1, "basis_every": 2}
     plain, kfac = (trainer(comm, network(), **settings) for _ in range(2))
     scale = scaler()

@@ -63,8 +63,7 @@ def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mix
 @mixtures
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
 def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, stop):
-    """Oracle: the uninterrupted run; decompositions are made at 0 and 3, and used one step later.
-    """
+    """Oracle: the uninterrupted run; decompositions of steps 0 and 3 are used one step later."""
     strategy = Strategy(delay=1)
     first, second = (
         trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, basis_every=3)
@@ -113,8 +112,7 @@ def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm
 
 @pytest.mark.parametrize("towards", ["eigen", "rank-one"])
 def test_averages_of_another_form_are_left_where_they_are(comm, towards):
-    """Oracle: averages of the same form, as saved; for the new form, the average of the new batch.
-    """
+    """Oracle: averages of the same form, as saved; for the new form, the new batch's average."""
     solvers = {} if towards == "eigen" else {"5": "rank-one"}
     first = trainer(comm, "eigen", {"5": "rank-one"} if towards == "eigen" else {})
     problem.run(first, comm, range(2))

@@ -102,8 +102,7 @@ def test_gradients_and_bases_by_hand():
 
 
 def test_vectors_by_hand():
-    """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, pieces of 16 elements, 4 bytes an element.
-    """
+    """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, in pieces of 16, in bytes of 4."""
     everywhere = plan(2, 2, solver="rank-one")
     assert everywhere.statistics(0).size == 2 * 6 * 16  # with the counts
     for layout in (everywhere.averages(0), everywhere.bases(0)):

@@ -1,5 +1,4 @@
-"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and the scales' effects.
-"""
+"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and the scales' use."""
 
 from __future__ import annotations
 
@@ -58,8 +57,7 @@ FORMS = {
 
 
 def network(kind):
-    """Return a layer of the given kind, an activation and a linear layer; inputs of nine examples.
-    """
+    """Return a layer of the given kind, an activation and a linear layer; and nine inputs."""
     torch.manual_seed(0)
     make, size = KINDS[kind]
     x = torch.randn(9, *size).double()
@@ -83,8 +81,7 @@ def labels_of(x, seed=0):
 
 
 def matrix(layer, gradients):
-    """Return the gradients of a layer's parameters as the layer's matrix, or as a matrix per group.
-    """
+    """Return the gradients of a layer's parameters as the layer's matrix, or a matrix per group."""
     found = gradients[0].new_zeros(layer.shape.gradient)
     for part, gradient in zip(layer.parts(found), gradients):
         part.copy_(layer.arranged(gradient))
@@ -312,8 +309,7 @@ def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
 
 @pytest.mark.parametrize("start", ["first", "identity"])
 def test_batches_weigh_by_examples_and_age(comm, start):
-    """Oracle: a weighted mean of products and of every batch's scales; factors have equal weight.
-    """
+    """Oracle: a weighted mean of products and of every batch's scales; factors weigh the same."""
     kfac, x, c = independent(comm, decay=0.8, start=start)
     learn(kfac, x, c, along)
     kfac.precondition()

@@ -111,8 +111,7 @@ def test_writing_takes_no_copy_of_the_items(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
 def test_checksums_are_those_of_values(dtype) -> None:
-    """Oracle: equal values have equal sums, for any strides; a single changed bit changes the sum.
-    """
+    """Oracle: equal values have equal sums, for any strides; a single changed bit changes a sum."""
     value = torch.rand(6, 5, 4, 3).mul(200).to(dtype)
     same = value.contiguous(memory_format=torch.channels_last)
     assert checksum(value) == checksum(same) == checksum(value.permute(3, 1, 2, 0).clone())

@@ -306,8 +306,7 @@ def test_bytes_of_resnet50_on_16_ranks(resnet50):
 
 
 def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
-    """Oracle: 4.6x for ResNet-50: the largest factor is 21.6 % of all n^3, for any number of ranks.
-    """
+    """Oracle: 4.6x for ResNet-50: the largest factor is 21.6 % of all n^3, at any rank count."""
     layers, others = resnet50
     seconds = [
         mpikfac.simulate(
@@ -339,8 +338,7 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
 
 
 def test_times_of_64_gpus_that_nothing_was_fitted_to():
-    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is the factors' rate.
-    """
+    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is of factors."""
     machine = mpikfac.load_machine("rtx2080ti-ib100")
     factors = int(586.9 * MIB)
     fitted = costs.collective_seconds("Allreduce", factors, 64, machine, 16)

@@ -340,8 +340,7 @@ WIDTHS = 3, 4, 4, 2
 
 
 def reparametrised(model, before, after):
-    """Return the same function with layers between affine maps: other inputs, outputs and weights.
-    """
+    """Return the same function with layers between affine maps: inputs, outputs, weights differ."""
     between = []
     for linear, (omega, move), (phi, shift) in zip(model[::2], before, after):
         inner = nn.Linear(linear.in_features, linear.out_features).double()

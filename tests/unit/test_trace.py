@@ -69,8 +69,7 @@ def test_a_stage_adds_up_its_time_and_calls():
 
 
 def test_on_a_gpu_a_stage_is_what_its_stream_takes(gpu):
-    """Oracle: a stream with known times; the host waits for the stream only when `seconds` is read.
-    """
+    """Oracle: a stream with known times; the host waits for the stream only to read `seconds`."""
     trace = mpikfac.Trace()
     gpu.launch(500.0)  # earlier work on the stream does not count for the stage
     for name, milliseconds in (("decompose", 30.0), ("clip", 2.0), ("decompose", 10.0)):
@@ -156,8 +155,7 @@ def test_current_is_the_innermost_stage():
 
 
 def test_events_are_kept_while_recording_is_on():
-    """Oracle: the stages as written, in the order of the stages' ends, within the clock's readings.
-    """
+    """Oracle: the stages as written, in the order of the ends, within the clock's readings."""
     trace = mpikfac.Trace()
     with trace.stage("optimizer"):
         pass
