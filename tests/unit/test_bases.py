@@ -131,8 +131,7 @@ def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
-    """Oracle: the first step's eigenvectors or inverses, and the values of present factors in them.
-    """
+    """Oracle: the first step's eigenvectors or inverses; in these, present factors' values."""
     kfac = trainer(comm, tolerance=1e9, solver=solver, basis_every=1, factor_every=1)
     problem.run(kfac, comm, [0])
     first = {name: block.clone() for name, block in kfac.bases.arena.items()}

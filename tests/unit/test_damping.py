@@ -27,8 +27,7 @@ def forms(layer):
 
 
 def network():
-    """Return groups, of which one group has a diagonal, blocks, a single side, and whole factors.
-    """
+    """Return layers with groups, a diagonal, blocks, a single side, and whole factors."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(4, 4, 2, groups=2),

@@ -190,8 +190,7 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
 
 
 def test_another_estimators_factors_are_left_where_they_are(comm):
-    """Oracle: the dense solve with vectors of the single new batch; then K-FAC's next batch alone.
-    """
+    """Oracle: the dense solve with vectors of the new batch alone; then K-FAC's next batch."""
     model = linear()
     kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None)
     learn(kfac, 0)

@@ -49,8 +49,7 @@ def direction(kfac, step):
 @mixtures
 @pytest.mark.parametrize("settings", [{}, {"basis_every": 1}], ids=["", "anew"])
 def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mixture, settings):
-    """Oracle: runs with a single solver and equal weights, to the last bit, at steps of all kinds.
-    """
+    """Oracle: runs with a single solver and equal weights, to the last bit, at all steps."""
     mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
     pure = {solver: trainer(comm, solver, **settings) for solver in mixture}
     for step in range(5):
@@ -91,8 +90,7 @@ def test_a_state_says_which_layers_have_another_solver_than_the_run(comm):
 
 @pytest.mark.parametrize("solvers", [{"5": "inverse"}, {}], ids=["another", "none"])
 def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, solvers):
-    """Oracle: the saved averages, without a new batch; a run with the new solvers from the start.
-    """
+    """Oracle: the saved averages, without a new batch; a run with the new solvers throughout."""
     first = trainer(comm, "eigen", {"3": "inverse"})
     problem.run(first, comm, range(2))
     state = first.state_dict()

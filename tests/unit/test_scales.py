@@ -111,8 +111,7 @@ def dense_bases(kfac, layer):
 
 
 def dense_direction(kfac, layer, gradient, examples, weight=None):
-    """Solve `(Q diag(S) Q^T + damping I) x = gradient`, S the mean square of examples' gradients.
-    """
+    """Return `(Q diag(S) Q^T + damping I)^-1 gradient`, S = mean square of examples' gradients."""
     weight = 1 / len(examples) if weight is None else weight
     found = []
     for group, q in enumerate(dense_bases(kfac, layer)):

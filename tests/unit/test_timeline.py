@@ -11,8 +11,8 @@ from mpikfac import Event
 from mpikfac.timeline import Recorded, chrome_trace, self_seconds, stage_means, stage_table, waiting
 
 # Rank 0's backward pass ends early, so that rank 0 waits 2 s for rank 1 in the sum; rank 1
-# waits for rank 0 later. A thread sends during both backward passes. Rank 0's thread also sends the rest of a
-# message that was under way at the start of the recording. Children come first.
+# waits for rank 0 later. A thread sends during both backward passes. Rank 0's thread also sends
+# the rest of a message that was under way at the start of the recording. Children come first.
 RANK0 = [
     Event("forward", 0.0, 2.0),
     Event("statistics", 3.0, 4.0, depth=1),
