@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread per process, property tests that draw the same examples."""
+"""Settings of all tests: one thread per process, property tests with constant examples."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_labels_are_drawn(tmp_path):
 
 
 def test_damping_is_adapted(tmp_path):
-    """Oracle: damping after five and ten steps of one batch, by hand: a power of 0.95**5 each."""
+    """Oracle: damping after five and ten steps of a batch, by hand: a power of 0.95**5 twice."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
         f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('kfac.adapt')}"
