@@ -19,5 +19,5 @@ SIGTERM = signal.getsignal(signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def former_signals():
-    """A run that is complete ignores SIGTERM; what a later test starts would, too."""
+    """Restore SIGTERM. Finished runs ignore SIGTERM; processes of later tests would inherit it."""
     signal.signal(signal.SIGTERM, SIGTERM)

@@ -98,7 +98,7 @@ def replaced_by_links(newest: Path) -> Iterator[Path]:
     "damages", [flipped, truncated, zeroed, deleted, swapped, replaced_by_links]
 )
 def test_what_is_damaged_is_passed_over(pristine, tmp_path, monkeypatch, caplog, damages) -> None:
-    """Oracle: the step before; one line names the file and what is taken; HDF5 parses nothing."""
+    """Oracle: the step before; a line names bad file and used checkpoint; HDF5 parses nothing."""
     root = tmp_path / "checkpoints"
     newest = root / "step-000000002"
     shutil.copytree(pristine, root)

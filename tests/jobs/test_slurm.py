@@ -62,7 +62,7 @@ Slurm = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
-    """Runs a command on a cluster of its own, in a directory; returns what it printed."""
+    """Return a function that runs a command on a cluster, in a directory, and returns output."""
     if reason := cannot_start():
         pytest.skip(reason)
     start = [*NAMESPACES, "bash", str(HERE / "slurm" / "cluster.sh")]
