@@ -187,7 +187,7 @@ def batch(step, examples=8):
 
 
 def make(comm, model, wrapped=lambda model: model, **settings):
-    """Return K-FAC of the model; equal layers start with equal weights at any place."""
+    """Return K-FAC of the model; the head starts with the same weights behind any layers."""
     torch.manual_seed(2)
     for parameter in model.head.parameters():
         nn.init.normal_(parameter)
