@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 
@@ -75,12 +74,10 @@ def train(comm, strategy, shares, solver, fisher, sharing):
     return problem.state(model)
 
 
-@functools.cache
-def alone(*estimator):
-    """One process that takes all shares, while the others wait for its state."""
-    world = mpikfac.world()
-    own = world.Split(world.rank)
-    return world.bcast(train(own, None, range(RANKS), *estimator) if world.rank == 0 else None)
+@problem.by_one_process
+def alone(own, *estimator):
+    """The state of one process that takes all shares."""
+    return train(own, None, range(RANKS), *estimator)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -76,18 +76,18 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     assert max(scales) < 1  # else the clip would not be tested
 
 
+@problem.by_one_process
+def delayed(own, steps):
+    """The model after these steps of one process that decomposes two steps ahead."""
+    return problem.run(trainer(own, Strategy(delay=2)), own, steps)
+
+
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
     """Oracle: one process that does the same; steps with decompositions of before and without."""
     steps = range(6)
     found = problem.run(trainer(comm, replace(strategy, delay=2)), comm, steps)
-    alone = trainer(comm.Split(comm.rank), Strategy(delay=2))
-    for step in steps:
-        images, labels = problem.batch(step)
-        alone.optimizer.zero_grad()
-        F.cross_entropy(alone.model(images), labels).backward()
-        alone.step()
-    torch.testing.assert_close(found, problem.state(alone.model), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, delayed(steps), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("update", UPDATES)
