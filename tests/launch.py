@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO
 
 import psutil
+
+SEVERAL = Path(__file__).parent / "apps" / "several.py"
 
 
 def launch(
@@ -34,6 +38,21 @@ def launch(
     # Open MPI ends its own notes with a NUL byte, which may come before a rank's line.
     texts = (text.replace("\0", "") for text in (output, errors))
     return subprocess.CompletedProcess(job.args, job.returncode, *texts)
+
+
+def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: float = 240) -> None:
+    """Run the training program on so many ranks with such options, one run after the other.
+
+    All runs share one job: most of the time of a short run is the start of its ranks.
+
+    Args:
+        runs: the ranks and the options of each run.
+        root: a directory for the list of the runs.
+    """
+    file = root / "runs.json"
+    file.write_text(json.dumps(runs))
+    ended = launch(max(ranks for ranks, _ in runs), str(SEVERAL), str(file), timeout=timeout)
+    assert ended.returncode == 0, ended.stderr
 
 
 def start(

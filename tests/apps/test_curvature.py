@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mpikfac
-from launch import kill, launch, processes, start
+from launch import kill, launch, processes, run_each, start
 from mpikfac_apps import train_cnn
 
 PROGRAM = train_cnn.__file__
@@ -20,17 +20,15 @@ OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--kfac.delay=2", "--kfac.basis_every=3"),
 )
-ONE = (*OPTIONS, "--kfac.curvature_ranks=1")
+ONE, TWO = ((*OPTIONS, f"--kfac.curvature_ranks={number}") for number in (1, 2))
 CLOCKS = {"run/seconds", "run/metrics_bytes"}
 pytestmark = pytest.mark.timeout(300)
 
 
-def trained(ranks, run_dir, *more):
-    """The last checkpoint of a run, without what a clock measured."""
-    job = launch(ranks, PROGRAM, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
-    assert job.returncode == 0, job.stderr
-    saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
-    return {name: saved[name] for name in saved.keys() - CLOCKS}
+def saved(run_dir, step):
+    """The checkpoint of a run, without what a clock measured."""
+    found = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    return {name: found[name] for name in found.keys() - CLOCKS}
 
 
 def assert_equal(found, expected):
@@ -42,11 +40,17 @@ def assert_equal(found, expected):
 
 def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
     """Oracle: two ranks without; also where it stops and goes on with another number of them."""
-    expected = trained(2, tmp_path / "without")
-    parts = tmp_path / "parts"
-    stopped = trained(4, parts, "--kfac.curvature_ranks=2", "--max_steps=4")
-    assert "kfac/due" in stopped  # decompositions of step 3 are on their way
-    assert_equal(trained(3, parts, "--kfac.curvature_ranks=1", "--resume=auto"), expected)
+    without, parts = tmp_path / "without", tmp_path / "parts"
+    run_each(
+        [
+            (2, [*OPTIONS, f"--run_dir={without}"]),
+            (4, [*TWO, f"--run_dir={parts}", "--max_steps=4"]),
+            (3, [*ONE, f"--run_dir={parts}", "--resume=auto"]),
+        ],
+        tmp_path,
+    )
+    assert "kfac/due" in saved(parts, 4)  # decompositions of step 3 are on their way
+    assert_equal(saved(parts, 9), saved(without, 9))
 
 
 # What happens to which rank, where, of two that train and one that does not; the job's code, and

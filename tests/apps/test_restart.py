@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mpikfac
-from launch import launch
+from launch import launch, run_each
 from mpikfac_apps import train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
@@ -117,11 +117,7 @@ def job(tmp_path_factory):
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
     ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed, timeout=60)
     assert ended.returncode not in (0, 2), ended.stderr
-    runs = root / "runs.json"
-    runs.write_text(json.dumps(list(several(root))))
-    limit = 1200 if SOAK else 110
-    ended = launch(max(RANKS), str(here / "several.py"), str(runs), timeout=limit)
-    assert ended.returncode == 0, ended.stderr
+    run_each(list(several(root)), root, timeout=1200)
     return root
 
 

@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 import mpikfac
-from launch import launch
+from launch import launch, run_each
 from mpikfac_apps import lock, metrics, models, record, train_cnn
 from mpikfac_apps.options import Options
 
@@ -88,33 +88,11 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):
     assert rows(parts) == rows(whole)
 
 
-def plain(ranks, run_dir, *more):
-    """Output of the program on these ranks, with a network of which each rank's share is exact."""
-    program = str(Path(__file__).with_name("plain.py"))
-    job = launch(ranks, program, *arguments(run_dir, *more), timeout=110)
-    assert job.returncode == 0, job.stderr
-    return job.stdout
-
-
 def assert_same_training(found, expected):
     """The numbers of both agree to rounding, step by step."""
     for key in ("step", "lr", "loss", "train_loss", "test_loss"):
         numbers = [[row[key] for row in lines if key in row] for lines in (found, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), key
-
-
-def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(tmp_path):
-    """Oracle: the uninterrupted run on the ranks that the other began on."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
-    plain(2, whole, *chosen)
-    plain(2, parts, *chosen, "--max_steps=2")
-    kept = "begun with ranks=2; kept: batch=120, lr scaled by 2"
-    assert kept in plain(1, parts, *chosen, "--max_steps=5", "--resume=auto")
-    assert kept in plain(3, parts, *chosen, "--resume=auto")
-    assert_same_training(rows(parts), rows(whole))
-    saved = yaml.safe_load((parts / "config.yaml").read_text())
-    assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
 
 
 LENGTHS = {
@@ -124,14 +102,50 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("chosen", LENGTHS.values(), ids=LENGTHS)
-def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(tmp_path, chosen):
+def plain(root):
+    """Ranks and options of runs with a network of which the share of each rank is exact."""
+    chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
+    yield 2, arguments(root / "whole", *chosen)
+    yield 2, arguments(root / "parts", *chosen, "--max_steps=2")
+    yield 1, arguments(root / "parts", *chosen, "--max_steps=5", "--resume=auto")
+    yield 3, arguments(root / "parts", *chosen, "--resume=auto")
+    chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
+    yield 1, arguments(root / "batch of 5", *chosen)
+    yield 1, arguments(root / "neither", "--kfac.solver=eigen", "--kfac.damping=0.1")
+    for name, chosen in LENGTHS.items():
+        options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
+        for ranks in (1, 2):
+            yield ranks, arguments(root / f"{name} {ranks}", *options)
+    chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
+    yield 1, arguments(root / "placed", *chosen)
+    yield 1, arguments(root / "stopped", *chosen, "--max_steps=6")
+    placed = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners")
+    checkpoint = root / "stopped" / "checkpoints" / "step-000000006"
+    yield 2, arguments(root / "moved", *chosen, *placed, f"--resume={checkpoint}")
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The directory of the runs of `plain`."""
+    root = tmp_path_factory.mktemp("plain")
+    run_each([(ranks, ["--model=plain", *options]) for ranks, options in plain(root)], root)
+    return root
+
+
+def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
+    """Oracle: the uninterrupted run on the ranks that the other began on."""
+    whole, parts = job / "whole", job / "parts"
+    kept = "begun with ranks=2; kept: batch=120, lr scaled by 2"
+    assert (parts / "log.txt").read_text().count(kept) == 2
+    assert_same_training(rows(parts), rows(whole))
+    saved = yaml.safe_load((parts / "config.yaml").read_text())
+    assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(job, name):
     """Oracle: one rank; and a run without these options, which learns otherwise."""
-    options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
-    runs = [tmp_path / name for name in ("one", "two", "without")]
-    plain(1, runs[0], *options)
-    plain(2, runs[1], *options)
-    plain(1, runs[2], "--kfac.solver=eigen", "--kfac.damping=0.1")
+    runs = [job / f"{name} 1", job / f"{name} 2", job / "neither"]
     assert_same_training(rows(runs[1]), rows(runs[0]))
     losses = [last(run, "test_loss") for run in runs]
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)
@@ -153,27 +167,20 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     assert {int(state[name]) for name in counts} == {9}
 
 
-def test_a_batch_that_other_ranks_cannot_share_is_refused(tmp_path):
+def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
-    chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
-    plain(1, tmp_path, *chosen)
     program = str(Path(__file__).with_name("plain.py"))
-    job = launch(2, program, *arguments(tmp_path, *chosen, "--resume=auto"), timeout=60)
-    assert job.returncode == 2
+    chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")
+    again = launch(2, program, *arguments(job / "batch of 5", *chosen))
+    assert again.returncode == 2
     message = "it was saved with batch=5, no multiple of 2 ranks; start one of [1, 5] ranks"
-    assert job.stderr.count(message) == job.stderr.count("mpikfac: ") == 1
+    assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1
 
 
-def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
+def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(job):
     """Oracle: the uninterrupted run of one rank, step by step, between two decompositions too."""
-    whole, one, two = tmp_path / "whole", tmp_path / "one", tmp_path / "two"
-    chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
-    plain(1, whole, *chosen)
-    plain(1, one, *chosen, "--max_steps=6")
-    (checkpoint,) = (one / "checkpoints").iterdir()
-    more = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners", f"--resume={checkpoint}")
-    plain(2, two, *chosen, *more)
-    assert_same_training(rows(two), [row for row in rows(whole) if row["step"] > 6])
+    expected = [row for row in rows(job / "placed") if row["step"] > 6]
+    assert_same_training(rows(job / "moved"), expected)
 
 
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
