@@ -22,7 +22,7 @@ OPTIONS = (
 )
 ONE, TWO = ((*OPTIONS, f"--kfac.curvature_ranks={number}") for number in (1, 2))
 CLOCKS = {"run/seconds", "run/metrics_bytes"}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.slow
 
 
 def saved(run_dir, step):
@@ -82,7 +82,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
-    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}", timeout=110)
+    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}")
     assert job.returncode == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert bool(told) == any(all(text in line for text in told) for line in lines), lines
@@ -92,7 +92,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     """Oracle: code and line of a run without curvature ranks."""
     (tmp_path / "file").touch()
-    job = launch(3, PROGRAM, *ONE, f"--run_dir={tmp_path}", timeout=110)
+    job = launch(3, PROGRAM, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "is not empty; give another one" in line

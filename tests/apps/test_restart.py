@@ -48,7 +48,8 @@ PLACEMENTS = {
 # A network that depends on the ranks, unless its batch comes in parts: runs on that many.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
 LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
-pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count as one test's
+# The runs of `job` count as one test's.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 
@@ -115,7 +116,7 @@ def job(tmp_path_factory):
     root = tmp_path_factory.mktemp("restart")
     here = Path(__file__).parent
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
-    ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed, timeout=60)
+    ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed)
     assert ended.returncode not in (0, 2), ended.stderr
     run_each(list(several(root)), root, timeout=1200)
     return root

@@ -16,7 +16,7 @@ from mpikfac_apps import train_cnn
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20
-pytestmark = pytest.mark.timeout(240)  # for two jobs
+pytestmark = pytest.mark.slow
 QUICK = (
     *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--batch=60", "--kfac.basis_every=2", "--shrink=true"),
@@ -40,7 +40,7 @@ def train(run_dir, monkeypatch, rank, step, *more, seconds=0.0):
     monkeypatch.setenv("MPIRUN_FLAGS", f"{' '.join(launcher()[1])} --with-ft ulfm")
     program = str(Path(__file__).with_name("killed.py"))
     options = [*QUICK, f"--run_dir={run_dir}", *more]
-    return launch(3, program, str(rank), str(step), str(seconds), *options, timeout=100)
+    return launch(3, program, str(rank), str(step), str(seconds), *options)
 
 
 def losses(run_dir):

@@ -52,7 +52,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     config = APPS.parent / "jobs" / "configs" / "digits_kfac.yaml"
     run = tmp_path / "run"
     program = str(APPS / "train_cnn.py")
-    job = launch(2, program, f"--config={config}", f"--run_dir={run}", "--epochs=4", timeout=110)
+    job = launch(2, program, f"--config={config}", f"--run_dir={run}", "--epochs=4")
     assert job.returncode == 0, job.stderr
     assert "epoch 4: " in job.stdout
     assert last(run, "test_accuracy") > 0.95
@@ -65,7 +65,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     keys = set().union(*(line.keys() for line in lines))
     assert {"step", "epoch", "lr", "loss", "test_loss", *TIMES} <= keys
-    again = launch(2, program, f"--config={config}", f"--run_dir={run}", timeout=60)
+    again = launch(2, program, f"--config={config}", f"--run_dir={run}")
     assert again.returncode == 2
     assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
 
@@ -302,7 +302,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     """Oracle: one line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
-    job = launch(2, str(APPS / "train_cnn.py"), *arguments(run), *given.split(), timeout=60)
+    job = launch(2, str(APPS / "train_cnn.py"), *arguments(run), *given.split())
     assert job.returncode == 2
     assert (job.stdout + job.stderr).count("mpikfac: ") == 1
     assert message in job.stderr

@@ -11,6 +11,8 @@ import torch
 from launch import launch
 from mpikfac import comm
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_mpi.md"
 
 

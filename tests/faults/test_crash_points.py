@@ -13,6 +13,8 @@ import mpikfac
 from forked import FORK, LEFT_ALONE, Comm, start, traced
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 CALLS = ("mkdir", "write", "fsync", "rename", "unlinkat", "rmdir")
 KILLED, REFUSED = -9, 2

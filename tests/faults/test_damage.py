@@ -16,6 +16,8 @@ import mpikfac
 from forked import start
 from mpikfac import UserError, find_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 FLIPS = 1000 if SOAK else 200
 FILES = ("manifest.json", "shard-0.h5", "shard-1.h5")

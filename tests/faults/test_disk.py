@@ -15,6 +15,8 @@ import mpikfac
 from forked import FORK, Comm, start
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
 
+pytestmark = pytest.mark.slow
+
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 PAGE = 4096
 DISK = 1 << 20

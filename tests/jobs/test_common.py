@@ -46,7 +46,7 @@ def run(root: Path, commands: str, **environment: str) -> subprocess.CompletedPr
         env=clean | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

@@ -4,6 +4,7 @@ from functools import partial
 from unittest import mock
 
 import oracles
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpikfac import convolution, window
+
+pytestmark = pytest.mark.slow
 
 SIZES = {1: 8, 2: 5, 3: 2}  # up to how much more than one position asks for, by dimensions
 KERNELS = {1: 5, 2: 4, 3: 3}

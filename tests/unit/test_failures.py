@@ -34,7 +34,7 @@ def end(tmp_path, body):
     """How a program whose `ending` block is `body` ends."""
     program = tmp_path / "program.py"
     program.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    "))
-    return launch(2, str(program), timeout=60)
+    return launch(2, str(program))
 
 
 CRASHES = {
