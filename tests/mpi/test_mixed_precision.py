@@ -100,7 +100,7 @@ def assert_skips(comm, strategy, bad):
     assert all(torch.equal(state, others) for others in comm.allgather(state))
 
 
-@pytest.mark.parametrize(("strategy", "bad"), zip(ALL, BAD), ids=problem.label)
+@pytest.mark.parametrize(("strategy", "bad"), list(zip(ALL, BAD)), ids=problem.label)
 def test_what_overflows_on_one_rank_is_skipped_by_all(comm, strategy, bad):
     """Oracle: the state before, and the run without that batch, to the last bit."""
     assert_skips(comm, strategy, bad)

@@ -49,7 +49,7 @@ def state_and_momentum(trainer):
     return torch.cat([problem.state(trainer.model), *buffers])
 
 
-@pytest.mark.parametrize(("strategy", "bad"), zip(ALL, BAD), ids=problem.label)
+@pytest.mark.parametrize(("strategy", "bad"), list(zip(ALL, BAD)), ids=problem.label)
 def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, bad):
     """Oracle: weights, momentum and averages before; every layer and both its factors counted."""
     kfac = trainer(comm, strategy)
