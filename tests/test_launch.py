@@ -8,7 +8,7 @@ import uuid
 import psutil
 import pytest
 
-from launch import launch
+from support.launch import launch
 
 
 def test_output_and_environment_of_all_ranks():

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
+from support.problem import SETTINGS, network, run, sgd
 
 
 @pytest.fixture(autouse=True)

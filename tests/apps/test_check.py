@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 import mpikfac
-from launch import launch
 from mpikfac.engine import Bases
 from mpikfac.layers.attention import ProjectionLayer
 from mpikfac_apps import check, findings
+from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
 MODELS = """

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 import mpikfac
-from launch import kill, launch, processes, run_each, start
 from mpikfac_apps import train_cnn
+from support.launch import PROGRAMS, kill, launch, processes, run_each, start
 
 PROGRAM = train_cnn.__file__
-FAULTY = str(Path(__file__).with_name("faulty.py"))
+FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--kfac.delay=2", "--kfac.basis_every=3"),

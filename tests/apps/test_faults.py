@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import launch
 from mpikfac_apps import train_cnn
 from mpikfac_apps.lock import Lock
+from support.launch import PROGRAMS, launch
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
     """How the job of a case ends; three run at a time."""
     tests = [getattr(item, "callspec", None) for item in request.session.items]
     cases = [test.params["case"] for test in tests if test and "case" in test.params]
-    program = str(Path(__file__).with_name("faulty.py"))
+    program = str(PROGRAMS / "faulty.py")
     root = tmp_path_factory.mktemp("faults")
     took: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 

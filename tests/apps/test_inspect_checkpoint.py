@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
 from mpikfac_apps import inspect_checkpoint, spectra
+from support.problem import SETTINGS, network, run, sgd
 
 
 def rows(text, section):

@@ -6,14 +6,13 @@ import hashlib
 import itertools
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
-from launch import launch, run_each
 from mpikfac_apps import train_cnn
+from support.launch import PROGRAMS, launch, run_each
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]
@@ -114,9 +113,8 @@ def several(root):
 def job(tmp_path_factory):
     """The directory of the runs that take several ranks, made one after the other."""
     root = tmp_path_factory.mktemp("restart")
-    here = Path(__file__).parent
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
-    ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed)
+    ended = launch(2, str(PROGRAMS / "killed.py"), "1", "7", "0", *killed)
     assert ended.returncode not in (0, 2), ended.stderr
     run_each(list(several(root)), root, timeout=1200)
     return root

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from launch import launch
 from mpikfac_apps import train_cnn
+from support.launch import launch
 
 PROGRAM = str(Path(train_cnn.__file__))
 QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")

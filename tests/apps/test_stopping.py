@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import kill, processes, start
 from mpikfac_apps import train_cnn
+from support.launch import kill, processes, start
 
 pytestmark = pytest.mark.slow
 

@@ -13,9 +13,9 @@ import yaml
 from torch import nn
 
 import mpikfac
-from launch import launch, run_each
 from mpikfac_apps import lock, metrics, models, record, train_cnn
 from mpikfac_apps.options import Options
+from support.launch import PROGRAMS, launch, run_each
 
 APPS = Path(train_cnn.__file__).parent
 TIMES = ("seconds", "images_per_second", "communication")
@@ -169,7 +169,7 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
 
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
-    program = str(Path(__file__).with_name("plain.py"))
+    program = str(PROGRAMS / "plain.py")
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")
     again = launch(2, program, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import launch
 from mpikfac_apps.watchdog import set_aside, summary
+from support.launch import launch
 
 HANGS = """
 import ctypes, os, re, signal, sys, time

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import launch
 from mpikfac import comm
+from support.launch import launch
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import launch
+from support.launch import launch
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, LEFT_ALONE, Comm, start, traced
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, LEFT_ALONE, Comm, start, traced
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mpikfac
-from forked import start
 from mpikfac import UserError, find_checkpoint, save_checkpoint
+from support.forked import start
 
 pytestmark = pytest.mark.slow
 

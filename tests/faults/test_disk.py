@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, Comm, start
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, Comm, start
 
 pytestmark = pytest.mark.slow
 

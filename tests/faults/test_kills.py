@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-import endless
 import mpikfac
-from forked import FORK, start
-from launch import launch
 from mpikfac import Checkpoint, find_checkpoint
+from programs import endless
+from support.forked import FORK, start
+from support.launch import launch
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher
+from support.launch import launcher
 
 COMMON = Path(__file__).parents[2] / "jobs" / "common.sh"
 

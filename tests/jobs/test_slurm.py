@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import mpikfac
+from support.launch import PROGRAMS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -168,7 +169,7 @@ def submit(slurm, tmp_path_factory) -> Callable[..., Job]:
 def submitted(slurm: Slurm, project: Path, script: str, sbatch: str, plugin: str = "pmix") -> Job:
     for folder in ("apps", "jobs"):
         (project / folder).mkdir()
-    shutil.copy(HERE / "slow.py", project / "apps" / "train_cnn.py")
+    shutil.copy(PROGRAMS / "slow.py", project / "apps" / "train_cnn.py")
     (project / "jobs" / "common.sh").write_text(COMMON)
     block = BLOCK.format(sbatch=sbatch, plugin=plugin, root=ROOT, program=PROGRAM)
     text = (ROOT / "jobs" / "slurm" / script).read_text()

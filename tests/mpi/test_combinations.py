@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"basis_every": 2}

@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import time
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from mpikfac import NAMED, Strategy, Trace
 from mpikfac.comm import curvature_ranks as intercomm
 from mpikfac.engine import decomposers
 from mpikfac.solvers import decompose
+from support import problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "inverse", "unsplit-inverse"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import functools
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LevenbergMarquardt
+from support import oracles, problem
 
 RANKS = mpikfac.world().size
 EXACT = problem.strategies(RANKS, ("everyone", "owners"))

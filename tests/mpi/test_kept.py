@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 BF16 = torch.bfloat16

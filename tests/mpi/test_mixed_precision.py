@@ -6,7 +6,6 @@ import functools
 import itertools
 import math
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"factor_every": 1, "basis_every": 1}

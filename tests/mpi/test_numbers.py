@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ import mpikfac
 from mpikfac import Strategy, UserError
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.solvers import decompose
+from support import problem
 
 RANKS = mpikfac.world().size
 ALL = problem.strategies(RANKS)

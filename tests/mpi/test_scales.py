@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {

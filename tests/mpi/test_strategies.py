@@ -6,13 +6,13 @@ import collections
 import threading
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import NAMED, Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "unsplit-inverse", "rank-one"

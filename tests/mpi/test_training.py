@@ -6,8 +6,6 @@ import collections
 import functools
 from dataclasses import replace
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import oracles, problem
 
 RANKS = mpikfac.world().size
 WORKERS = mpikfac.divisors(RANKS)

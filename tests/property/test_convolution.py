@@ -3,7 +3,6 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpikfac.layers.convolution import moments, window
+from support import oracles
 
 pytestmark = pytest.mark.slow
 

@@ -6,7 +6,6 @@ import copy
 import math
 from dataclasses import replace
 
-import brute
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 import mpikfac
 from mpikfac import layers
 from mpikfac.numerics import triangles
+from support import brute
 
 COVERS = {**layers.KINDS, **layers.NORMS}
 PRECISION = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4}  # sums in float32

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import fisher, triangles
+from support import oracles
 
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpikfac
-from launch import launch
+from support.launch import launch
 
 HEADER = """
 import sys, torch, mpikfac

@@ -15,7 +15,7 @@ from typing import IO
 import psutil
 
 LIMIT = 240  # seconds; some jobs take 20 on an idle machine, and machines differ
-SEVERAL = Path(__file__).parent / "apps" / "several.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
 def launch(
@@ -50,9 +50,11 @@ def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: flo
         runs: the ranks and the options of each run.
         root: a directory for the list of the runs.
     """
-    file = root / "runs.json"
+    program, file = str(PROGRAMS / "several.py"), root / "runs.json"
     file.write_text(json.dumps(runs))
-    ended = launch(max(ranks for ranks, _ in runs), str(SEVERAL), str(file), timeout=timeout)
+    ended = launch(
+        max(ranks for ranks, _ in runs), str(PROGRAMS / "several.py"), str(file), timeout=timeout
+    )
     assert ended.returncode == 0, ended.stderr
 
 

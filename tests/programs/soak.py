@@ -1,6 +1,6 @@
 """Trains under random faults, restarting each time, and compares the end with a quiet run's.
 
-    python tests/soak.py DIRECTORY [--minutes 30] [--every 20] [--seed 0]
+    PYTHONPATH=tests python tests/programs/soak.py DIRECTORY [--minutes 30] [--every 20] [--seed 0]
 
 A start gets 1, 2 or 4 ranks and a fault after about so many seconds. Root fills a disk, too. The
 exit code is 0 if every start ended as its fault demands and both runs end with the same bits.
@@ -24,9 +24,9 @@ from pathlib import Path
 import psutil
 import torch
 
-import launch
 from mpikfac import latest_checkpoint, read_checkpoint
 from mpikfac_apps import train_cnn
+from support import launch
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
