@@ -52,9 +52,7 @@ def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: flo
     """
     program, file = str(PROGRAMS / "several.py"), root / "runs.json"
     file.write_text(json.dumps(runs))
-    ended = launch(
-        max(ranks for ranks, _ in runs), str(PROGRAMS / "several.py"), str(file), timeout=timeout
-    )
+    ended = launch(max(ranks for ranks, _ in runs), program, str(file), timeout=timeout)
     assert ended.returncode == 0, ended.stderr
 
 
