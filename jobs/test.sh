@@ -1,13 +1,15 @@
 #!/usr/bin/env bash
-# Tests: `jobs/test.sh` runs those that are not marked slow, in five minutes; `jobs/test.sh --all`
-# all of them, in fifteen. First those of one process, in two processes: tests/mpi on one rank is
-# among them. Then tests/mpi at 2, 3 and 4 ranks (at 3, sums are added in another order). Two cores
-# are enough: common.sh tells the launcher that ranks may outnumber cores and gives each one thread.
-# The whole has a time limit, with room for a machine that is four times slower.
+# Run the tests:
+#   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
+#   bash jobs/test.sh --all   all tests; at most 15 minutes
+# Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
+# ranks, MPI adds numbers in another order. Two cores are enough: common.sh allows more ranks than
+# cores and gives each rank one thread. The time limit is five times the expected time, for hangs
+# alone: a slow machine passes.
 set -uo pipefail
 case ${1-} in
     "") chosen=(-m "not slow") minutes=25 ;;
-    --all) chosen=() minutes=75 ;; # CI ends after 90
+    --all) chosen=() minutes=75 ;; # CI stops a change after 90 minutes
     *) echo "usage: bash jobs/test.sh [--all]" >&2 && exit 2 ;;
 esac
 # shellcheck source=jobs/common.sh
@@ -36,11 +38,11 @@ stage() {
     summary+=$(printf '%-22s %4d s  %s' "$name" $((SECONDS - start)) "$result")$'\n'
 }
 
-# The seconds that are left of the time limit.
+# Print the seconds until the time limit.
 left() { echo $((SECONDS < 60 * minutes ? 60 * minutes - SECONDS : 1)); }
 
 # INT lets pytest say what has failed so far. Without a worker that died, xdist may wait for ever.
-# Files start in the order of their folders: those of apps/, whose tests are long, come first.
+# Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest \
     -q -rs -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "${chosen[@]}" tests \
     </dev/null

@@ -70,22 +70,29 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     assert again.stderr.count("is not empty; give another one, or resume=auto") == 1
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "strategy"),
-    [("sgd", "comm-opt"), ("adamw", "comm-opt"), ("kfac", "comm-opt"), ("kfac", "eva")],
+@pytest.fixture(
+    scope="module",
+    params=["sgd comm-opt", "adamw comm-opt", "kfac comm-opt", "kfac eva"],
 )
-@pytest.mark.parametrize("stop", [3, 4, 7])
-def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):
-    """Oracle: the run that was not interrupted. 3 steps are an epoch; a basis lives for 2 steps."""
+def whole(request, tmp_path_factory):
+    """The options and the directory of a run that was not interrupted."""
+    optimizer, strategy = request.param.split()
     chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
     chosen += (f"--kfac.strategy={strategy}",)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train_cnn.main(arguments(whole, *chosen)) == 0
-    assert train_cnn.main(arguments(parts, *chosen, f"--max_steps={stop}")) == 0
-    with open(parts / "metrics.jsonl", "a") as metrics:
+    root = tmp_path_factory.mktemp("whole")
+    assert train_cnn.main(arguments(root, *chosen)) == 0
+    return chosen, root
+
+
+@pytest.mark.parametrize("stop", [3, 4, 7])
+def test_a_resumed_run_goes_on_exactly(tmp_path, whole, stop):
+    """Oracle: the run that was not interrupted. 3 steps are an epoch; a basis lives for 2 steps."""
+    chosen, expected = whole
+    assert train_cnn.main(arguments(tmp_path, *chosen, f"--max_steps={stop}")) == 0
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 99, "written after": "the checkpoint"}\n')
-    assert train_cnn.main(arguments(parts, *chosen, "--resume=auto")) == 0
-    assert rows(parts) == rows(whole)
+    assert train_cnn.main(arguments(tmp_path, *chosen, "--resume=auto")) == 0
+    assert rows(tmp_path) == rows(expected)
 
 
 def assert_same_training(found, expected):
@@ -294,8 +301,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
     ("given", "message"),
     [
         ("--lr=-1", "options: lr=-1.0 must be a finite number > 0"),
-        ("--bogus=1", "options: unknown key bogus; known are"),
-        ("--kfac.strategy=hybrid --kfac.workers=3", "workers=3 must divide the number of ranks"),
         ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
     ],
 )

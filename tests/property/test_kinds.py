@@ -188,6 +188,7 @@ class Watched(nn.Module):
 
 @given(st.data(), st.integers(1, 4), forms(), st.sampled_from(list(PRECISION)))
 @settings(max_examples=250)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
     """Oracle: autograd's derivatives of each output by the weight; gradients of outputs."""

@@ -14,7 +14,7 @@ from typing import IO
 
 import psutil
 
-LIMIT = 240  # seconds; some jobs take 20 on an idle machine, and machines differ
+LIMIT = 240  # seconds, for hangs alone: jobs take less than 30 on an idle machine
 PROGRAMS = Path(__file__).parents[1] / "programs"
 
 
