@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import problem
 import pytest
 import yaml
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
+from support import problem
+from support.problem import SETTINGS, network, run, sgd
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from torch import nn
 
 import mpikfac
-from launch import launch
 from mpikfac.engine import Bases
 from mpikfac.layers.attention import ProjectionLayer
 from mpikfac_apps.checking import check, comparison
+from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
 MODELS = """
@@ -295,12 +295,6 @@ def test_bad_input_is_one_line(arguments, told, file, tmp_path, monkeypatch, cap
     assert told in output.err
 
 
-def test_a_wrong_layer_ends_with_code_1(file):
-    job = launch(1, PROGRAM, f"{file('mpikfac.Layer')}:mixed", *MIXED)
-    assert job.returncode == 1
-    assert "\nWRONG: scaled\n" in job.stdout, job.stderr
-
-
 def test_strategies_are_compared_under_mpi(file):
     """Oracle: a single process on the joined batches, by the program; the next test fails."""
     job = launch(2, PROGRAM, f"{file()}:mixed", *MIXED)
@@ -310,6 +304,7 @@ def test_strategies_are_compared_under_mpi(file):
     assert "All right: 12 of 12 checked" in job.stdout
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_distributed_is_seen_under_mpi(file):
     """Oracle: an embedding whose gradient depends on the rest of the batch."""
     job = launch(2, PROGRAM, f"{file()}:Frequent", "--input", "4")

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 import mpikfac
-from launch import TRAIN, kill, launch, processes, start
+from support.launch import PROGRAMS, TRAIN, kill, launch, processes, run_each, start
 
-FAULTY = str(Path(__file__).with_name("faulty.py"))
+FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--kfac.delay=2", "--kfac.basis_every=3"),
 )
-ONE = (*OPTIONS, "--kfac.curvature_ranks=1")
+ONE, TWO = ((*OPTIONS, f"--kfac.curvature_ranks={number}") for number in (1, 2))
 CLOCKS = {"run/seconds", "run/metrics_bytes"}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.slow
 
 
-def trained(ranks, run_dir, *more):
-    """Return the last checkpoint of a run, without times."""
-    job = launch(ranks, TRAIN, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
-    assert job.returncode == 0, job.stderr
-    saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
-    return {name: saved[name] for name in saved.keys() - CLOCKS}
+def saved(run_dir, step):
+    """The checkpoint of a run, without what a clock measured."""
+    found = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    return {name: found[name] for name in found.keys() - CLOCKS}
 
 
 def assert_equal(found, expected):
@@ -40,11 +37,17 @@ def assert_equal(found, expected):
 
 def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
     """Oracle: two ranks without curvature ranks, also after a stop and a change of their number."""
-    expected = trained(2, tmp_path / "without")
-    parts = tmp_path / "parts"
-    stopped = trained(4, parts, "--kfac.curvature_ranks=2", "--max_steps=4")
-    assert "kfac/due" in stopped  # decompositions of step 3 are pending
-    assert_equal(trained(3, parts, "--kfac.curvature_ranks=1", "--resume=auto"), expected)
+    without, parts = tmp_path / "without", tmp_path / "parts"
+    run_each(
+        [
+            (2, [*OPTIONS, f"--run_dir={without}"]),
+            (4, [*TWO, f"--run_dir={parts}", "--max_steps=4"]),
+            (3, [*ONE, f"--run_dir={parts}", "--resume=auto"]),
+        ],
+        tmp_path,
+    )
+    assert "kfac/due" in saved(parts, 4)  # decompositions of step 3 are on their way
+    assert_equal(saved(parts, 9), saved(without, 9))
 
 
 # Kind, place and rank of a fault, in a job of two training ranks and a curvature rank; the job's
@@ -76,7 +79,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
-    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}", timeout=110)
+    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}")
     assert job.returncode == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert bool(told) == any(all(text in line for text in told) for line in lines), lines
@@ -86,7 +89,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     """Oracle: code and line of a run without curvature ranks."""
     (tmp_path / "file").touch()
-    job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}", timeout=110)
+    job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "is not empty; give another one" in line

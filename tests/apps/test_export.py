@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from problem import network
 
 import mpikfac
 from mpikfac_apps.inspecting import export
+from support.problem import network
 
 
 def check_same_output(model, weights):

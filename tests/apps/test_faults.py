@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import TRAIN, launch
 from mpikfac_apps.guard.lock import Lock
+from support.launch import PROGRAMS, TRAIN, launch
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = 3 if SOAK else 2
@@ -83,7 +85,7 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
     """Return a function that gives the end of a case's job; three jobs run at a time."""
     tests = [getattr(item, "callspec", None) for item in request.session.items]
     cases = [test.params["case"] for test in tests if test and "case" in test.params]
-    program = str(Path(__file__).with_name("faulty.py"))
+    program = str(PROGRAMS / "faulty.py")
     root = tmp_path_factory.mktemp("faults")
     took: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
@@ -92,12 +94,12 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
         run_dir = root / "-".join(map(str, case)).replace(" ", "-")
         file = run_dir.with_suffix(".time")
         fault = (program, kind, place, str(rank), str(file))
-        job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}", timeout=90)
+        job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}")
         seconds = time.time() - float(file.read_text())
         took[kind, place].append(seconds)
         there = psutil.process_iter(["cmdline"])
         ours = [p for p in there if str(run_dir) in " ".join(p.info["cmdline"] or [])]
-        assert not psutil.wait_procs(ours, timeout=5)[1]  # the launcher does not wait for the dead
+        assert not psutil.wait_procs(ours, timeout=30)[1]  # the launcher does not wait for the dead
         return End(job.returncode, job.stdout + job.stderr, run_dir / "hang")
 
     with ThreadPoolExecutor(3) as pool:

@@ -7,13 +7,13 @@ import subprocess
 import sys
 
 import numpy as np
-import problem
 import pytest
 import torch
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
 from mpikfac_apps.inspecting import inspect, spectra
+from support import problem
+from support.problem import SETTINGS, network, run, sgd
 
 
 def rows(text, section):
@@ -226,5 +226,5 @@ def test_mpi_is_not_imported(trained, tmp_path):
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )
     arguments = [str(tmp_path / "run"), str(tmp_path / "factors.npz")]
-    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=240)
     assert ran.returncode == 0

@@ -6,15 +6,14 @@ import hashlib
 import itertools
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
-from launch import launch
 from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run
+from support.launch import PROGRAMS, launch, run_each
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]
@@ -48,8 +47,9 @@ PLACEMENTS = {
 }
 # A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
-LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the ranks' last step
-pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count for a single test
+LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
+# The runs of `job` count as one test's.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 
@@ -114,15 +114,10 @@ def several(root):
 def job(tmp_path_factory):
     """Return the directory of the runs on several ranks, made one after the other."""
     root = tmp_path_factory.mktemp("restart")
-    here = Path(__file__).parent
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
-    ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed, timeout=60)
+    ended = launch(2, str(PROGRAMS / "killed.py"), "1", "7", "0", *killed)
     assert ended.returncode not in (0, 2), ended.stderr
-    runs = root / "runs.json"
-    runs.write_text(json.dumps(list(several(root))))
-    limit = 1200 if SOAK else 110
-    ended = launch(max(RANKS), str(here / "several.py"), str(runs), timeout=limit)
-    assert ended.returncode == 0, ended.stderr
+    run_each(list(several(root)), root, timeout=1200)
     return root
 
 

@@ -106,7 +106,7 @@ def test_mpi_is_not_imported():
         "code = main(['plan', '--model', 'digits_cnn', '--ranks', '4']); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -134,10 +134,10 @@ def test_bad_arguments_are_one_line(arguments, told, capsys):
 
 def test_sampled_ranks_include_the_most_loaded_one():
     """Oracle: the loads of all ranks; small jobs are sampled completely."""
-    layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(1500)]
-    layers += [mpikfac.LayerShape("large", 21, 1511)]
-    plan = mpikfac.make_plan(layers, 1000, mpikfac.Strategy.mem_opt(balance="memory"))
-    busiest = max(range(1000), key=plan.load)
+    layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(600)]
+    layers += [mpikfac.LayerShape("large", 21, 611)]
+    plan = mpikfac.make_plan(layers, 400, mpikfac.Strategy.mem_opt(balance="memory"))
+    busiest = max(range(400), key=plan.load)
     assert busiest == most_loaded(plan)
     assert busiest in looked_at(plan)
     assert looked_at(mpikfac.make_plan(layers, 256, mpikfac.Strategy())) == [*range(256)]

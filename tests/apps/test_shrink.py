@@ -7,16 +7,15 @@ import os
 import random
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from launch import launch, launcher
 from mpikfac_apps.training.train import main
+from support.launch import PROGRAMS, launch, launcher
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20
-pytestmark = pytest.mark.timeout(240)  # for two jobs
+pytestmark = pytest.mark.slow
 QUICK = (
     *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--batch=60", "--kfac.basis_every=2", "--shrink=true"),
@@ -38,9 +37,9 @@ survivable = pytest.mark.skipif(not open_mpi_5(), reason="needs Open MPI 5's mpi
 def train(run_dir, monkeypatch, rank, step, *more, seconds=0.0):
     """Return the end of a job of 3 ranks, of which a single rank is killed."""
     monkeypatch.setenv("MPIRUN_FLAGS", f"{' '.join(launcher()[1])} --with-ft ulfm")
-    program = str(Path(__file__).with_name("killed.py"))
+    program = str(PROGRAMS / "killed.py")
     options = [*QUICK, f"--run_dir={run_dir}", *more]
-    return launch(3, program, str(rank), str(step), str(seconds), *options, timeout=100)
+    return launch(3, program, str(rank), str(step), str(seconds), *options)
 
 
 def losses(run_dir):
@@ -52,7 +51,7 @@ def losses(run_dir):
 def expected(tmp_path_factory):
     """Return losses of a run of one rank."""
     run = tmp_path_factory.mktemp("whole")
-    program = str(Path(__file__).with_name("plain.py"))
+    program = str(PROGRAMS / "plain.py")
     job = launch(1, program, *QUICK, "--shrink=false", f"--run_dir={run}")
     assert job.returncode == 0, job.stderr
     return losses(run)

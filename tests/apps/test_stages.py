@@ -9,9 +9,9 @@ import signal
 
 import pytest
 
-from launch import TRAIN, launch
 from mpikfac_apps.training import train
 from mpikfac_apps.training.run import Run
+from support.launch import TRAIN, launch
 
 QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")
 

@@ -17,8 +17,10 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import TRAIN, kill, processes, start
 from mpikfac_apps.training import train
+from support.launch import TRAIN, kill, processes, start
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 MOMENTS = 20 if SOAK else 1
@@ -85,7 +87,7 @@ def test_a_signal_at_any_moment(started, tmp_path, seconds, name, to, moment):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(getattr(signal, name))
         time.sleep(0.005)
-    output, errors = started.communicate(timeout=60)
+    output, errors = started.communicate(timeout=240)
     seconds.append(time.monotonic() - sent)
     assert started.returncode == 75, errors
     check_stopped(tmp_path, output)
@@ -97,9 +99,9 @@ def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path):
     while started.poll() is None and not list(tmp_path.glob("checkpoints/step-*")):
         time.sleep(0.01)
     started.terminate()
-    started.communicate(timeout=60)
+    started.communicate(timeout=240)
     assert started.returncode != 0
-    assert not psutil.wait_procs(ranks, timeout=10)[1]
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
     assert mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "checkpoints") is not None
 
 

@@ -286,7 +286,7 @@ def interrupt(file, place, environment, once):
             assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=240)
     assert job.returncode == 130
     assert errors == "mpikfac study: interrupted; the same command goes on\n"
 

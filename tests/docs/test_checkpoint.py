@@ -6,11 +6,11 @@ import re
 from collections import OrderedDict
 from pathlib import Path
 
-import problem
 import torch
 from torch import nn
 
 import mpikfac
+from support import problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import launch
 from mpikfac import comm
+from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_mpi.md"
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, LEFT_ALONE, Comm, start, traced
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, LEFT_ALONE, Comm, start, traced
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 CALLS = ("mkdir", "write", "fsync", "rename", "unlinkat", "rmdir")

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import start
 from mpikfac import UserError, find_checkpoint, save_checkpoint
+from support.forked import start
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 FLIPS = 1000 if SOAK else 200

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, Comm, start
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, Comm, start
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 PAGE = 4096

@@ -20,9 +20,9 @@ import torch
 from blake3 import blake3
 
 import mpikfac
-from forked import FORK, traced
 from mpikfac import UserError, find_checkpoint, read_checkpoint, save_checkpoint
 from mpikfac.checkpoint.manifest import _digest
+from support.forked import FORK, traced
 
 MODULES = ("durable", "shard", "manifest", "starts", "checkpoint")
 

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-import endless
 import mpikfac
-from forked import FORK, start
-from launch import launch
 from mpikfac import Checkpoint, find_checkpoint
+from programs import endless
+from support.forked import FORK, start
+from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = int(os.environ.get("MPIKFAC_SOAK_KILLS", "100" if SOAK else "5"))
@@ -56,7 +58,7 @@ def test_a_killed_rank_costs_no_acknowledged_checkpoint(tmp_path, body, ranks) -
         acknowledged.value = found.step
 
 
-@pytest.mark.timeout(60 + 20 * KILLS)
+@pytest.mark.timeout(600 + 20 * KILLS)
 @pytest.mark.parametrize("ranks", [1, 2, 4] if SOAK else [2])
 @pytest.mark.parametrize("body", ["save", "write"])
 def test_a_rank_that_is_killed_under_mpi_costs_no_acknowledged_checkpoint(

@@ -20,7 +20,7 @@ def bound(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
     )
 
 

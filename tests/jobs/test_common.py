@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher
+from support.launch import launcher
 
 COMMON = Path(__file__).parents[2] / "jobs" / "common.sh"
 
@@ -46,7 +46,7 @@ def run(root: Path, commands: str, **environment: str) -> subprocess.CompletedPr
         env=clean | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 

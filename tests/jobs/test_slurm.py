@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import mpikfac
+from support.launch import PROGRAMS
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -40,8 +41,8 @@ WHEEL = {
 }
 PROGRAM = "--batch=120 --data.train_images=360 --epochs=40 --log_every=1 --checkpoint_every=40"
 STEPS = 120
-PATIENCE = 150.0  # seconds, on a busy machine
-pytestmark = pytest.mark.timeout(400)
+PATIENCE = 600.0  # seconds, on a machine that does other things too
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 REQUEUES = 10 if os.environ.get("MPIKFAC_SOAK") else 3
 # A project that uses the virtual environment of the tests.
 COMMON = f"""
@@ -81,7 +82,7 @@ def slurm() -> Iterator[Slurm]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=60,
+                timeout=240,
             ).stdout
 
         yield run
@@ -139,7 +140,7 @@ class Job:
     def start_again(self, count: int, *changes: str) -> None:
         """Start a requeued job now, for the `count`-th time; Slurm alone waits for two minutes.
 
-        `changes`, such as "TimeLimit=10", change the job's requests.
+        With `changes`, such as "TimeLimit=30", in what it asks for.
         """
         # If nodes are free at once, Slurm may not wait.
         begun = f"restart {count}"
@@ -168,7 +169,7 @@ def submit(slurm, tmp_path_factory) -> Callable[..., Job]:
 def submitted(slurm: Slurm, project: Path, script: str, sbatch: str, plugin: str = "pmix") -> Job:
     for folder in ("apps", "jobs"):
         (project / folder).mkdir()
-    shutil.copy(HERE / "slow.py", project / "apps" / "train_cnn.py")
+    shutil.copy(PROGRAMS / "slow.py", project / "apps" / "train_cnn.py")
     (project / "jobs" / "common.sh").write_text(COMMON)
     block = BLOCK.format(sbatch=sbatch, plugin=plugin, root=ROOT, program=PROGRAM)
     text = (ROOT / "jobs" / "slurm" / script).read_text()
@@ -188,7 +189,7 @@ def limited(slurm, tmp_path_factory) -> Job:
 def undisturbed(slurm, limited, tmp_path_factory) -> Job:
     """Return a complete run."""
     project = tmp_path_factory.mktemp("undisturbed")
-    job = submitted(slurm, project, "multi_node.sbatch", "--time=5 --nodelist=n3,n4")
+    job = submitted(slurm, project, "multi_node.sbatch", "--time=30 --nodelist=n3,n4")
     job.finish()
     return job
 
@@ -219,10 +220,9 @@ def test_srun_starts_two_ranks_on_two_nodes(undisturbed):
     assert undisturbed.rows[-1]["step"] == STEPS
 
 
-@pytest.mark.timeout(240 + 60 * REQUEUES)
 def test_a_job_that_is_preempted_and_requeued_goes_on_exactly(submit, undisturbed):
     """Oracle: the undisturbed run, and Slurm's count of restarts."""
-    job = submit("requeue.sbatch", "--time=5 --nodelist=n3,n4")
+    job = submit("requeue.sbatch", "--time=30 --nodelist=n3,n4")
     job.take_a_step()
     urgent = ("--partition=urgent", "--nodelist=n3,n4", "--nodes=2", "--exclusive")
     assert "urgent" in job.slurm("srun", *urgent, "echo", "urgent")
@@ -237,7 +237,7 @@ def test_a_job_that_is_preempted_and_requeued_goes_on_exactly(submit, undisturbe
 
 def test_a_job_that_is_cancelled_stays_cancelled(submit):
     """Oracle: Slurm's state of the job, and the job's checkpoint."""
-    job = submit("requeue.sbatch", "--time=5 --nodelist=n3,n4")
+    job = submit("requeue.sbatch", "--time=30 --nodelist=n3,n4")
     job.take_a_step()
     job.slurm("scancel", job.id)
     job.finish()
@@ -247,7 +247,7 @@ def test_a_job_that_is_cancelled_stays_cancelled(submit):
 
 def test_a_launcher_that_starts_singletons_is_refused_by_the_script(submit):
     """Oracle: the line of jobs/common.sh, once; the job is not requeued."""
-    job = submit("requeue.sbatch", "--time=5 --nodelist=n3,n4", plugin="none")
+    job = submit("requeue.sbatch", "--time=30 --nodelist=n3,n4", plugin="none")
     job.finish()
     assert job.state == "FAILED"
     assert job.log.count("MPIRUN=srun did not start 2 ranks that mpi4py joins into one job") == 1
@@ -264,6 +264,6 @@ def test_singletons_are_refused_by_the_program(slurm, tmp_path):
 
 def test_a_job_that_reaches_its_time_limit_goes_on_exactly(limited, undisturbed):
     """Oracle: the undisturbed run."""
-    limited.start_again(1, "TimeLimit=10")
+    limited.start_again(1, "TimeLimit=30")
     limited.finish()
     assert_same_training(limited, undisturbed)

@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +14,11 @@ import mpikfac
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
-SECONDS_PER_TEST = 60
+SECONDS_PER_TEST = 300
 STDERR = pytest.StashKey[int]()
+
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
@@ -30,6 +34,15 @@ def _time_limit(request):
     faulthandler.dump_traceback_later(limit, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark three of four tests as slow, others at each number of ranks."""
+    own = [item for item in items if item.path.is_relative_to(HERE)]
+    for number, item in enumerate(own):
+        if number % 4 != WORLD.size % 4:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"basis_every": 2}
@@ -75,12 +74,10 @@ def train(comm, strategy, shares, solver, fisher, sharing):
     return problem.state(model)
 
 
-@functools.cache
-def alone(*estimator):
-    """Return the state of a single process that takes all shares, sent to all ranks."""
-    world = mpikfac.world()
-    own = world.Split(world.rank)
-    return world.bcast(train(own, None, range(RANKS), *estimator) if world.rank == 0 else None)
+@problem.by_one_process
+def alone(own, *estimator):
+    """The state of one process that takes all shares."""
+    return train(own, None, range(RANKS), *estimator)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from support import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from mpikfac.numerics import triangles
+from support import problem
 
 STORED = Path(__file__).parents[1] / "golden" / "kfac_pytorch.npz"
 CASES = [

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import problem
 import pytest
 import torch
 
@@ -11,6 +10,7 @@ from mpikfac import Strategy, UserError, agree, make_plan, together
 from mpikfac.comm import Grid, agreement
 from mpikfac.comm import collectives as primitives
 from mpikfac.plan import Message
+from support import problem
 
 RANKS = mpikfac.world().size
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 BF16 = torch.bfloat16
@@ -44,9 +44,16 @@ def trainer(comm, placement, **settings):
     )
 
 
+@problem.by_one_process
+def alone(own, solver, kept, **of_time):
+    """The states after each step of one process with the joined batches."""
+    serial = trainer(own, of_time, solver=solver, **KEPT[kept])
+    return [problem.run(serial, own, [step]) for step in STEPS]
+
+
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("kept", KEPT)
 def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, placement, solver):
     """Oracle: a single process with the same dtypes, on the joined batch; the plan.
 
@@ -54,19 +61,16 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, pla
     arbitrary.
     """
     start = problem.state(problem.network())
-    kfac = trainer(comm, placement, solver=solver, **kept)
+    kfac = trainer(comm, placement, solver=solver, **KEPT[kept])
     of_time = {name: placement[name] for name in OVER_TIME if name in placement}
-    own = comm.Split(comm.rank)
-    serial = trainer(own, of_time, solver=solver, **kept)
-    expected = collections.Counter()
-    for step in STEPS:
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, alone(solver, kept, **of_time)):
         found = problem.run(kfac, comm, [step])
-        expected += problem.planned(kfac, step)
-        alone = problem.run(serial, own, [step])
-        assert (found - alone).norm() < 0.05 * (alone - start).norm()
+        sent += problem.planned(kfac, step)
+        assert (found - expected).norm() < 0.05 * (expected - start).norm()
         assert all(torch.equal(found, other) for other in comm.allgather(found))
     if "delay" not in placement:
-        assert +collections.Counter(kfac.trace.sent) == expected
+        assert +collections.Counter(kfac.trace.sent) == sent
     memory = kfac.plan.memory(comm.rank)
     for name, arena in (("averages", kfac.factors.averages), ("bases", kfac.bases.arena)):
         assert memory[name] == arena.flat.nbytes

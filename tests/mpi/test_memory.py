@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
 from mpikfac_apps.problems import models
+from support import problem
 
 RANKS = mpikfac.world().size
 

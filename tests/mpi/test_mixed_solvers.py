@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ import mpikfac
 from mpikfac import Strategy
 from mpikfac.comm import Grid
 from mpikfac.comm import collectives as primitives
+from support import problem
 
 PARTS = 12  # every tested number of ranks divides 12
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {
@@ -91,6 +91,16 @@ def learn(kfac, step, shard, shards):
     kfac.step()
 
 
+@problem.by_one_process
+def alone(own, network, solver, **times):
+    """The states after each step of one process on the joined batches."""
+    kfac, states = trainer(own, Strategy().changed(**times), network, solver=solver), []
+    for step in STEPS:
+        learn(kfac, step, 0, 1)
+        states.append(problem.state(kfac.model))
+    return states
+
+
 @pytest.mark.parametrize("network", [plain, kinds])
 @pytest.mark.parametrize("name", EXACT)
 def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, network):
@@ -101,20 +111,16 @@ def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, ne
     strategy = EXACT[name]
     times = {key: getattr(strategy, key) for key in ("delay", "stagger", "tolerance")}
     kfac = trainer(comm, strategy, network)
-    serial = trainer(comm.Split(comm.rank), Strategy().changed(**times), network)
-    eigen = trainer(comm.Split(comm.rank), Strategy().changed(**times), network, solver="eigen")
-    expected = collections.Counter()
-    for step in STEPS:
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, alone(network, "ekfac", **times)):
         learn(kfac, step, comm.rank, RANKS)
-        learn(serial, step, 0, 1)
-        learn(eigen, step, 0, 1)
-        expected += problem.planned(kfac, step)
+        sent += problem.planned(kfac, step)
         found = problem.state(kfac.model)
-        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-8)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
         if strategy.refresh.delay == 0:
-            assert +collections.Counter(kfac.trace.sent) == expected
-    assert ("reduce scales" in expected) == (RANKS > 1)
-    assert (found - problem.state(eigen.model)).abs().max() > 1e-4
+            assert +collections.Counter(kfac.trace.sent) == sent
+    assert ("reduce scales" in sent) == (RANKS > 1)
+    assert (found - alone(network, "eigen", **times)[-1]).abs().max() > 1e-4
 
 
 def test_one_message_for_all_scales(comm):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy, UserError
+from support import problem
 
 RANKS = mpikfac.world().size
 STOP = 2  # between two decompositions

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 
-import problem
 import pytest
 
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.timeline import Recorded, waiting
+from support import problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = problem.strategies(RANKS)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import collections
 import functools
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import oracles, problem
 
 RANKS = mpikfac.world().size
 WORKERS = mpikfac.divisors(RANKS)
@@ -75,18 +74,18 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     assert max(scales) < 1  # else the clip would not be tested
 
 
+@problem.by_one_process
+def delayed(own, steps):
+    """The model after these steps of one process that decomposes two steps ahead."""
+    return problem.run(trainer(own, Strategy().changed(delay=2)), own, steps)
+
+
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
     """Oracle: a single process that does the same; steps with old decompositions, and without."""
     steps = range(6)
     found = problem.run(trainer(comm, strategy.changed(delay=2)), comm, steps)
-    alone = trainer(comm.Split(comm.rank), Strategy().changed(delay=2))
-    for step in steps:
-        images, labels = problem.batch(step)
-        alone.optimizer.zero_grad()
-        F.cross_entropy(alone.model(images), labels).backward()
-        alone.step()
-    torch.testing.assert_close(found, problem.state(alone.model), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, delayed(steps), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("update", UPDATES)

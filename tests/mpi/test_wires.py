@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from mpikfac import NAMED, Codec, Strategy, Trace
 from mpikfac.comm import Grid
 from mpikfac.plan import lay_out
 from mpikfac.plan.messages import gathers, sums
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"basis_every": 6}

@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-import oracles
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpikfac.layers.convolution import moments, window
+from support import oracles
+
+pytestmark = pytest.mark.slow
 
 SIZES = {1: 8, 2: 5, 3: 2}  # most elements beyond a single position, by dimensions
 KERNELS = {1: 5, 2: 4, 3: 3}

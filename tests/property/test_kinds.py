@@ -6,8 +6,6 @@ import copy
 import math
 from dataclasses import replace
 
-import brute
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +16,7 @@ from torch import nn
 import mpikfac
 from mpikfac import layers
 from mpikfac.numerics import triangles
+from support import brute, problem
 
 COVERS = {**layers.KINDS, **layers.NORMS}
 PRECISION = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4}  # sums in float32
@@ -189,6 +188,7 @@ class Watched(nn.Module):
 
 @given(st.data(), st.integers(1, 4), forms(), st.sampled_from(list(PRECISION)))
 @settings(max_examples=250)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
     """Oracle: autograd's derivatives of every output by the weight; gradients of outputs."""

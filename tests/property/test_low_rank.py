@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import oracles
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from mpikfac.plan import LayerShape
 from mpikfac.solvers import eigen
+from support import oracles
 
 
 def symmetric(*shape):

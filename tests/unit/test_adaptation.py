@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import nn
 
 from mpikfac import LevenbergMarquardt
 from mpikfac.numerics import triangles
+from support import problem
 
 DAMPING = 0.05
 

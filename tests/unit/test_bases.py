@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import problem
 
 
 def trainer(comm, delay=0, tolerance=0.0, **settings):

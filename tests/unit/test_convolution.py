@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +7,7 @@ from torch import nn
 
 from mpikfac.layers.convolution import autocorrelation, moments
 from mpikfac.layers.convolution.window import Window, spread
+from support import oracles
 
 
 def window(module):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from mpikfac.numerics import triangles
+from support import problem
 
 INVERSES = ("inverse", "unsplit-inverse")
 FORMS = {

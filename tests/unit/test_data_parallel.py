@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 from torch import nn
 
 import mpikfac
+from support import problem
 
 
 def baseline(comm, optimizer=problem.sgd):

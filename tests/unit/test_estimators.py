@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import fisher, triangles
+from support import oracles, problem
 
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),

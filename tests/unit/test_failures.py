@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpikfac
-from launch import launch
+from support.launch import launch
 
 HEADER = """
 import sys, torch, mpikfac
@@ -34,7 +34,7 @@ def end(tmp_path, body):
     """Return how a program ends whose `ending` block is `body`."""
     program = tmp_path / "program.py"
     program.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    "))
-    return launch(2, str(program), timeout=60)
+    return launch(2, str(program))
 
 
 CRASHES = {

@@ -6,8 +6,6 @@ import logging
 import math
 import re
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac.numerics import triangles
 from mpikfac.settings import schedule
+from support import oracles, problem
 
 
 def linear():

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import matrices, own_gradients, rows, squares, vectors
 from torch import nn
 
 from mpikfac import layers
 from mpikfac_apps.checking import reference
+from support.brute import matrices, own_gradients, rows, squares, vectors
 
 BATCH = 3
 KINDS = {**layers.KINDS, **layers.NORMS}

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 
@@ -8,6 +7,7 @@ from mpikfac.engine import directions
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
 from mpikfac.solvers import eigen, inverse, rank_one
+from support import oracles
 
 
 def symmetric(order, rank=None):

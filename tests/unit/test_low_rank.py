@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 
@@ -13,6 +12,7 @@ from mpikfac import LayerShape
 from mpikfac.numerics import triangles
 from mpikfac.plan import FactorShape, Strategy, make_plan
 from mpikfac.solvers import decompose, eigen
+from support import problem
 
 
 def spectrum(values, dtype=torch.float64):

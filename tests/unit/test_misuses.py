@@ -9,7 +9,6 @@ import copy
 import math
 import pickle
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac_apps.problems.vit import Attention
+from support import problem
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
 

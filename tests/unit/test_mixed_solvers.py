@@ -6,13 +6,13 @@ import copy
 import dataclasses
 import re
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
+from support import problem
 
 LAYERS = "0", "3", "5"
 MIXTURES = [

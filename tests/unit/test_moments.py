@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 from torch import nn
 
 from mpikfac.numerics import moments
+from support import oracles
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import copy
 import math
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
+from support import problem
 
 
 class Words(nn.Module):

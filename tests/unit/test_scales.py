@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from mpikfac import Strategy
 from mpikfac.engine import scales
 from mpikfac.plan import count_of
 from mpikfac.solvers import ekfac, products_of_values
+from support import oracles, problem
 
 DAMPING = 0.02
 SETTINGS = {

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 
 def trainer(comm, model, **settings):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac.engine.directions import grafted
 from mpikfac.solvers import decompose
+from support import oracles, problem
 
 SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 LOSSES = {
     "squared-error": F.mse_loss,

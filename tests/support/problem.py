@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors
+from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors, world
 
 SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
@@ -115,6 +116,21 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
         F.cross_entropy(trainer.model(images), labels).backward()
         trainer.step()
     return state(trainer.model)
+
+
+def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `train(comm, ...)` returns on one rank, for all ranks.
+
+    Rank 0 trains while the others wait. Equal arguments train once.
+    """
+
+    @functools.cache
+    def once(*given: Any, **settings: Any) -> Any:
+        comm = world()
+        own = comm.Split(comm.rank)
+        return comm.bcast(train(own, *given, **settings) if comm.rank == 0 else None)
+
+    return once
 
 
 def planned(kfac, step: int) -> collections.Counter[str]:

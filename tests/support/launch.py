@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import PIPE
@@ -12,11 +14,13 @@ from typing import IO
 
 import psutil
 
-TRAIN = str(Path(__file__).parents[1] / "apps" / "train_cnn.py")
+LIMIT = 240  # seconds, for hangs alone: jobs take less than 30 on an idle machine
+PROGRAMS = Path(__file__).parents[1] / "programs"
+TRAIN = str(Path(__file__).parents[2] / "apps" / "train_cnn.py")
 
 
 def launch(
-    ranks: int, *args: str, timeout: float = 60, env: dict[str, str] | None = None
+    ranks: int, *args: str, timeout: float = LIMIT, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Return the end of `mpirun -n ranks python -m mpi4py args...`, with the job's output.
 
@@ -37,6 +41,21 @@ def launch(
     # Open MPI ends its own notes with a NUL byte, which may come before a rank's line.
     texts = (text.replace("\0", "") for text in (output, errors))
     return subprocess.CompletedProcess(job.args, job.returncode, *texts)
+
+
+def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: float = LIMIT) -> None:
+    """Run the training program on so many ranks with such options, one run after the other.
+
+    All runs share one job: most of the time of a short run is the start of its ranks.
+
+    Args:
+        runs: the ranks and the options of each run.
+        root: a directory for the list of the runs.
+    """
+    program, file = str(PROGRAMS / "several.py"), root / "runs.json"
+    file.write_text(json.dumps(runs))
+    ended = launch(max(ranks for ranks, _ in runs), program, str(file), timeout=timeout)
+    assert ended.returncode == 0, ended.stderr
 
 
 def start(

@@ -1,6 +1,6 @@
 """Trains under random faults, restarts every time, and compares the end with a quiet run's end.
 
-    python tests/soak.py DIRECTORY [--minutes 30] [--every 20] [--seed 0]
+    PYTHONPATH=tests python tests/programs/soak.py DIRECTORY [--minutes 30] [--every 20] [--seed 0]
 
 A start gets 1, 2 or 4 ranks, and a fault after about `--every` seconds. As root, a fault may also
 fill a disk. The exit code is 0 if every start ended as the fault demands and both runs end with
@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 import torch
 
-import launch
 from mpikfac import latest_checkpoint, read_checkpoint
+from support import launch
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
