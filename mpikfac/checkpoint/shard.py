@@ -219,7 +219,7 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
 
 
 def _key(name: str) -> str:
-    """Return the dataset's name; item "a" would collide with the group of "a/b": "/" is quoted."""
+    """Return the dataset's name, "/" quoted: item "a" would collide with the group of "a/b"."""
     return quote(name, safe="")
 
 
