@@ -12,6 +12,8 @@ from typing import IO
 
 import psutil
 
+TRAIN = str(Path(__file__).parents[1] / "apps" / "train_cnn.py")
+
 
 def launch(
     ranks: int, *args: str, timeout: float = 60, env: dict[str, str] | None = None

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac_apps.dense import kronecker_solve, tikhonov_solve
+from mpikfac_apps.checking.reference import kronecker_solve, tikhonov_solve
 
 Batch = tuple[Tensor, Tensor]
 

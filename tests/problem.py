@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import Strategy, divisors
+from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors
 
 SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
@@ -19,6 +20,23 @@ SETTINGS = {
 }
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
+
+
+CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft"}
+
+
+def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
+    """Return a `KFAC` for settings by name, without the values that group settings."""
+    values = {}
+    if "relative_damping" in settings:
+        damping = settings.pop("damping", 0.003)
+        values["damping"] = Damping(damping, settings.pop("relative_damping"))
+    if clip := {CLIP[name]: settings.pop(name) for name in CLIP if name in settings}:
+        values["clip"] = Clip(**clip)
+    for name, value in (("estimator", Estimator), ("coverage", Coverage)):
+        names = [field.name for field in dataclasses.fields(value)]
+        values[name] = value(**{n: settings.pop(n) for n in names if n in settings})
+    return KFAC(model, optimizer, comm, strategy, **values, **settings)
 
 
 def network() -> nn.Module:
@@ -101,7 +119,7 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 
 def planned(kfac, step: int) -> collections.Counter[str]:
     """Bytes of a step by stage, of its plan."""
-    stagger = kfac.plan.strategy.stagger
+    stagger = kfac.plan.strategy.refresh.stagger
     refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
     share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
     statistics = kfac.settings.due("factor_every", step)

@@ -26,7 +26,6 @@ import torch
 
 import launch
 from mpikfac import latest_checkpoint, read_checkpoint
-from mpikfac_apps import train_cnn
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
@@ -164,9 +163,7 @@ class Soak:
         log = self.logs / f"start-{self.starts}.txt"
         options = (*OPTIONS, f"--run_dir={self.run}", *more)
         with open(log, "w") as output, ExitStack() as stack:
-            job = stack.enter_context(
-                launch.start(ranks, train_cnn.__file__, *options, output=output)
-            )
+            job = stack.enter_context(launch.start(ranks, launch.TRAIN, *options, output=output))
             stack.callback(lambda: launch.kill(job) if job.poll() is None else None)
             while not (first := re.search(r"steps (\d+) to", log.read_text())):
                 if job.poll() is not None:
@@ -219,7 +216,7 @@ def small_disk(place: Path) -> Iterator[bool]:
 def quiet(run: Path, steps: int) -> None:
     """Trains so many steps undisturbed."""
     options = (*OPTIONS, f"--run_dir={run}", f"--max_steps={steps}")
-    with launch.start(4, train_cnn.__file__, *options, output=subprocess.DEVNULL) as job:
+    with launch.start(4, launch.TRAIN, *options, output=subprocess.DEVNULL) as job:
         job.wait()
 
 

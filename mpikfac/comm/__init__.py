@@ -10,6 +10,7 @@ from __future__ import annotations
 from mpikfac.comm.agreement import agree, broadcast, clock_offset, summed, together
 from mpikfac.comm.buffers import SUMMABLE
 from mpikfac.comm.curvature_ranks import (
+    Team,
     arrivals,
     begin_receive,
     begin_send,
@@ -25,6 +26,7 @@ __all__ = [
     "SUMMABLE",
     "Comm",
     "Grid",
+    "Team",
     "agree",
     "arrivals",
     "begin_receive",

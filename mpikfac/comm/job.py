@@ -15,15 +15,15 @@ from mpi4py import MPI
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 
+Comm: TypeAlias = MPI.Intracomm
+"""A communicator of ranks that work together, such as the communicator of a run."""
+
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
-
-Comm: TypeAlias = MPI.Intracomm
-"""The communicator of a run, as users pass it to the library."""
 
 
 def world() -> MPI.Intracomm:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,12 +43,36 @@ NORMS: Kinds = dict.fromkeys(
 """Normalisations, for `covers={**KINDS, **NORMS}`."""
 
 
+@dataclass(frozen=True)
+class Coverage:
+    """Choose the layers that K-FAC covers, and the form of the factors.
+
+    Args:
+        skip: names of modules to train first-order, with all modules inside.
+        covers: the kind of layer for each type of module. `KINDS`: linear layers, convolutions,
+            embeddings and attention. `{**KINDS, **NORMS}`: normalisations, too. Modules of your own
+            are added in the same way, see `layers`.
+        rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
+            only one side; how positions that share a weight count; the layer's solver, if different
+            from the run's solver.
+
+    Raises:
+        ValueError: `skip` is a text and no sequence of names.
+    """
+
+    skip: Sequence[str] = ()
+    covers: Kinds = field(default_factory=lambda: KINDS)
+    rule: Rule = usual_rule
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, str):
+            raise ValueError(f"skip={self.skip!r} must be a sequence of names; try [{self.skip!r}]")
+
+
 def cover(
     model: nn.Module,
-    skip: Iterable[str] = (),
+    coverage: Coverage | None = None,
     statistics_dtype: torch.dtype | None = None,
-    covers: Kinds = KINDS,
-    rule: Rule = usual_rule,
 ) -> tuple[list[Layer], list[Other]]:
     """Return the covered layers, and uncovered trained tensors and statistics, in model order.
 
@@ -57,12 +82,12 @@ def cover(
 
     Args:
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
-        rule: maps the whole factors of a layer to the kept factors.
 
     Raises:
         ValueError: a layer cannot be covered exactly, or no module has a name in `skip`.
     """
-    skip = tuple(skip)
+    coverage = coverage or Coverage()
+    skip, covers = tuple(coverage.skip), coverage.covers
     _check_skip(model, skip)
     layers: list[Layer] = []
     covering: dict[int, Layer] = {}  # by parameter
@@ -77,7 +102,7 @@ def cover(
         made = covers[type(module)](name, module)
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
-            layer.shape = _ruled(rule, layer.shape)
+            layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
     _check_shared(model, layers)
@@ -133,10 +158,10 @@ def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Othe
 
 
 def covered_shapes(
-    model: nn.Module, skip: Sequence[str] = (), covers: Kinds = KINDS, rule: Rule = usual_rule
+    model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
     """Return a model's layer shapes, and names and shapes of uncovered tensors, for `make_plan`."""
-    layers, others = cover(model, skip, covers=covers, rule=rule)
+    layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 

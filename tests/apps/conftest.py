@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import problem
 import pytest
 import yaml
 from problem import SETTINGS, network, run, sgd
@@ -17,7 +18,7 @@ def mpi_goes_on(monkeypatch):
 def trained(tmp_path):
     """K-FAC after a few steps, whose state lies in a run directory, `tmp_path / "run"`."""
     model, comm = network(), mpikfac.world()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, **SETTINGS)
+    kfac = problem.kfac(model, sgd(model), comm, **SETTINGS)
     run(kfac, comm)
     root = tmp_path / "run"
     mpikfac.save_checkpoint(comm, root / "checkpoints", kfac.state_dict(), kfac.steps)

@@ -11,11 +11,12 @@ import sys
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import models, train_cnn
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import train
 from plain import plain
 
 
-class Run(train_cnn.Run):
+class Run(train.Run):
     def step(self, number: int, *batch: Any) -> None:
         rank, step, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
         if (mpikfac.world().rank, number) == (rank, step):
@@ -28,5 +29,5 @@ class Run(train_cnn.Run):
 
 if __name__ == "__main__":
     models.MODELS["plain"] = plain
-    train_cnn.Run = Run
-    sys.exit(train_cnn.main(sys.argv[4:]))
+    train.Run = Run
+    sys.exit(train.main(sys.argv[4:]))

@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import mpikfac
-from mpikfac_apps import config, models, train_cnn
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import train
 from plain import plain
 
 
@@ -21,7 +23,7 @@ def main() -> None:
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)
         if comm.rank < ranks:
-            train_cnn.train(team, config.parse(options, team.size))
+            train.train(team, parse(options, team.size))
         done = comm.Ibarrier()
         while (
             not done.Test()

@@ -9,8 +9,7 @@ import sys
 
 import pytest
 
-from mpikfac_apps import asked
-from mpikfac_apps.asked import RESERVE, Requests, end_of_job
+from mpikfac_apps.guard.requests import RESERVE, SIGNALS, Requests, end_of_job
 
 
 @pytest.fixture
@@ -43,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(asked, "time", clock)
+    monkeypatch.setattr("mpikfac_apps.guard.requests.time", clock)
     return clock
 
 
@@ -60,16 +59,16 @@ def test_a_signal_asks_for_the_end_once_and_by_its_name(make, name):
 
 def test_close_brings_the_former_handlers_back(make):
     """Oracle: the handlers before."""
-    before = [signal.getsignal(number) for number in asked.SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     requests = make()
-    assert [signal.getsignal(number) for number in asked.SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] != before
     requests.close()
-    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 LEAVES = """
 import sys, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 requests = Requests(None, end=None, every_minutes=None)
 print("polls", flush=True)
 while not requests.stop:
@@ -103,7 +102,7 @@ def test_system_calls_go_on_after_a_signal():
     """Oracle: a read in the C library, which the signal interrupts or not."""
     program = """
 import ctypes, os, signal, threading, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 Requests(None, end=None, every_minutes=None)
 get, put = os.pipe()
 def later():
@@ -189,7 +188,7 @@ def test_the_end_is_asked_for_in_time_for_two_slow_checkpoints(make, clock, writ
 def test_a_poll_costs_nearly_nothing(make, clock, tmp_path, monkeypatch):
     """Oracle: the looks at the storage that 1,000 polls in 10 s take."""
     requests, looks = make(tmp_path), []
-    monkeypatch.setattr(asked.os, "listdir", lambda path: looks.append(path) or [])
+    monkeypatch.setattr("os.listdir", lambda path: looks.append(path) or [])
     for _ in range(1000):
         assert not requests.stop and not requests.checkpoint
         clock.now += 0.01

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac_apps import batches
+from mpikfac_apps.training import batches
 
 IMAGES = torch.randint(
     256, (50, 2, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8

@@ -12,7 +12,7 @@ import mpikfac
 from launch import launch
 from mpikfac.engine import Bases
 from mpikfac.layers.attention import ProjectionLayer
-from mpikfac_apps import check, findings
+from mpikfac_apps.checking import check, comparison
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
 MODELS = """
@@ -232,7 +232,7 @@ def test_a_weight_that_is_used_elsewhere_is_seen(file, capsys):
 
 def test_layers_too_large_for_the_oracle_are_told(monkeypatch, capsys):
     """Oracle: bounds by which some are."""
-    monkeypatch.setattr(findings, "LARGEST_ORDER", 300)
+    monkeypatch.setattr(comparison, "LARGEST_ORDER", 300)
     found, text = wrong(capsys, "digits_cnn")
     assert verdicts(text)["8"] == "too large for the oracle"
     assert verdicts(text)["3"] == "ok"
@@ -242,7 +242,7 @@ def test_layers_too_large_for_the_oracle_are_told(monkeypatch, capsys):
 
 def test_solves_too_large_to_be_written_out_are_left_out(file, monkeypatch, capsys):
     """Oracle: orders by hand; a layer that is left out takes along what shares its weights."""
-    monkeypatch.setattr(findings, "LARGEST_PRODUCT", 15)
+    monkeypatch.setattr(comparison, "LARGEST_PRODUCT", 15)
     found, text = wrong(capsys, f"{file()}:mixed", *MIXED)
     solved = re.findall(r"^  (\w+) .* (-|\de-\d+) +ok$", text, re.MULTILINE)
     unsolved = {name for name, error in solved if error == "-"}
@@ -306,7 +306,7 @@ def test_strategies_are_compared_under_mpi(file):
     job = launch(2, PROGRAM, f"{file()}:mixed", *MIXED)
     assert job.returncode == 0, job.stderr
     found = dict(re.findall(r"^  ([a-z-]+) +\S+  (ok|WRONG)$", job.stdout, re.MULTILINE))
-    assert found == dict.fromkeys(["sgd", *findings.STRATEGIES], "ok")
+    assert found == dict.fromkeys(["sgd", *comparison.STRATEGIES], "ok")
     assert "All right: 12 of 12 checked" in job.stdout
 
 
@@ -314,7 +314,7 @@ def test_a_model_that_cannot_be_distributed_is_seen_under_mpi(file):
     """Oracle: an embedding whose gradient depends on what else is in the batch."""
     job = launch(2, PROGRAM, f"{file()}:Frequent", "--input", "4")
     assert job.returncode == 1
-    assert f"WRONG: sgd, {', '.join(findings.STRATEGIES)}\n" in job.stdout, job.stderr
+    assert f"WRONG: sgd, {', '.join(comparison.STRATEGIES)}\n" in job.stdout, job.stderr
 
 
 def test_projections_of_attentions_are_checked(file, capsys):

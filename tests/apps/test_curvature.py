@@ -11,10 +11,8 @@ import pytest
 import torch
 
 import mpikfac
-from launch import kill, launch, processes, start
-from mpikfac_apps import train_cnn
+from launch import TRAIN, kill, launch, processes, start
 
-PROGRAM = train_cnn.__file__
 FAULTY = str(Path(__file__).with_name("faulty.py"))
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
@@ -27,7 +25,7 @@ pytestmark = pytest.mark.timeout(300)
 
 def trained(ranks, run_dir, *more):
     """The last checkpoint of a run, without what a clock measured."""
-    job = launch(ranks, PROGRAM, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
+    job = launch(ranks, TRAIN, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
     assert job.returncode == 0, job.stderr
     saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
     return {name: saved[name] for name in saved.keys() - CLOCKS}
@@ -88,7 +86,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     """Oracle: code and line of a run without curvature ranks."""
     (tmp_path / "file").touch()
-    job = launch(3, PROGRAM, *ONE, f"--run_dir={tmp_path}", timeout=110)
+    job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}", timeout=110)
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "is not empty; give another one" in line
@@ -98,7 +96,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
 def test_a_signal_to_all_stops_the_run(tmp_path):
     """Oracle: the chosen code and the checkpoint of a step, at which bases may be on their way."""
     options = (*ONE, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
-    with start(3, PROGRAM, *options) as job:
+    with start(3, TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)

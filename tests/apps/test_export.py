@@ -12,7 +12,7 @@ import torch
 from problem import network
 
 import mpikfac
-from mpikfac_apps import export
+from mpikfac_apps.inspecting import export
 
 
 def check_same_output(model, weights):

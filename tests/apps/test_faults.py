@@ -17,9 +17,8 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import launch
-from mpikfac_apps import train_cnn
-from mpikfac_apps.lock import Lock
+from launch import TRAIN, launch
+from mpikfac_apps.guard.lock import Lock
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = 3 if SOAK else 2
@@ -152,7 +151,7 @@ def refused(tmp_path: Path, *program: str) -> str:
 def test_a_second_job_in_a_run_directory_is_refused(tmp_path):
     """Oracle: the process that has the directory, and what to do."""
     lock = Lock(tmp_path / "run")
-    line = refused(tmp_path, train_cnn.__file__)
+    line = refused(tmp_path, TRAIN)
     lock.release()
     assert f"is in use by process {os.getpid()} on " in line
     assert line.endswith("or give another directory")
@@ -163,8 +162,8 @@ import sys
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     sys.path.insert(0, sys.argv[1])
-from mpikfac_apps import train_cnn
-sys.exit(train_cnn.main(sys.argv[2:]))
+from mpikfac_apps.training import train
+sys.exit(train.main(sys.argv[2:]))
 """
 
 

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import numpy as np
+import problem
 import pytest
 import torch
 from problem import SETTINGS, network, run, sgd
 
 import mpikfac
-from mpikfac_apps import inspect_checkpoint, spectra
+from mpikfac_apps.inspecting import inspect, spectra
 
 
 def rows(text, section):
@@ -34,7 +35,7 @@ def close(values):
 
 def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp_path, capsys):
     """Oracle: NumPy on the factors of the running K-FAC, and on their damped Kronecker product."""
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 0
+    assert inspect.main([str(tmp_path / "run")]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
     assert "damping 0.01 and solver eigen" in heading
     assert list(found) == ["0", "3", "5"]
@@ -87,7 +88,7 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     settings = "{solver: eigen, damping: 0.01, relative_damping: true}"
     (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert inspect.main([str(tmp_path)]) == 0
     assert damping.damping != 0.01
     expected = f"with relative damping {damping.damping:g} and solver eigen"
     assert expected in table_of_layers(capsys.readouterr().out)[0]
@@ -100,11 +101,11 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
     def rule(layer):
         return dataclasses.replace(layer, solver=solvers.get(layer.name))
 
-    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
+    kfac = problem.kfac(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
     run(kfac, mpikfac.world(), [0])
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     (tmp_path / "config.yaml").write_text(f"kfac: {{damping: {SETTINGS['damping']}}}\n")
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert inspect.main([str(tmp_path)]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
     assert heading.endswith("solver eigen, 3: inverse, 5: rank-one")
     assert list(found) == ["0", "3"]
@@ -117,14 +118,14 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
 
 def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path, capsys):
     (tmp_path / "run" / "config.yaml").unlink()
-    assert inspect_checkpoint.main([str(tmp_path / "run" / "checkpoints")]) == 0
+    assert inspect.main([str(tmp_path / "run" / "checkpoints")]) == 0
     assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
 
 
 def test_contents_are_counted(trained, tmp_path, capsys):
     """Oracle: the state that was saved, and the sizes of files."""
     path = mpikfac.latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert inspect_checkpoint.main([str(path)]) == 0
+    assert inspect.main([str(path)]) == 0
     text = capsys.readouterr().out
     size = (path / "shard-0.h5").stat().st_size
     assert f"{path}: step {trained.steps}\n" in text
@@ -148,7 +149,7 @@ def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, ca
     if damage is not None:
         content[-1] ^= 1
         shard.write_bytes(content if damage else b"")
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    assert inspect.main([str(tmp_path / "run")]) == 1
     text = capsys.readouterr().out
     assert rows(text, "Shards")["shard-0.h5"][1] == "damaged"
     assert told in next(line for line in text.splitlines() if str(shard) in line)
@@ -158,7 +159,7 @@ def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, ca
 def test_a_damaged_manifest_is_one_line_and_code_1(trained, tmp_path, capsys):
     (manifest,) = tmp_path.rglob("manifest.json")
     manifest.write_text(manifest.read_text().replace("float64", "float32", 1))
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    assert inspect.main([str(tmp_path / "run")]) == 1
     output = capsys.readouterr()
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert "manifest.json is damaged" in output.err
@@ -168,7 +169,7 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
     """Oracle: names of the layers as ticks in the SVG file."""
     svg, png = tmp_path / "new" / "spectra.svg", tmp_path / "spectra.png"
     for file in (svg, png):
-        assert inspect_checkpoint.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
+        assert inspect.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
     assert all(f"<!-- {layer.name} -->" in svg.read_text() for layer in trained.layers)
     assert png.read_bytes().startswith(b"\x89PNG")
 
@@ -179,7 +180,7 @@ def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
     root = tmp_path / "diverged"
     mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
     picture = tmp_path / "spectra.png"
-    assert inspect_checkpoint.main([str(root), "--picture", str(picture)]) == 0
+    assert inspect.main([str(root), "--picture", str(picture)]) == 0
     found = table_of_layers(capsys.readouterr().out)[1]
     assert found["3"][5:] == ["nan"] * 4
     assert "nan" not in found["5"]
@@ -209,7 +210,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
     (tmp_path / "config.yaml").touch()
     mpikfac.save_checkpoint(mpikfac.world(), "first-order", {"model/w": torch.ones(2)}, 1)
     try:
-        code = inspect_checkpoint.main(arguments.split())
+        code = inspect.main(arguments.split())
     except SystemExit as ended:
         code = ended.code
     output = capsys.readouterr()
@@ -220,7 +221,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
 def test_mpi_is_not_imported(trained, tmp_path):
     """A laptop without MPI inspects and exports what a cluster wrote."""
     program = (
-        "import sys; from mpikfac.__main__ import main; run, file = sys.argv[1:]; "
+        "import sys; from mpikfac_apps.__main__ import main; run, file = sys.argv[1:]; "
         "code = main(['inspect', run]) or main(['export', run, '--factors', file]); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mpikfac_apps import lock
-from mpikfac_apps.lock import STALE, Lock
+from mpikfac_apps.guard import lock
+from mpikfac_apps.guard.lock import STALE, Lock
 
 HOLDS = """
 import sys, pathlib
-from mpikfac_apps.lock import Lock
+from mpikfac_apps.guard.lock import Lock
 Lock(pathlib.Path(sys.argv[1]))
 print("holds", flush=True)
 sys.stdin.readline()

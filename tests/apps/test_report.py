@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps import matrix, measured, models, pictures, report, study
+from mpikfac_apps.problems import models
+from mpikfac_apps.study import pictures, report, results, spec, study
+from mpikfac_apps.study.sentences import findings
+from mpikfac_apps.text import ms
 
 STUDY = {
     "name": "a <study>",
@@ -80,7 +83,7 @@ def read(tmp_path, **changes):
     """The study of the file, but for changes."""
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
-    return matrix.read(path)
+    return spec.read(path)
 
 
 @pytest.fixture
@@ -90,8 +93,8 @@ def asked(tmp_path):
 
 
 def sentences(wanted, place):
-    found = measured.read(wanted, place)
-    return " ".join(report.findings(found, wanted.target, measured.estimators(wanted.cells)))
+    found = results.read(wanted, place)
+    return " ".join(findings(found, wanted.target, results.estimators(wanted.cells)))
 
 
 def the(found, label):
@@ -134,7 +137,7 @@ def test_time_by_group_leaves_waiting_out_and_adds_up_to_the_step(asked):
     wanted, place = asked
     cell = wanted.cells[-1]
     fill(place, cell)
-    parts = the(measured.read(wanted, place), cell.label).breakdown
+    parts = the(results.read(wanted, place), cell.label).breakdown
     known = {"forward": 0.010, "factor messages": 0.0025, "waiting": 0.0015, "other": 0.006}
     assert {k: v for k, v in parts.items() if v} == pytest.approx(known)
     assert sum(parts.values()) == pytest.approx(0.020)
@@ -143,7 +146,7 @@ def test_time_by_group_leaves_waiting_out_and_adds_up_to_the_step(asked):
 def test_bytes_are_those_of_the_plan(asked):
     """Oracle: the messages of an interval of two steps; all gradients of SGD in one Allreduce."""
     wanted, place = asked
-    found = measured.read(wanted, place)
+    found = results.read(wanted, place)
     comm_opt = the(found, "comm-opt on 2 ranks")
     layers, others = mpikfac.covered_shapes(models.build("digits_cnn", 10, 1))
     plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy.comm_opt(2), others)
@@ -162,7 +165,7 @@ def test_bytes_are_those_of_the_plan(asked):
 
 def test_letters_tell_estimators_apart_not_placements(asked):
     wanted, _ = asked
-    assert measured.estimators(wanted.cells) == {
+    assert results.estimators(wanted.cells) == {
         **{"sgd": "a", "comm-opt": "b", "mem-opt": "b", "dp-kfac": "c"}
     }
 
@@ -171,7 +174,7 @@ def test_sentences_say_what_the_numbers_say(asked):
     """Oracle: losses and counts that are planted."""
     wanted, place = asked
     for cell in wanted.cells:
-        planned = the(measured.read(wanted, place), cell.label).handed
+        planned = the(results.read(wanted, place), cell.label).handed
         wrong = cell.strategy == "mem-opt"
         fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
     text = sentences(wanted, place)
@@ -190,9 +193,9 @@ def test_sentences_compare_medians_over_seeds(tmp_path):
     """Oracle: medians by hand; the quickest single cell is an outlier of the slower variant."""
     strategies = ["sgd", "comm-opt", "mem-opt"]
     wanted = read(tmp_path, matrix={"strategy": strategies, "ranks": [2], "seed": [0, 1, 2]})
-    ms = {"sgd": (50, 40, 60), "comm-opt": (100, 10, 90), "mem-opt": (60, 75, 80)}
+    steps = {"sgd": (50, 40, 60), "comm-opt": (100, 10, 90), "mem-opt": (60, 75, 80)}
     for cell in wanted.cells:
-        fill(tmp_path, cell, speeds=[120e3 / ms[cell.strategy][cell.options.seed]] * 3)
+        fill(tmp_path, cell, speeds=[120e3 / steps[cell.strategy][cell.options.seed]] * 3)
     text = sentences(wanted, tmp_path)
     pace = "mem-opt has the quickest K-FAC step (75.0 ms, 1.50 times SGD's)"
     assert f"On 2 ranks, {pace} and comm-opt the slowest (90.0 ms)." in text
@@ -224,7 +227,7 @@ def test_steps_that_are_no_whole_interval_do_not_say_where_time_goes(asked):
     wanted, place = asked
     run = fill(place, wanted.cells[-1])
     (run / "stages.json").write_text(json.dumps(stages(0.0, steps=(2, 3, 4))))
-    cell = the(measured.read(wanted, place), wanted.cells[-1].label)
+    cell = the(results.read(wanted, place), wanted.cells[-1].label)
     assert (cell.breakdown, cell.traced_seconds, cell.counted) == ({}, None, None)
 
 
@@ -243,7 +246,7 @@ def test_each_number_of_ranks_has_a_panel_and_no_panel_is_empty(tmp_path):
     wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [1, 2, 3, 4]})
     for cell in wanted.cells:
         fill(tmp_path, cell)
-    picture = pictures.breakdown(measured.read(wanted, tmp_path))
+    picture = pictures.breakdown(results.read(wanted, tmp_path))
     assert len(set(re.findall(rb'id="axes_\d+"', picture))) == 4
 
 
@@ -267,7 +270,7 @@ def test_a_report_can_be_made_at_any_time(asked):
     assert page.count("No picture: ") == 5
     assert page.rstrip().endswith("</html>")
     failed, cut = (
-        the(measured.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
+        the(results.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
     )
     fill(place, failed, code=2)
     run = fill(place, cut)
@@ -297,10 +300,10 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     path = tmp_path / "study.yaml"
     text = {"options": {**network, "epochs": 1}, "matrix": axes, "machine": "v100-edr"}
     path.write_text(yaml.safe_dump(text))
-    wanted = matrix.read(path)
+    wanted = spec.read(path)
     for cell in wanted.cells:
         fill(tmp_path, cell, steps=range(2, 12))
-    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     layers, others = mpikfac.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
     job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
@@ -309,9 +312,9 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     assert found["mem-opt on 4 ranks"] == pytest.approx(expected)
     assert len(found) == 4
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
-    assert row_of(page, "mem-opt", "4 ranks")[4] == report.ms(expected)
+    assert row_of(page, "mem-opt", "4 ranks")[4] == ms(expected)
     assert len(pictures_of(page)) == 5
-    assert report.predicted(machine, measured.read(read(tmp_path), tmp_path)) == {}
+    assert report.predicted(machine, results.read(read(tmp_path), tmp_path)) == {}
 
 
 def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
@@ -323,5 +326,5 @@ def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_pat
     job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
     expected = mpikfac.simulate(cell.plan, wanted.machine, job).mean.seconds
     assert cell.plan.ranks == 2
-    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     assert found == {cell.label: pytest.approx(expected)}

@@ -13,7 +13,8 @@ import torch
 
 import mpikfac
 from launch import launch
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import train
+from mpikfac_apps.training.run import Run
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]
@@ -129,27 +130,27 @@ def job(tmp_path_factory):
 def whole(tmp_path_factory):
     """The directory of an uninterrupted run on one rank."""
     root = tmp_path_factory.mktemp("whole")
-    assert train_cnn.main(options(root, *DELAY)) == 0
+    assert train.main(options(root, *DELAY)) == 0
     return root
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS + 1))
 def test_a_run_that_stops_anywhere_goes_on_to_the_last_bit(tmp_path, whole, stop):
     """Oracle: all items and metrics of the uninterrupted run."""
-    assert train_cnn.main(options(tmp_path, *DELAY, f"--max_steps={stop}")) == 0
-    assert train_cnn.main(options(tmp_path, *DELAY, "--resume=auto")) == 0
+    assert train.main(options(tmp_path, *DELAY, f"--max_steps={stop}")) == 0
+    assert train.main(options(tmp_path, *DELAY, "--resume=auto")) == 0
     assert_same_run(tmp_path, whole)
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, whole):
     """Oracle: all items and metrics of the uninterrupted run; the log names both checkpoints."""
     chosen = options(tmp_path, *DELAY, "--checkpoint_every=2")
-    assert train_cnn.main([*chosen, "--max_steps=6"]) == 0
+    assert train.main([*chosen, "--max_steps=6"]) == 0
     shard = tmp_path / "checkpoints" / "step-000000006" / "shard-0.h5"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert train_cnn.main([*chosen, "--resume=auto"]) == 0
+    assert train.main([*chosen, "--resume=auto"]) == 0
     before = tmp_path / "checkpoints" / "step-000000004"
     assert f"{shard} is damaged: its BLAKE3 is not that" in log(tmp_path)
     assert f"of what was written; going on from {before}" in log(tmp_path)
@@ -163,14 +164,14 @@ def test_a_checkpoint_from_which_runs_die_is_passed_over(tmp_path, whole, monkey
         raise mpikfac.UserError("on purpose")
 
     chosen = options(tmp_path, *DELAY, "--checkpoint_every=2")
-    assert train_cnn.main([*chosen, "--max_steps=6"]) == 0
+    assert train.main([*chosen, "--max_steps=6"]) == 0
     newest, before = (tmp_path / "checkpoints" / f"step-00000000{step}" for step in (6, 4))
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(train_cnn.Run, "train", die)
-            train_cnn.main([*chosen, "--resume=auto"])
+            patch.setattr(Run, "train", die)
+            train.main([*chosen, "--resume=auto"])
         assert f"going on from {before}" not in log(tmp_path)
-    assert train_cnn.main([*chosen, "--resume=auto"]) == 0
+    assert train.main([*chosen, "--resume=auto"]) == 0
     passed = f"{newest}: the last 2 starts from it committed no newer checkpoint"
     assert f"{passed}; going on from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from launch import launch, launcher
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training.train import main
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20
@@ -94,7 +94,7 @@ def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, mo
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as leave:
-        train_cnn.main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
+        main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("mpikfac: options: a job of ")

@@ -9,7 +9,9 @@ import sys
 import pytest
 
 import mpikfac
-from mpikfac_apps import show_plan, simulate
+from mpikfac_apps.planning import simulate
+from mpikfac_apps.planning.facts import near_root
+from mpikfac_apps.problems import models
 
 ASK = ["--model", "resnet50", "--machine", "v100-edr"]
 
@@ -29,7 +31,7 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     file = tmp_path / "found.json"
     asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor-every", "5", "--basis-every", "20"]
     assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
-    layers, others = show_plan.shapes_of("resnet50")
+    layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
     machine = mpikfac.load_machine("v100-edr")
     job = mpikfac.Job("resnet50", 32, 5, 20, 0.1)
@@ -60,12 +62,12 @@ def test_all_strategies_on_thousands_of_ranks(capsys):
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (4, 2), (7, 1), (8, 2), (12, 3), (64, 8)])
 def test_hybrids_are_near_the_square_root(ranks, workers):
     """Oracle: the divisor whose square is nearest, by hand."""
-    assert simulate.near_root(ranks) == workers
+    assert near_root(ranks) == workers
 
 
 def test_mpi_is_not_imported():
     program = (
-        "import sys; from mpikfac.__main__ import main; "
+        "import sys; from mpikfac_apps.__main__ import main; "
         f"code = main(['simulate', *{ASK}, '--ranks', '4', '--strategy', 'comm-opt']); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import kill, processes, start
-from mpikfac_apps import train_cnn
+from launch import TRAIN, kill, processes, start
+from mpikfac_apps.training import train
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 MOMENTS = 20 if SOAK else 1
@@ -45,7 +45,7 @@ ALL = [(name, to) for name in SIGNALS for to in TO if (name, to) != ("SIGTERM", 
 def started(tmp_path) -> Iterator[subprocess.Popen[str]]:
     """A run of two ranks that trains, and is writing a checkpoint most of the time."""
     often = ("--epochs=9999", "--log_every=1", "--checkpoint_every=2", "--stop_code=75")
-    with start(2, train_cnn.__file__, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
+    with start(2, TRAIN, *OPTIONS, *often, f"--run_dir={tmp_path}") as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
@@ -114,7 +114,7 @@ def test_control_files_and_the_clock_stop_a_run(tmp_path, monkeypatch, who):
     else:
         (tmp_path / "control").mkdir()
         (tmp_path / who).touch()
-    assert train_cnn.main(options) == 0
+    assert train.main(options) == 0
     log = (tmp_path / "log.txt").read_text()
     assert "stopped after 1 steps" in log
     check_stopped(tmp_path, log)
@@ -125,6 +125,6 @@ def test_a_control_file_asks_for_a_checkpoint(tmp_path):
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "checkpoint").touch()
     options = ("--max_steps=3", "--resume=auto")
-    assert train_cnn.main([*OPTIONS, *options, f"--run_dir={tmp_path}"]) == 0
+    assert train.main([*OPTIONS, *options, f"--run_dir={tmp_path}"]) == 0
     found = [path.name for path in (tmp_path / "checkpoints").glob("step-*")]
     assert sorted(found) == ["step-000000001", "step-000000003"]

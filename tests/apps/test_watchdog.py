@@ -12,14 +12,14 @@ import psutil
 import pytest
 
 from launch import launch
-from mpikfac_apps.watchdog import set_aside, summary
+from mpikfac_apps.guard.watchdog import set_aside, summary
 
 HANGS = """
 import ctypes, os, re, signal, sys, time
 from pathlib import Path
 import mpikfac
-from mpikfac_apps.asked import Requests
-from mpikfac_apps.watchdog import Watchdog, set_aside
+from mpikfac_apps.guard.requests import Requests
+from mpikfac_apps.guard.watchdog import Watchdog, set_aside
 
 def sleep(): time.sleep(600)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
@@ -85,7 +85,7 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
 ALONE = """
 import ctypes, os, sys, time
 from pathlib import Path
-from mpikfac_apps.watchdog import Watchdog
+from mpikfac_apps.guard.watchdog import Watchdog
 hang = Path(sys.argv[1])
 def watched(limit):
     return Watchdog(hang, 0, 1, limit, lambda: "decompose")

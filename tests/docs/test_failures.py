@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "failures.md"
-SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").glob("*.py")])
+SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
 SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix != ".yaml")
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
 SAYS = {"error", "print", "warning"}  # of a parser, to stderr, of a log

@@ -61,7 +61,7 @@ def train(comm, strategy, shares, solver, fisher, sharing):
 
     model = network()
     choices = {**SETTINGS, "solver": solver, "fisher": fisher, "rule": rule}
-    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **choices)
+    kfac = problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
     for step in STEPS:
         kfac.optimizer.zero_grad()
         for share in shares:

@@ -38,19 +38,23 @@ every_number = pytest.mark.parametrize("curvature_ranks", range(1, RANKS))
 
 def on_both(comm, curvature_ranks, train, **serving):
     """What `train(training, curvature)` returns on ranks that train; None on curvature ranks."""
-    training, curvature = mpikfac.split(comm, curvature_ranks)
-    if training is None:
-        return mpikfac.serve(curvature, **serving)
-    return train(training, curvature)
+    team = mpikfac.split(comm, curvature_ranks)
+    if team.comm is None:
+        return mpikfac.serve(team, **serving)
+    return train(team.comm, team.link)
 
 
 def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
     """K-FAC that decomposes two steps ahead, in the background or on curvature ranks."""
     model = problem.network().to(dtype)
     curvature_ranks = curvature.remote_size if curvature else 0
-    strategy = Strategy(**{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)})
+    strategy = Strategy().changed(
+        **{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)}
+    )
     settings = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, curvature=curvature, **settings)
+    return problem.kfac(
+        model, problem.sgd(model), mpikfac.Team(comm, curvature), strategy, **settings
+    )
 
 
 def run(kfac, steps=STEPS):
@@ -247,4 +251,4 @@ def test_other_numbers_of_curvature_ranks_are_refused(comm):
     with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
         trainer(alone, choices=lambda _: {"curvature_ranks": 1})
     with pytest.raises(ValueError, match="needs a delay of at least 1, replicate_below=0 and"):
-        Strategy(curvature_ranks=1)
+        Strategy().changed(curvature_ranks=1)

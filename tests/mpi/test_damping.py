@@ -21,7 +21,7 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 def trainer(comm, strategy, **settings):
     model = problem.network()
     choices = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 @functools.cache

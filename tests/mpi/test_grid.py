@@ -131,7 +131,7 @@ def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
     def trained():
         model = problem.network()
         strategy = Strategy(workers, reduction, update)
-        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+        kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
         return problem.run(kfac, comm)
 
     whole = trained()
@@ -229,7 +229,7 @@ def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
     """Oracle: one text on every rank; the last rank is the one that differs."""
     model = problem.network()
     settings = given(comm.rank < comm.size - 1)
-    text = told(comm, lambda: mpikfac.KFAC(model, problem.sgd(model), comm, **settings))
+    text = told(comm, lambda: problem.kfac(model, problem.sgd(model), comm, **settings))
     assert text.startswith(f"ranks disagree on {key}: ")
     assert f"on rank {comm.size - 1}; start all ranks with the same code" in text
 

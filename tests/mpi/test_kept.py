@@ -39,7 +39,9 @@ STEPS = range(7)
 def trainer(comm, placement, **settings):
     model = problem.network()
     settings = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(**placement), **settings)
+    return problem.kfac(
+        model, problem.sgd(model), comm, Strategy().changed(**placement), **settings
+    )
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])

@@ -8,14 +8,14 @@ import torch
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 RANKS = mpikfac.world().size
 
 
 def trainer(comm, strategy):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
 
 
 def arenas(kfac):

@@ -16,10 +16,13 @@ from mpikfac import Strategy
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"factor_every": 1, "basis_every": 1}
 OTHERS = [
-    *(Strategy(RANKS, "owners", update, reduce_at="bases") for update in ("everyone", "owner")),
-    Strategy(update="owner", sums="alltoall"),
-    Strategy(RANKS, ranks_per_node=RANKS),
-    Strategy(RANKS, delay=1),
+    *(
+        Strategy(RANKS, "owners", update).changed(reduce_at="bases")
+        for update in ("everyone", "owner")
+    ),
+    Strategy(update="owner").changed(sums="alltoall"),
+    Strategy(RANKS).changed(ranks_per_node=RANKS),
+    Strategy(RANKS).changed(delay=1),
 ]
 WIRES = [{"gradient_wire": wire, "factor_wire": "int8"} for wire in ("bfloat16", "int8", "top-k")]
 
@@ -28,7 +31,7 @@ def trainer(comm, strategy, dtype=torch.float64):
     model = problem.network().to(dtype)
     if strategy == "sgd":
         return mpikfac.DataParallel(model, problem.sgd(model), comm)
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **SETTINGS)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **SETTINGS)
 
 
 def scaler():
@@ -103,7 +106,7 @@ def test_however_it_is_sent(comm, strategy):
 @pytest.mark.parametrize("wire", WIRES, ids=lambda wire: wire["gradient_wire"])
 def test_whatever_it_is_encoded_in(comm, wire, update):
     """Oracle: the same, where the other run forgets what encoding lost at that time."""
-    assert_skips(comm, Strategy(update=update, **wire), math.inf)
+    assert_skips(comm, Strategy(update=update).changed(**wire), math.inf)
 
 
 @pytest.mark.parametrize("strategy", ["sgd", *problem.strategies(RANKS)], ids=problem.label)

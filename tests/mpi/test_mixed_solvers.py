@@ -40,8 +40,8 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
         return dataclasses.replace(layer, solver=mixture[layer.name])
 
     optimizer = problem.sgd(model)
-    strategy = Strategy(**placement)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
+    strategy = Strategy().changed(**placement)
+    return problem.kfac(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,14 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
     """Oracle: the ranks that train, alone, decomposing in their background; to the last bit."""
-    training, curvature = mpikfac.split(comm, 1)
-    if training is None:
-        mpikfac.serve(curvature)
+    team = mpikfac.split(comm, 1)
+    if team.comm is None:
+        mpikfac.serve(team)
         return
+    training = team.comm
     mixture, choices = MIXTURE | {"5": "unsplit-inverse"}, {"workers": training.size, "delay": 2}
     spared = choices | {"curvature_ranks": 1}
-    found = trainer(training, spared, mixture, curvature=curvature)
+    found = trainer(team, spared, mixture)
     state = problem.run(found, training, STEPS)
     found.close()
     assert torch.equal(state, problem.run(trainer(training, choices, mixture), training, STEPS))

@@ -55,7 +55,7 @@ def test_every_stage_gives_the_numbers_of_one_level(
         monkeypatch.setattr(primitives, "PIECE", piece)
     found = []
     for ranks_per_node in (None, per_node):
-        strategy = Strategy(workers, **choices, ranks_per_node=ranks_per_node)
+        strategy = Strategy(workers).changed(**choices, ranks_per_node=ranks_per_node)
         plan = make_plan(LAYERS, RANKS, strategy, OTHERS, "eigen", 8)
         grid = Grid(comm, workers, mpikfac.Trace(), ranks_per_node)
         for stage, (messages, layout) in enumerate(stages(plan, comm.rank)):

@@ -21,7 +21,7 @@ ALL = problem.strategies(RANKS)
 
 def trainer(comm, strategy=None, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def backward(trainer, comm, step, spoil=None):
@@ -183,7 +183,7 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
         monkeypatch.setattr(decompose, name, picky)
     model = problem.network().float()
     settings = problem.SETTINGS | {"solver": solver}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     images, labels = problem.shards(0, comm.size)[comm.rank]
     F.cross_entropy(model(images.float()), labels).backward()
     kfac.step()
@@ -212,7 +212,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     With two shares a factor's turn comes every sixth step, at 3 and 9 and so on.
     """
     alone = comm.Split(comm.rank)
-    kfac = trainer(alone, Strategy(1, stagger=2), basis_every=6)
+    kfac = trainer(alone, Strategy(1).changed(stagger=2), basis_every=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.shares_of["0"] == 1
     last = 3 + 6 * (TOLERATED - 1)

@@ -31,8 +31,8 @@ def trainer(comm, optimizer, **choices):
     model = network()
     if optimizer == "sgd":
         return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=PARTS)
-    strategy = Strategy(**choices, parts=PARTS)
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
+    strategy = Strategy().changed(**choices, parts=PARTS)
+    return problem.kfac(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
 
 
 def run(trainer, comm, steps):
@@ -90,9 +90,9 @@ def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
 def test_parts_are_those_of_the_joined_batch(comm):
     """Oracle: as many ranks as parts without an order, to rounding."""
     model, plain = problem.network(), problem.network()
-    strategy = Strategy(parts=comm.size)
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
-    other = mpikfac.KFAC(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
+    strategy = Strategy().changed(parts=comm.size)
+    kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    other = problem.kfac(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
     for step in range(problem.STEPS):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         kfac.optimizer.zero_grad()
@@ -110,9 +110,9 @@ def test_a_wrong_number_of_parts_is_refused(comm):
     text = f"parts={comm.size + 1} must be a multiple of the number of ranks"
     if comm.size > 1:
         with pytest.raises(ValueError, match=text):
-            mpikfac.make_plan([], comm.size, Strategy(parts=comm.size + 1))
+            mpikfac.make_plan([], comm.size, Strategy().changed(parts=comm.size + 1))
     with pytest.raises(ValueError, match="parts=4 needs reduction='everyone'"):
-        Strategy(reduction="owners", parts=4)
+        Strategy(reduction="owners").changed(parts=4)
     sgd = trainer(comm, "sgd")
     count = PARTS // comm.size
     with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; collect\(\) took 0"):

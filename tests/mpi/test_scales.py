@@ -30,9 +30,9 @@ CHOICES = {
     "staggered and delayed": {"stagger": 3, "delay": 1, "fusion": 1},
     "event-driven": {"tolerance": 0.3},
 }
-EXACT = {name: Strategy(RANKS, **choices) for name, choices in CHOICES.items()}
+EXACT = {name: Strategy(RANKS).changed(**choices) for name, choices in CHOICES.items()}
 if RANKS == 4:
-    EXACT["in nodes"] = Strategy(RANKS, ranks_per_node=2)
+    EXACT["in nodes"] = Strategy(RANKS).changed(ranks_per_node=2)
 WIRES = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
 
 
@@ -74,11 +74,11 @@ def kinds():
     return Kinds().double()
 
 
-def trainer(comm, strategy, network=plain, curvature=None, **settings):
+def trainer(comm, strategy, network=plain, **settings):
     model = network()
     optimizer = problem.sgd_all(model)
     choices = SETTINGS | settings
-    return mpikfac.KFAC(model, optimizer, comm, strategy, curvature=curvature, **choices)
+    return problem.kfac(model, optimizer, comm, strategy, **choices)
 
 
 def learn(kfac, step, shard, shards):
@@ -101,8 +101,8 @@ def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, ne
     strategy = EXACT[name]
     times = {key: getattr(strategy, key) for key in ("delay", "stagger", "tolerance")}
     kfac = trainer(comm, strategy, network)
-    serial = trainer(comm.Split(comm.rank), Strategy(**times), network)
-    eigen = trainer(comm.Split(comm.rank), Strategy(**times), network, solver="eigen")
+    serial = trainer(comm.Split(comm.rank), Strategy().changed(**times), network)
+    eigen = trainer(comm.Split(comm.rank), Strategy().changed(**times), network, solver="eigen")
     expected = collections.Counter()
     for step in STEPS:
         learn(kfac, step, comm.rank, RANKS)
@@ -111,7 +111,7 @@ def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, ne
         expected += problem.planned(kfac, step)
         found = problem.state(kfac.model)
         torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-8)
-        if strategy.delay == 0:
+        if strategy.refresh.delay == 0:
             assert +collections.Counter(kfac.trace.sent) == expected
     assert ("reduce scales" in expected) == (RANKS > 1)
     assert (found - problem.state(eigen.model)).abs().max() > 1e-4
@@ -133,7 +133,7 @@ def test_one_message_for_all_scales(comm):
 
 def test_with_wires_ranks_agree(comm):
     """Oracle: each other's bits; the plan's bytes, of which scales travel as they are."""
-    kfac = trainer(comm, Strategy(RANKS, **WIRES))
+    kfac = trainer(comm, Strategy(RANKS).changed(**WIRES))
     for step in STEPS:
         learn(kfac, step, comm.rank, RANKS)
     ends = comm.allgather([problem.state(kfac.model), kfac.scales.averages.flat])
@@ -197,14 +197,15 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_curvature_ranks_change_no_bit(comm):
     """Oracle: ranks that train decompose in their own background."""
-    training, curvature = mpikfac.split(comm, 1)
-    if training is None:
-        mpikfac.serve(curvature)
+    team = mpikfac.split(comm, 1)
+    if team.comm is None:
+        mpikfac.serve(team)
         return
+    training = team.comm
     ends = []
-    for join in (curvature, None):
-        strategy = Strategy(training.size, delay=2, curvature_ranks=int(join is not None))
-        kfac = trainer(training, strategy, curvature=join)
+    for ranks in (team, training):
+        strategy = Strategy(training.size).changed(delay=2, curvature_ranks=int(ranks is team))
+        kfac = trainer(ranks, strategy)
         for step in STEPS:
             images, labels = problem.shards(step, training.size)[training.rank]
             kfac.optimizer.zero_grad()

@@ -17,7 +17,7 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 
 def trainer(comm, strategy=None, optimizer=problem.sgd, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def whole_state(comm, trainer):
@@ -73,7 +73,7 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks that precondition nothing count what grafting keeps, too."""
     settings = {"graft": "adam", "kl_clip": None, "factor_every": 1}
-    kfac = trainer(comm, Strategy(1, delay=2), **settings)
+    kfac = trainer(comm, Strategy(1).changed(delay=2), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()
     lost = {name for name in names if "graft/0" in name or "decompositions/5" in name}
@@ -107,7 +107,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
     """
 
     def fresh(stagger):
-        strategy = Strategy(RANKS, delay=1, stagger=stagger)
+        strategy = Strategy(RANKS).changed(delay=1, stagger=stagger)
         return trainer(comm, strategy, factor_every=1, basis_every=12)
 
     first, second = fresh(stagger), fresh(other)

@@ -21,7 +21,7 @@ def recorded(comm, strategy):
     model = problem.network()
     trace = mpikfac.Trace(events=True)
     settings = problem.SETTINGS | SOLVER
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
+    kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
     steps = []
     for step in range(problem.STEPS):
         before = len(trace.events)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-from dataclasses import replace
 
 import oracles
 import problem
@@ -24,7 +23,7 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 
 def trainer(comm, strategy, optimizer=problem.sgd, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 @functools.cache
@@ -80,8 +79,8 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
     """Oracle: one process that does the same; steps with decompositions of before and without."""
     steps = range(6)
-    found = problem.run(trainer(comm, replace(strategy, delay=2)), comm, steps)
-    alone = trainer(comm.Split(comm.rank), Strategy(delay=2))
+    found = problem.run(trainer(comm, strategy.changed(delay=2)), comm, steps)
+    alone = trainer(comm.Split(comm.rank), Strategy().changed(delay=2))
     for step in steps:
         images, labels = problem.batch(step)
         alone.optimizer.zero_grad()

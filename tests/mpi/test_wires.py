@@ -35,7 +35,7 @@ PLACEMENTS = {
 }
 WIRES = {**ALL, "top-k": ALL["int8"] | {"gradient_wire": "top-k", "top_share": 0.1}}
 STRATEGIES = {
-    f"{place}, {wire}": Strategy(**PLACEMENTS[place], **WIRES[wire])
+    f"{place}, {wire}": Strategy().changed(**PLACEMENTS[place], **WIRES[wire])
     for place, wire in itertools.product(PLACEMENTS, WIRES)
 }
 STRATEGIES |= {n: NAMED[n].make(RANKS) for n in ("comm-opt-bf16", "comm-opt-int8")}
@@ -45,7 +45,7 @@ EXACT = Strategy()
 
 def trainer(comm, strategy, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **SETTINGS | settings)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **SETTINGS | settings)
 
 
 def same_everywhere(comm, found):
@@ -91,7 +91,7 @@ def test_training_reaches_the_exact_loss(comm, exact_loss, place, wire):
     """
     steps, more = (40, 0.1) if wire == "top-k" else (20, 0.02)
     assert exact_loss < 0.6
-    found = loss_after(comm, Strategy(**PLACEMENTS[place], **WIRES[wire]), steps)
+    found = loss_after(comm, Strategy().changed(**PLACEMENTS[place], **WIRES[wire]), steps)
     assert found < exact_loss + more
 
 
@@ -100,7 +100,9 @@ def test_bfloat16_stays_near_the_exact_run(comm, place):
     """Oracle: the exact run; 4 steps that each may be off by a bfloat16's 2^-8, and P roundings."""
     exact = problem.run(trainer(comm, EXACT), comm, range(4))
     start = problem.state(problem.network())
-    found = problem.run(trainer(comm, Strategy(**PLACEMENTS[place], **ALL["bfloat16"])), comm)
+    found = problem.run(
+        trainer(comm, Strategy().changed(**PLACEMENTS[place], **ALL["bfloat16"])), comm
+    )
     moved = (exact - start).norm()
     assert (found - exact).norm() < 4 * (1 + RANKS) * 2**-8 * moved
     assert RANKS == 1 or not torch.equal(found, exact)
@@ -156,7 +158,7 @@ def test_what_is_gathered_is_equal_where_it_comes_from_too(comm, codec, alike):
 def test_votes_and_running_statistics_stay_exact(comm):
     """Oracle: the mean by hand, to the last bit: an eighth of each rank's number."""
     for place in ("everywhere", "owners"):
-        kfac = trainer(comm, Strategy(**PLACEMENTS[place], **WIRES["top-k"]))
+        kfac = trainer(comm, Strategy().changed(**PLACEMENTS[place], **WIRES["top-k"]))
         kfac.votes.copy_(torch.arange(16) / 8 * comm.rank)
         norm = kfac.model[1]
         before = norm.running_mean.clone()
@@ -172,7 +174,7 @@ def test_votes_and_running_statistics_stay_exact(comm):
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, wire, place):
     """Oracle: the run that wrote it, which drops what its wires lost, too."""
-    strategy = Strategy(**PLACEMENTS[place], **WIRES[wire])
+    strategy = Strategy().changed(**PLACEMENTS[place], **WIRES[wire])
     first, second = (trainer(comm, strategy) for _ in range(2))
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
@@ -185,7 +187,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, wire, place):
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_gradient_that_is_not_finite_is_left_out_and_forgotten(comm, wire):
     """Oracle: that layer stays for a step and moves at the next; the others move as they did."""
-    kfac = trainer(comm, Strategy(**PLACEMENTS["everywhere"], **WIRES[wire]))
+    kfac = trainer(comm, Strategy().changed(**PLACEMENTS["everywhere"], **WIRES[wire]))
     problem.run(kfac, comm, [0])
     layers = {"0": kfac.model[0].weight, "3": kfac.model[3].weight, "5": kfac.model[5].weight}
     handle = layers["3"].register_hook(

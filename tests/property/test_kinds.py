@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import brute
+import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,7 +111,7 @@ def step(model, x, rule, solver="eigen"):
     """K-FAC after a step, and the gradient of its loss at the outputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     choices = {"covers": COVERS, "rule": rule, "solver": solver}
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), **choices)
+    kfac = problem.kfac(model, optimizer, mpikfac.world(), **choices)
     y = model(x)
     gradient = torch.randn(y.shape).to(y)
     y.backward(gradient)

@@ -39,8 +39,7 @@ def plans(draw):
         "everyone" if everywhere else draw(st.sampled_from(["everyone", "owner"])),
         draw(st.sampled_from(["compute", "memory"])),
         draw(st.booleans()) if separate else True,
-        ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])),
-    )
+    ).changed(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])))
     own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "rank-one"])
     layers = [LayerShape(f"layer{i}", *size, solver=draw(own)) for i, size in enumerate(sizes)]
     layers = [
@@ -169,9 +168,9 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
     """Oracle: the messages of the same plan without wires, which hold as many elements."""
     other = "int8" if wire == "top-k" else wire
     wires = {"factor_wire": other, "basis_wire": other, "gradient_wire": wire}
-    strategy = replace(plan.strategy, fusion=fusion, ranks_per_node=None, sums="reduce")
+    strategy = plan.strategy.changed(fusion=fusion, ranks_per_node=None, sums="reduce")
     exact = replace(plan, strategy=strategy)
-    encoded = replace(plan, strategy=replace(strategy, **wires))
+    encoded = replace(plan, strategy=strategy.changed(**wires))
     sent = [encoded.messages(rank, True, True) for rank in range(plan.ranks)]
     for over in ("world", "column", "row"):
         team = [[m for m in sent[rank] if m.over == over] for rank in plan.team(0, over)]
@@ -195,7 +194,7 @@ def test_a_rank_changes_what_is_decomposed_alone(plan):
     same = replace(whole, owners=plan.owners, columns_of=plan.columns_of, updaters=plan.updaters)
     for rank in range(plan.ranks):
         for kind in ("statistics", "averages", "directions", "request"):
-            if kind != "request" or plan.strategy.curvature_ranks:
+            if kind != "request" or plan.strategy.refresh.curvature_ranks:
                 assert getattr(plan, kind)(rank) == getattr(same, kind)(rank)
         expected = same.bases(rank).shapes
         assert plan.bases(rank).shapes.keys() == expected.keys()

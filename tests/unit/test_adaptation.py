@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 
+import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
 from mpikfac import LevenbergMarquardt
 from mpikfac.numerics import triangles
 
@@ -32,7 +32,7 @@ def batch(model):
 def trainer(comm, model, rates, **settings):
     groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), rates)]
     choices = {"fisher": "exact", "kl_clip": None, "solver": "eigen"} | settings
-    return mpikfac.KFAC(model, torch.optim.SGD(groups, lr=0.1), comm, **choices)
+    return problem.kfac(model, torch.optim.SGD(groups, lr=0.1), comm, **choices)
 
 
 def adapted_step(kfac, x, y):

@@ -12,8 +12,11 @@ from mpikfac.numerics import triangles
 
 
 def trainer(comm, delay=0, tolerance=0.0, **settings):
-    model, strategy = problem.network(), mpikfac.Strategy(delay=delay, tolerance=tolerance)
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
+    model, strategy = (
+        problem.network(),
+        mpikfac.Strategy().changed(delay=delay, tolerance=tolerance),
+    )
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def stopped(kfac):
@@ -152,10 +155,10 @@ def full_rank(comm, **settings):
     """A trainer whose factors have no eigenvalue near 0, so that damping is next to nothing."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)).double()
-    strategy = mpikfac.Strategy(tolerance=0.1)
+    strategy = mpikfac.Strategy().changed(tolerance=0.1)
     choices = {"damping": 1e-12, "factor_every": 100, "basis_every": 1, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, **choices | settings)
+    return problem.kfac(model, optimizer, comm, strategy, **choices | settings)
 
 
 def refreshed(kfac):

@@ -63,7 +63,7 @@ def test_one_rank_and_no_bytes_cost_nothing():
 )
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
-    plan = make_plan(LAYERS, ranks, Strategy(workers, ranks_per_node=4))
+    plan = make_plan(LAYERS, ranks, Strategy(workers).changed(ranks_per_node=4))
     assert costs.placed(plan.team(0, over), plan, MACHINE) == placed
 
 
@@ -82,7 +82,7 @@ def test_a_chain_passes_pieces_on():
     size = 3 * costs.CHAINED
     seconds = costs.collective_seconds("Send", size, 4, MACHINE)
     assert seconds == pytest.approx(5 * costs.CHAINED)
-    plan = make_plan(LAYERS, 4, Strategy(4, parts=4))
+    plan = make_plan(LAYERS, 4, Strategy(4).changed(parts=4))
     message = plan.messages(0, False, False)[0]
     both = costs.message_seconds(message, plan, 0, MACHINE)
     parts = [costs.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
 from mpikfac.numerics import triangles
 
 INVERSES = ("inverse", "unsplit-inverse")
@@ -72,7 +71,7 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
     model = network()
     damping = {"damping": 0.1, "relative_damping": True, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, solver=solver, rule=forms, **damping)
+    kfac = problem.kfac(model, optimizer, comm, solver=solver, rule=forms, **damping)
     loss = model[1](model[0](torch.randn(7, 4, 6).double())).transpose(1, 2)
     F.cross_entropy(model[2:](loss).mean(1), torch.arange(7) % 4).backward()
     kfac.precondition()
@@ -97,7 +96,7 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
         model = nn.Sequential(nn.Linear(6, 4)).double()
         settings = {"damping": 0.1, "relative_damping": True, "kl_clip": None, "solver": solver}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+        kfac = problem.kfac(model, optimizer, comm, **settings)
         (weight * model(torch.randn(10, 6).double()).square().mean()).backward()
         kfac.precondition()
         return kfac.directions["0"]
@@ -112,7 +111,7 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"damping": 0.1, "relative_damping": True, "solver": solver}
-    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    kfac = problem.kfac(model, optimizer, comm, **settings)
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
     assert not kfac.factors.averages["0.G"].any()
@@ -129,4 +128,4 @@ def test_relative_damping_needs_matrices(comm):
     model = problem.network()
     choices = {"relative_damping": True, "solver": "rank-one"}
     with pytest.raises(ValueError, match="relative to mean eigenvalues, which solver='rank-one'"):
-        mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+        problem.kfac(model, problem.sgd(model), comm, **choices)

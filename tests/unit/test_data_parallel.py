@@ -76,7 +76,7 @@ def test_a_covered_weight_must_be_in_the_optimizer(comm):
     optimizer = torch.optim.SGD(model[0].parameters())
     with pytest.raises(ValueError, match="layer '1' is covered but not all of it is in the opt"):
         mpikfac.KFAC(model, optimizer, comm)
-    mpikfac.KFAC(model, optimizer, comm, skip=["1"])
+    problem.kfac(model, optimizer, comm, skip=["1"])
 
 
 def test_moments_are_loaded_into_the_parameters_dtype(comm):

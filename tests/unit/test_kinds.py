@@ -10,7 +10,7 @@ from brute import matrices, own_gradients, rows, squares, vectors
 from torch import nn
 
 from mpikfac import layers
-from mpikfac_apps import dense
+from mpikfac_apps.checking import reference
 
 BATCH = 3
 KINDS = {**layers.KINDS, **layers.NORMS}
@@ -63,7 +63,7 @@ def case(make, shape):
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model = nn.Sequential(module)
-    (layer,), _ = layers.cover(model, covers=KINDS)
+    (layer,), _ = layers.cover(model, layers.Coverage(covers=KINDS))
     x = torch.randn(BATCH, *shape).double()
     if isinstance(module, nn.Embedding):
         x = torch.randint(len(module.weight), (BATCH, *shape))
@@ -135,11 +135,13 @@ def test_gradients_are_sums_of_outer_products(make, shape):
 def test_modules_show_their_vectors(make, shape):
     """What `mpikfac check` compares with. Oracle: autograd's derivatives of outputs."""
     layer, x, g = case(make, shape)
-    call = dense.Call(x, g)
-    torch.testing.assert_close(dense.gradients(layer, call), dense.gradients_alone(layer, call))
-    torch.testing.assert_close(dense.output_vectors(layer, g), rows(layer, g))
+    call = reference.Call(x, g)
+    torch.testing.assert_close(
+        reference.gradients(layer, call), reference.gradients_alone(layer, call)
+    )
+    torch.testing.assert_close(reference.output_vectors(layer, g), rows(layer, g))
     if "A" in layer.shape.sides:
-        torch.testing.assert_close(dense.input_vectors(layer, x), vectors(layer, x))
+        torch.testing.assert_close(reference.input_vectors(layer, x), vectors(layer, x))
 
 
 @pytest.mark.parametrize(("make", "shape"), NORMS)

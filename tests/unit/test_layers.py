@@ -13,11 +13,11 @@ VOTES = ("(votes)", (layers.VOTES,))
 
 
 def covered(model, **options):
-    return [layer.name for layer in layers.cover(model, **options)[0]]
+    return [layer.name for layer in layers.cover(model, layers.Coverage(**options))[0]]
 
 
 def others(model, **options):
-    return [other.name for other in layers.cover(model, **options)[1]]
+    return [other.name for other in layers.cover(model, layers.Coverage(**options))[1]]
 
 
 def vectors(module, x):
@@ -103,7 +103,7 @@ def test_orders_of_factors():
     shapes, rest = layers.covered_shapes(model)
     assert shapes == [LayerShape("0", 46, 8), LayerShape("1", 7, 4)]
     assert rest == [VOTES]
-    assert layers.covered_shapes(model, skip=["0"])[1] == [
+    assert layers.covered_shapes(model, layers.Coverage(["0"]))[1] == [
         ("0.weight", (8, 3, 3, 5)),
         ("0.bias", (8,)),
         VOTES,
@@ -181,7 +181,7 @@ def test_modules_that_share_their_parameters_are_one_layer():
 )
 def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        layers.cover(model, skip)
+        layers.cover(model, layers.Coverage(skip))
 
 
 def test_what_was_refused_may_be_skipped():

@@ -9,13 +9,14 @@ import copy
 import math
 import pickle
 
+import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.vit import Attention
+from mpikfac_apps.problems.vit import Attention
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3
@@ -193,7 +194,7 @@ def make(comm, model, wrapped=lambda model: model, **settings):
         nn.init.normal_(parameter)
     model = wrapped(model.double())
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1, 0.9)
-    return mpikfac.KFAC(model, optimizer, comm, **{**SETTINGS, **settings})
+    return problem.kfac(model, optimizer, comm, **{**SETTINGS, **settings})
 
 
 def learn(kfac, x, y):

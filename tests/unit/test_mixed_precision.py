@@ -20,7 +20,7 @@ BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
 
 
 def trainer(comm, model, **settings):
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, **problem.SETTINGS | settings)
+    return problem.kfac(model, problem.sgd_all(model), comm, **problem.SETTINGS | settings)
 
 
 def network():
@@ -263,7 +263,7 @@ def assert_equal(found, expected):
         {"fisher": "sampled"},
         {"fisher": "forward-only"},
         {"covers": {**mpikfac.KINDS, **mpikfac.NORMS}, "normalization": "sc20"},
-        {"strategy": Strategy(update="owner", reduce_at="bases")},
+        {"strategy": Strategy(update="owner").changed(reduce_at="bases")},
     ],
     ids=lambda settings: "-".join(settings),
 )
@@ -323,7 +323,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
 
     def made():
         if parts:
-            return trainer(comm, network(), strategy=Strategy(parts=2), factor_every=1)
+            return trainer(comm, network(), strategy=Strategy().changed(parts=2), factor_every=1)
         model = network()
         return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=2)
 
@@ -404,7 +404,7 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
 
 def test_scaled_gradients_cannot_be_sent_early(comm):
     """Oracle: the message; nothing has been sent."""
-    kfac = trainer(comm, network(), strategy=Strategy(overlap=True))
+    kfac = trainer(comm, network(), strategy=Strategy().changed(overlap=True))
     with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
         kfac.step(scaler())
 

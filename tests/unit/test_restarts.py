@@ -35,7 +35,7 @@ def words():
 
 def trainer(comm, model, strategy=None, **settings):
     choices = problem.SETTINGS | {"kl_clip": None} | settings
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
 
 
 def learn(kfac, step, scaler=None, spoil=1.0):
@@ -85,7 +85,7 @@ def test_scales_go_on_wherever_bases_are_on_their_way(comm, stop):
         for step in range(stop):
             learn(kfac, step)
 
-    strategy = Strategy(1, delay=1, stagger=2)
+    strategy = Strategy(1).changed(delay=1, stagger=2)
     settings = {"solver": "ekfac", "factor_every": 1, "basis_every": 4}
     assert_goes_on(comm, words, first, range(stop, stop + 4), strategy=strategy, **settings)
 
@@ -116,7 +116,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
 
 def test_lost_bases_on_their_way_are_missed(comm):
     """Oracle: what is not there, of a state that has some; and of one that has none."""
-    strategy = Strategy(1, delay=2)
+    strategy = Strategy(1).changed(delay=2)
     kfac = trainer(comm, problem.network(), strategy, factor_every=1, basis_every=3)
     for step in range(4):
         learn(kfac, step)
@@ -151,7 +151,7 @@ def test_another_optimizers_state_is_refused(comm):
     kfac = trainer(comm, problem.network())
     learn(kfac, 0)
     model = problem.network()
-    other = mpikfac.KFAC(model, torch.optim.AdamW(model.parameters()), comm, **problem.SETTINGS)
+    other = problem.kfac(model, torch.optim.AdamW(model.parameters()), comm, **problem.SETTINGS)
     with pytest.raises(mpikfac.UserError, match="'optimizer/name' must be AdamW; it is SGD"):
         other.load_state_dict(kfac.state_dict())
     assert torch.equal(problem.state(model), problem.state(problem.network()))

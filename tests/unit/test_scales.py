@@ -68,7 +68,7 @@ def network(kind):
 
 def trainer(comm, model, strategy=None, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, **SETTINGS | settings)
+    return problem.kfac(model, optimizer, comm, strategy, **SETTINGS | settings)
 
 
 def learn(kfac, x, labels, loss=F.cross_entropy):
@@ -275,7 +275,7 @@ def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to
         every = 2 if len(ends) < 2 else 4
         settings = problem.SETTINGS | {"solver": solver, "factor_every": 2, "basis_every": every}
         settings["basis_dtype"] = rounded_to
-        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+        kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
         ends.append(problem.run(kfac, comm))
     assert torch.equal(ends[0], ends[1])
     assert not torch.allclose(ends[0], ends[2], rtol=1e-6)
@@ -354,7 +354,7 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
     """
     model = problem.network()
     settings = problem.SETTINGS | {"solver": "ekfac", "factor_every": 2, "basis_every": 3}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(stagger=3), **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, Strategy().changed(stagger=3), **settings)
     problem.run(kfac, comm, range(3))
     for step in range(3, 6, 2):  # no statistics, so what changes is new
         before = {name: one.clone() for name, one in kfac.scales.averages.items()}
@@ -475,10 +475,10 @@ def test_another_solvers_state_starts_anew(comm):
     """Oracle: the products of the bases that the next step makes."""
     first, second = problem.network(), problem.network()
     settings = problem.SETTINGS | {"factor_every": 1}
-    eigen = mpikfac.KFAC(first, problem.sgd(first), comm, **settings)
+    eigen = problem.kfac(first, problem.sgd(first), comm, **settings)
     problem.run(eigen, comm, range(2))
     state = eigen.state_dict()
-    kfac = mpikfac.KFAC(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
+    kfac = problem.kfac(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
     kfac.load_state_dict(state)
     assert kfac.missing(state) == {f"kfac/{name}" for name in kfac.scales.items()}
     problem.run(kfac, comm, [2])
@@ -492,22 +492,25 @@ def test_another_solvers_state_starts_anew(comm):
 def test_other_solvers_have_no_scales(comm):
     """Oracle: no memory, and no hook that records them."""
     model = problem.network()
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
     memory = kfac.plan.memory(0)
     assert (memory["scales"], memory["scale sums"]) == (0, 0)
     assert kfac.recorder.after_call is None
 
 
 REFUSED = {
-    "normalization": ({"normalization": "sc20"}, "normalization='expand' and fisher='empirical'"),
-    "forward-only": ({"fisher": "forward-only"}, "not 'expand' and 'forward-only'"),
+    "normalization": ({"normalization": "sc20"}, "needs normalization='expand', not 'sc20'"),
+    "forward-only": ({"fisher": "forward-only"}, "not 'forward-only'"),
     "owners": ({"strategy": Strategy(2, "owners")}, "reduction='everyone', not 'owners'"),
     "update": ({"strategy": Strategy(2, update="owner")}, "update='everyone', not 'owner'"),
     "workers": ({"strategy": Strategy(1)}, "needs workers=2, not 1"),
-    "late": ({"strategy": Strategy(2, reduce_at="bases")}, "reduce_at='factors', not 'bases'"),
-    "parts": ({"strategy": Strategy(2, parts=2)}, "parts=None, not 2"),
+    "late": (
+        {"strategy": Strategy(2).changed(reduce_at="bases")},
+        "reduce_at='factors', not 'bases'",
+    ),
+    "parts": ({"strategy": Strategy(2).changed(parts=2)}, "parts=None, not 2"),
     "small": ({"strategy": Strategy(2, replicate_below=4)}, "replicate_below=0, not 4"),
-    "overlap": ({"strategy": Strategy(2, overlap=True)}, "overlap=False, not True"),
+    "overlap": ({"strategy": Strategy(2).changed(overlap=True)}, "overlap=False, not True"),
 }
 
 

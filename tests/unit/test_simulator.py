@@ -11,7 +11,7 @@ import mpikfac
 from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
 from mpikfac.predict import costs, simulator
 from mpikfac.predict.simulator import Event, play, shares
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 OTHERS = [("bn", (4,)), ("scale", ())]
@@ -167,7 +167,7 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
 
 def test_where_no_core_is_free_what_is_hidden_is_felt():
     """Oracle: a step with new factors by hand, whose messages cost as much as in turn, or twice."""
-    strategies = Strategy(2, fusion=1, overlap=True), Strategy(2, fusion=1)
+    strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
     expected = mpikfac.simulate(plain, MACHINE, JOB).factors
     sums = expected.stages["reduce statistics"] + expected.stages["reduce gradients"]
@@ -179,7 +179,7 @@ def test_where_no_core_is_free_what_is_hidden_is_felt():
 
 def test_an_overlapped_message_waits_for_the_first_of_its_layers():
     """Oracle: 3 layers take a third of the backward pass each; the rest is there in the end."""
-    plan = make_plan(LAYERS, 2, Strategy(2, fusion=(1, 2), overlap=True), OTHERS)
+    plan = make_plan(LAYERS, 2, Strategy(2).changed(fusion=(1, 2), overlap=True), OTHERS)
     events = simulator._timed(plan.messages(0, True, False), plan, 0, MACHINE)
     found = {(event.stage, event.kind): [] for event in events}
     for event in events:
@@ -191,7 +191,7 @@ def test_an_overlapped_message_waits_for_the_first_of_its_layers():
 def test_gradients_are_awaited_before_they_are_preconditioned():
     """Oracle: `KFAC.step`; a slow network, and one worker, which sends what it preconditioned."""
     machine = dataclasses.replace(MACHINE, inside=Level(1e-15, 1.0))
-    plan = make_plan(LAYERS, 2, Strategy(1, fusion=1, overlap=True), OTHERS)
+    plan = make_plan(LAYERS, 2, Strategy(1).changed(fusion=1, overlap=True), OTHERS)
     step = mpikfac.simulate(plan, machine, JOB).ordinary
     sums, directions = (step.stages[name] for name in ("reduce gradients", "publish gradients"))
     assert step.seconds == pytest.approx(
@@ -203,14 +203,14 @@ def test_bases_of_curvature_ranks_are_awaited_if_they_take_longer_than_their_del
     """Oracle: n^3 of all layers (2312) by hand, times a second; a step computes for 3.6 s."""
     slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
     for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
-        strategy = Strategy(2, delay=2, curvature_ranks=1)
+        strategy = Strategy(2).changed(delay=2, curvature_ranks=1)
         found = mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
         assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
 
 def test_overlapped_messages_are_hidden():
     """Oracle: the same plan without; messages take no time beside what is computed."""
-    alike = Strategy(2, fusion=1), Strategy(2, fusion=1, overlap=True)
+    alike = Strategy(2).changed(fusion=1), Strategy(2).changed(fusion=1, overlap=True)
     plain, beside = (
         mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB) for strategy in alike
     )
@@ -223,14 +223,14 @@ def test_a_staggered_refresh_is_spread():
     """Oracle: n^3 by hand: conv and then fc | out, instead of conv | fc and out at once."""
     job = dataclasses.replace(JOB, basis_every=8)
     once, spread = (
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=n), OTHERS), MACHINE, job)
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job)
         for n in (1, 2)
     )
     work = [found.mean.stages["decompose"] for found in (once, spread)]
     assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
     assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
     with pytest.raises(ValueError, match="basis_every=4 must be a multiple of stagger=3"):
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=3)), MACHINE, JOB)
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
 def test_stragglers_stretch_what_is_computed():

@@ -18,7 +18,7 @@ from mpikfac.numerics import triangles
 
 def trainer(comm, model, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mpikfac.KFAC(model, optimizer, comm, **settings)
+    return problem.kfac(model, optimizer, comm, **settings)
 
 
 def factors(kfac):
@@ -337,7 +337,9 @@ def test_discarded_parts_leave_no_trace(comm):
     """Oracle: the same step without the part that was discarded or loaded over, to the last bit."""
 
     def stepped(forget=None):
-        kfac = trainer(comm, problem.network().train(), strategy=mpikfac.Strategy(parts=2))
+        kfac = trainer(
+            comm, problem.network().train(), strategy=mpikfac.Strategy().changed(parts=2)
+        )
         state = copy.deepcopy(kfac.state_dict())
         for step in ([] if forget is None else [2]) + [0, 1]:
             kfac.optimizer.zero_grad()
@@ -365,7 +367,7 @@ def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
 
 
 def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
-    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy(overlap=True))
+    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy().changed(overlap=True))
     with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
         kfac.discard()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import oracles
+import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ class Over(nn.Module):
 def trainer(comm, model, lr=1.0, **settings):
     """K-FAC all but without damping."""
     settings = {"damping": 1e-30, "kl_clip": None, "solver": "eigen"} | settings
-    return mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr), comm, **settings)
+    return problem.kfac(model, torch.optim.SGD(model.parameters(), lr), comm, **settings)
 
 
 def factors(kfac):

@@ -79,7 +79,7 @@ def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
     slow = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
     assert tuning.replicated_below(strategy, LAYERS, 4, slow, "inverse") == 513
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
-    assert found == dataclasses.replace(strategy, replicate_below=512)
+    assert found == strategy.changed(replicate_below=512)
 
 
 def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
@@ -99,11 +99,11 @@ def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
 
 def test_overlapped_messages_are_merged_for_the_machine():
     """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
-    strategy = Strategy(4, overlap=True, fusion=1)
+    strategy = Strategy(4).changed(overlap=True, fusion=1)
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
-    assert sum(found.fusion) == len(LAYERS)
+    assert sum(found.transport.fusion) == len(LAYERS)
     hopeless = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
-    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").fusion == (4,)
+    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").transport.fusion == (4,)
     assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, "inverse") == Strategy(4)
 
 
