@@ -1,6 +1,6 @@
-"""The training program, in which one rank misbehaves: faulty.py KIND PLACE RANK FILE OPTIONS...
+"""The training program with a misbehaving rank: faulty.py KIND PLACE RANK FILE OPTIONS...
 
-FILE then holds the time at which it did.
+FILE then holds the time of the fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import checkpoints, run, train
 
-# What a rank does there, and the call at which it misbehaves: the first step may take longer.
+# A place's function, and the number of the bad call: the first step may take longer.
 PLACES = {
     "start-up": (models, "build", 1),
     "data": (datasets, "load", 1),
@@ -41,7 +41,7 @@ PLACES = {
 
 
 def at(place: str, name: str, args: Sequence[Any]) -> bool:
-    """Whether a call of `name` is at that place: some have arguments that say so."""
+    """Return whether a call of `name` is at `place`; the arguments of some calls name the place."""
     if name == "exchange":
         return any(message.stage == place for message in args[1])
     return name != "enter" or place in args
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Any], object]] = {
 
 
 def main(kind: str, place: str, rank: str, file: str, *options: str) -> int:
-    """Trains until it happens."""
+    """Train until the fault."""
     owner, name, call = PLACES[place]
     original, calls = getattr(owner, name), count(1)
 

@@ -1,4 +1,4 @@
-"""plain.py, in which a rank is killed SECONDS after it begins a step.
+"""plain.py, in which a rank is killed SECONDS after the beginning of a step.
 
 killed.py RANK STEP SECONDS OPTIONS...
 """
@@ -21,7 +21,7 @@ class Run(train.Run):
         rank, step, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
         if (mpikfac.world().rank, number) == (rank, step):
             if seconds:
-                signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel ends it, as by kill -9
+                signal.setitimer(signal.ITIMER_REAL, seconds)  # killed by the kernel, as by kill -9
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
         super().step(number, *batch)

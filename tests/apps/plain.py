@@ -1,4 +1,4 @@
-"""The training program with a network without BatchNorm: its numbers do not depend on the ranks."""
+"""The training program with a network without BatchNorm: numbers do not depend on the ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Runs of the training program one after the other in one job: several.py RUNS.json
 
-RUNS.json holds `[ranks, options]` of each; the first so many ranks of the job take part in it.
+RUNS.json holds `[ranks, options]` of every run; the first `ranks` ranks of the job take part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
         done = comm.Ibarrier()
         while (
             not done.Test()
-        ):  # in a Barrier, ranks that wait would take cores from those that train
+        ):  # in a Barrier, the waiting ranks would take cores from ranks that train
             time.sleep(0.01)
 
 

@@ -18,7 +18,7 @@ RANKS = 6
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
 
 # Command line (batch=12 unless given; text ending in a newline is the content of a YAML file), then
-# what the one line has to name.
+# the content of the error's line.
 BAD = {
     "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
     "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.strate"),
@@ -135,7 +135,7 @@ BAD = {
 def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_allowed(
     name, tmp_path, monkeypatch
 ):
-    """Oracle: the line beside each case, written from the options' own bounds."""
+    """Oracle: every case's line, written from the options' own bounds."""
     given, message = BAD[name]
     monkeypatch.chdir(tmp_path)
     if given.endswith("\n"):
@@ -165,7 +165,7 @@ def test_the_published_recipe_scales_and_starts_factors_as_published():
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
-    """Oracle: the precedence that `parse` states; 3 ranks of 4 images."""
+    """Oracle: the documented precedence of `parse`; 3 ranks of 4 images."""
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
     options = parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
@@ -194,14 +194,14 @@ def test_help_names_every_option_and_model(capsys):
     ],
 )
 def test_strategies_by_name(given, workers):
-    """Oracle: workers of 4 ranks by the definition of each."""
+    """Oracle: workers of 4 ranks by every strategy's definition."""
     options = parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
     strategy, _ = make_strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
 
 
 def test_a_machine_does_not_overrule_what_is_asked():
-    """Oracle: the options; without them, what the machine would have it."""
+    """Oracle: the options; without options, the machine's choice."""
     with torch.device("meta"):
         model = models.build("resnet50", 1000)
 
@@ -218,7 +218,7 @@ def test_a_machine_does_not_overrule_what_is_asked():
 
 
 def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
-    """Oracle: the same options; defaults of what is not used are no mistake."""
+    """Oracle: the same options; defaults of unused options are no mistake."""
     given = parse(["--batch=12", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(dataclasses.asdict(given)))
@@ -240,7 +240,7 @@ def test_the_linear_schedule_ends_at_0_with_the_last_epoch():
 
 
 def test_the_step_schedule_decays_at_its_epochs():
-    """Oracle: a tenth at steps 6 and 14, the first of epochs 3 and 7."""
+    """Oracle: a tenth at steps 6 and 14, the first steps of epochs 3 and 7."""
     chosen = {"schedule": "step", "decay_epochs": [3, 7]}
     assert rates(1, [0, 5, 6, 13, 14], **chosen) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
 

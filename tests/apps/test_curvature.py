@@ -1,4 +1,4 @@
-"""Training runs in which some ranks do not train but decompose for the others."""
+"""Training runs with curvature ranks, which decompose for the training ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def trained(ranks, run_dir, *more):
-    """The last checkpoint of a run, without what a clock measured."""
+    """Return the last checkpoint of a run, without times."""
     job = launch(ranks, TRAIN, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
     assert job.returncode == 0, job.stderr
     saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
@@ -39,16 +39,16 @@ def assert_equal(found, expected):
 
 
 def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
-    """Oracle: two ranks without; also where it stops and goes on with another number of them."""
+    """Oracle: two ranks without curvature ranks, also after a stop and a change of their number."""
     expected = trained(2, tmp_path / "without")
     parts = tmp_path / "parts"
     stopped = trained(4, parts, "--kfac.curvature_ranks=2", "--max_steps=4")
-    assert "kfac/due" in stopped  # decompositions of step 3 are on their way
+    assert "kfac/due" in stopped  # decompositions of step 3 are pending
     assert_equal(trained(3, parts, "--kfac.curvature_ranks=1", "--resume=auto"), expected)
 
 
-# What happens to which rank, where, of two that train and one that does not; the job's code, and
-# what it says.
+# Kind, place and rank of a fault, in a job of two training ranks and a curvature rank; the job's
+# code and message.
 ENDS = {
     "a curvature rank fails": (
         *("raise", "curvature", 2, 1),
@@ -72,7 +72,7 @@ ENDS = {
 
 @pytest.mark.parametrize("case", ENDS)
 def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
-    """Oracle: by hand: code, who and what; no process is left."""
+    """Oracle: by hand: code, rank and cause; no process is left."""
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
@@ -94,7 +94,7 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
 
 
 def test_a_signal_to_all_stops_the_run(tmp_path):
-    """Oracle: the chosen code and the checkpoint of a step, at which bases may be on their way."""
+    """Oracle: the chosen code and the checkpoint of a step, possibly with pending bases."""
     options = (*ONE, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
     with start(3, TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
@@ -115,6 +115,6 @@ def test_a_signal_to_all_stops_the_run(tmp_path):
 
 
 def left_of(run_dir):
-    """Processes of a run that are still there."""
+    """Return the remaining processes of a run."""
     alive = psutil.process_iter(["cmdline"])
     return [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]

@@ -21,7 +21,7 @@ def small_files(monkeypatch):
 
 @pytest.fixture
 def records():
-    """Labels and pixels of each file."""
+    """Return labels and pixels of every file."""
     draw = np.random.default_rng(0)
     return {
         name: (
@@ -41,7 +41,7 @@ def write_binary(path, records):
 
 
 def python2_pickle(labels, pixels):
-    """The opcodes that Python 2 wrote into the official files."""
+    """Return the opcodes that Python 2 wrote into the official files."""
 
     def text(raw):
         return b"U" + bytes([len(raw)]) + raw
@@ -71,7 +71,7 @@ def write_python(path, records):
 
 
 def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(records):
-    """Oracle: `pickle` and numpy themselves."""
+    """Oracle: `pickle` and numpy."""
     labels, pixels = records["test_batch"]
     content = pickle.loads(python2_pickle(labels, pixels), encoding="bytes")
     assert content[b"labels"] == labels.tolist()
@@ -81,7 +81,7 @@ def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(reco
 @pytest.mark.parametrize("write", [write_binary, write_python])
 @pytest.mark.parametrize("inside", [False, True])
 def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, inside):
-    """Oracle: the records that both files were written from."""
+    """Oracle: the records in both files."""
     folder = write(tmp_path, records)
     found = datasets.load("cifar10", str(folder if inside else tmp_path))
     labels = np.concatenate([records[name][0] for name in datasets.TRAIN_FILES])
@@ -94,7 +94,7 @@ def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, 
 
 
 def test_the_first_images_are_used_and_further_files_are_not_needed(tmp_path, records):
-    """Oracle: the number asked for, with a later file missing."""
+    """Oracle: the requested number, with a later file missing."""
     folder = write_binary(tmp_path, records)
     (folder / "data_batch_3.bin").unlink()
     found = datasets.load("cifar10", str(tmp_path), train_images=RECORDS + 5)
@@ -133,7 +133,7 @@ class Hostile:
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("place", ["all", "value", "key"])
 def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path, records, protocol, place):
-    """Oracle: the directory that it would make."""
+    """Oracle: the directory that the pickle would make."""
     folder = write_python(tmp_path, records)
     victim = tmp_path / "victim"
     hostile = Hostile(os.mkdir, str(victim))
@@ -204,7 +204,7 @@ def test_a_wrong_directory_or_number_of_images_is_refused(tmp_path, records):
 
 
 def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
-    """Oracle: the repository's counts of the ten digits in these 1,797 images."""
+    """Oracle: the repository's counts of the ten digits in the 1,797 images."""
     found = datasets.load("digits")
     assert found.train_images.shape == (1437, 1, 8, 8)
     assert found.test_images.shape == (360, 1, 8, 8)
@@ -215,7 +215,7 @@ def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
 
 
 def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():
-    """Oracle: the shape asked for, and the same call again."""
+    """Oracle: the requested shape, and the same call again."""
     first = datasets.load("synthetic", train_images=40, size=8, classes=5)
     again = datasets.load("synthetic", train_images=40, size=8, classes=5)
     assert first.train_images.shape == (40, 3, 8, 8)

@@ -1,4 +1,4 @@
-"""What is printed of a checkpoint is what it holds; damage is told."""
+"""Printed contents equal a checkpoint's contents; damage is reported."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mpikfac_apps.inspecting import inspect, spectra
 
 
 def rows(text, section):
-    """The words of a section's lines, by their first word, without headings."""
+    """Return the words of a section's lines, by first word, without headings."""
     lines = text.partition(f"{section}\n")[2].partition("\n\n")[0].splitlines()[1:]
     return {words[0]: words[1:] for words in map(str.split, lines)}
 
 
 def table_of_layers(text):
-    """The words of the lines of the table of layers, by layer."""
+    """Return the heading and the words of the table of layers, by layer."""
     heading = next(line for line in text.splitlines() if line.startswith("Orders"))
     return heading, rows(text, heading)
 
 
 def close(values):
-    """Numbers that are printed with a few digits; below 1e-12 is rounding of the eigenvalues."""
+    """Compare printed numbers to a few digits; numbers below 1e-12 are rounding of eigenvalues."""
     return pytest.approx(values, rel=0.05, abs=1e-12)
 
 
@@ -79,7 +79,7 @@ def test_a_singular_layer_without_damping_has_an_infinite_condition():
 
 
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
-    """Oracle: the damping of the running K-FAC, which began with another."""
+    """Oracle: the damping of the running K-FAC, which began with another damping."""
     model = network()
     damping = mpikfac.LevenbergMarquardt(0.01, every=1)
     kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), damping=damping, solver="eigen")
@@ -95,7 +95,7 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
 
 
 def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
-    """Oracle: the condition with that solver of the running K-FAC's factors; vectors have none."""
+    """Oracle: the condition of the running K-FAC's factors, by solver; vectors have none."""
     model, solvers = network(), {"3": "inverse", "5": "rank-one"}
 
     def rule(layer):
@@ -123,7 +123,7 @@ def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path,
 
 
 def test_contents_are_counted(trained, tmp_path, capsys):
-    """Oracle: the state that was saved, and the sizes of files."""
+    """Oracle: the saved state, and the sizes of files."""
     path = mpikfac.latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert inspect.main([str(path)]) == 0
     text = capsys.readouterr().out
@@ -175,7 +175,7 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
 
 
 def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
-    """A run that diverged can be looked at: its numbers are NaN, its picture is drawn."""
+    """Oracle: NaN; a diverged run can be inspected, and the picture is drawn."""
     trained.factors.averages["3.G"][0, 0] = float("nan")
     root = tmp_path / "diverged"
     mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
@@ -219,7 +219,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
 
 
 def test_mpi_is_not_imported(trained, tmp_path):
-    """A laptop without MPI inspects and exports what a cluster wrote."""
+    """Oracle: the imported modules; a laptop without MPI inspects and exports a cluster's files."""
     program = (
         "import sys; from mpikfac_apps.__main__ import main; run, file = sys.argv[1:]; "
         "code = main(['inspect', run]) or main(['export', run, '--factors', file]); "

@@ -7,7 +7,7 @@ from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import PadShortcut
 
 # He et al. (CVPR 2016), table 6, give 0.27, 0.46, 0.66, 0.85 and 1.7 million for 32x32; the counts
-# for ImageNet are those of torchvision's networks of the same names.
+# for ImageNet are the counts of torchvision's networks of the same names.
 PARAMETERS = {
     "resnet20": 269_722,
     "resnet32": 464_154,

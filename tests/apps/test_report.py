@@ -1,4 +1,4 @@
-"""The report of a study from files that say what its cells measured, all of them or few."""
+"""The report of a study from files of measurements of all cells or few cells."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ STAGE = {"calls": 1.0, "bytes": 0.0, "waiting": 0.0}
 
 
 def stages(handed, steps=(2, 3)):
-    """Two ranks: 10 ms forward; 4 ms in a collective, of which the first waits 3; 6 ms unknown."""
+    """Return stages of two ranks: 10 ms forward, 4 ms in a collective, and 6 ms unknown.
+
+    Of the collective's 4 ms the first rank waits 3 ms.
+    """
     ranks = []
     for waiting in (0.003, 0.0):
         reduce = {**STAGE, "seconds": 0.004, "waiting": waiting, "bytes": handed}
@@ -49,7 +52,7 @@ def stages(handed, steps=(2, 3)):
 
 
 def trace():
-    """Two steps of two ranks, of which the second starts later; the second step has a refresh."""
+    """Return two steps of two ranks; the second rank starts later, the second step refreshes."""
     events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}]
     for step, work in enumerate(("forward", "decompose")):
         for rank in (0, 1):
@@ -60,7 +63,7 @@ def trace():
 
 
 def fill(place, cell, loss=1.0, handed=0.0, code=0, speeds=SPEEDS, steps=(2, 3)):
-    """What a run of the cell leaves behind."""
+    """Write the files of a cell's run; return the run directory."""
     directory = place / "cells" / cell.directory
     run = directory / "run"
     run.mkdir(parents=True, exist_ok=True)
@@ -80,7 +83,7 @@ def fill(place, cell, loss=1.0, handed=0.0, code=0, speeds=SPEEDS, steps=(2, 3))
 
 
 def read(tmp_path, **changes):
-    """The study of the file, but for changes."""
+    """Return the study of the file, with changes."""
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
     return spec.read(path)
@@ -88,7 +91,7 @@ def read(tmp_path, **changes):
 
 @pytest.fixture
 def asked(tmp_path):
-    """The study of the file, and a directory for its cells."""
+    """Return the study of the file, and a directory for the study's cells."""
     return read(tmp_path), tmp_path
 
 
@@ -103,13 +106,13 @@ def the(found, label):
 
 
 def pictures_of(page):
-    """The pictures in a page."""
+    """Return the pictures in a page."""
     data = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
     return [base64.b64decode(picture) for picture in data]
 
 
 def row_of(page, name, count):
-    """The cells of a row of the main table, under a number of ranks."""
+    """Return the cells of a row of the main table, under a number of ranks."""
     (part,) = re.findall(rf">{count}</th></tr>(.*?)</tbody>", page, re.DOTALL)
     (row,) = re.findall(rf"<tr><td>({re.escape(name)}</td>.*?)</tr>", part)
     return re.sub(r"</?td>", "|", row).rstrip("|").split("||")
@@ -171,7 +174,7 @@ def test_letters_tell_estimators_apart_not_placements(asked):
 
 
 def test_sentences_say_what_the_numbers_say(asked):
-    """Oracle: losses and counts that are planted."""
+    """Oracle: planted losses and counts."""
     wanted, place = asked
     for cell in wanted.cells:
         planned = the(results.read(wanted, place), cell.label).handed
@@ -212,7 +215,7 @@ def test_one_variant_on_several_seeds_is_compared_with_none(tmp_path):
 
 
 def test_jobs_of_a_queue_are_not_judged_by_the_machine_that_queued_them(asked):
-    """Oracle: no cores, no other work, and no word of either."""
+    """Oracle: no cores, no other work, and no sentence on either."""
     wanted, place = asked
     for cell in wanted.cells:
         result = fill(place, cell).parent / "result.json"
@@ -232,7 +235,7 @@ def test_steps_that_are_no_whole_interval_do_not_say_where_time_goes(asked):
 
 
 def test_time_of_jobs_counts_a_run_that_cells_share_once(tmp_path):
-    """Oracle: SGD, once for two dampings, and K-FAC with each: three runs of 9 s."""
+    """Oracle: SGD, once for two dampings, and K-FAC with both dampings: three runs of 9 s."""
     axes = {"strategy": ["sgd", "comm-opt"], "ranks": [1], "kfac.damping": [0.1, 0.2]}
     wanted = read(tmp_path, matrix=axes)
     for cell in wanted.cells:
@@ -263,7 +266,7 @@ def test_cells_that_are_not_complete_are_in_no_picture_and_no_ratio(asked):
 
 
 def test_a_report_can_be_made_at_any_time(asked):
-    """Oracle: the states of the cells, and a page that is whole."""
+    """Oracle: the states of the cells, and a complete page."""
     wanted, place = asked
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "No cell is complete yet." in page
@@ -283,7 +286,7 @@ def test_a_report_can_be_made_at_any_time(asked):
     assert "<code>no more disk</code>" in page
     assert row_of(page, f"{cut.strategy} (begun)", "1 rank")[2] == "100"
     assert row_of(page, f"{failed.strategy} (failed)", "1 rank")[2] == "100"
-    assert len(pictures_of(page)) == 0  # of complete cells
+    assert len(pictures_of(page)) == 0  # no complete cell
 
 
 def test_report_only_runs_nothing(asked, monkeypatch, capsys):
@@ -294,7 +297,7 @@ def test_report_only_runs_nothing(asked, monkeypatch, capsys):
 
 
 def test_predictions_stand_beside_measurements_where_the_machine_knows_the_network(tmp_path):
-    """Oracle: the simulator, asked for the plan of one cell by hand."""
+    """Oracle: the simulator's prediction of a single cell's plan, by hand."""
     network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
     axes = {"strategy": ["sgd", "mem-opt"], "ranks": [2, 4]}
     path = tmp_path / "study.yaml"
@@ -318,7 +321,7 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
 
 
 def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
-    """Oracle: the simulator, asked for the two of three ranks that train on 32 images each."""
+    """Oracle: the simulator's prediction for two training ranks of three, with 32 images each."""
     network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
     axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
     wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")

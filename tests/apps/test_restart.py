@@ -1,4 +1,4 @@
-"""A run that was stopped, killed, or moved to other ranks is the run that was not interrupted."""
+"""A run that was stopped, killed, or moved to other ranks equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]
 PAIRS = list(itertools.permutations(RANKS, 2))  # of ranks before and after
 ONWARD = PAIRS if SOAK else list(zip(RANKS, [*RANKS[1:], RANKS[0]]))
-STEPS = 9  # 3 are an epoch; factors at every one, decompositions at every other
+STEPS = 9  # 3 steps are an epoch; factors at every step, decompositions at every second step
 STOP = 5
 QUICK = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
@@ -37,7 +37,7 @@ STRATEGIES = {
     "owner updates": ("--kfac.update=owner", "--kfac.colocate=false"),
     "own batch": ("--kfac.strategy=mem-opt", "--kfac.reduction=none"),
 }
-# A network of which the numbers do not depend on the ranks, but for rounding; on each a placement.
+# A network whose numbers do not depend on the ranks, except for rounding; a placement per ranks.
 MOVED = ("--model=plain", *DELAY)
 PLACEMENTS = {
     1: (),
@@ -46,10 +46,10 @@ PLACEMENTS = {
     4: ("--kfac.strategy=hybrid", "--kfac.workers=2", "--kfac.reduction=owners"),
     8: ("--kfac.strategy=hybrid", "--kfac.workers=4"),
 }
-# A network that depends on the ranks, unless its batch comes in parts: runs on that many.
+# A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
-LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
-pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count as one test's
+LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the ranks' last step
+pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count for a single test
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 
@@ -58,7 +58,7 @@ def options(run_dir, *more):
 
 
 def content(run_dir, step=STEPS):
-    """SHA-256 of every item of a run's checkpoint that no clock measured."""
+    """Return SHA-256 of every item of a run's checkpoint, without times."""
     saved = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
     names = saved.keys() - {"run/seconds", "run/metrics_bytes"}
     return {name: hashlib.sha256(as_bytes(saved[name])).hexdigest() for name in names}
@@ -69,7 +69,7 @@ def as_bytes(item):
 
 
 def rows(run_dir):
-    """Lines of metrics without what a clock measured."""
+    """Return lines of metrics without times."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: row[key] for key in row if key not in CLOCKS} for row in lines]
 
@@ -84,7 +84,7 @@ def log(run_dir):
 
 
 def several(root):
-    """Ranks and options of the runs that take several ranks, in their order."""
+    """Yield ranks and options of the runs on several ranks, in the runs' order."""
     for name, more in STRATEGIES.items():
         for ranks in RANKS[1:] if SOAK else [2]:
             whole, parts = (options(root / f"{kind} {name} {ranks}", *more) for kind in "AB")
@@ -112,7 +112,7 @@ def several(root):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """The directory of the runs that take several ranks, made one after the other."""
+    """Return the directory of the runs on several ranks, made one after the other."""
     root = tmp_path_factory.mktemp("restart")
     here = Path(__file__).parent
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
@@ -128,7 +128,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of an uninterrupted run on one rank."""
+    """Return the directory of an uninterrupted run on one rank."""
     root = tmp_path_factory.mktemp("whole")
     assert train.main(options(root, *DELAY)) == 0
     return root
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, who
 
 
 def test_a_checkpoint_from_which_runs_die_is_passed_over(tmp_path, whole, monkeypatch):
-    """Oracle: all items and metrics of the uninterrupted run; the third start says what it does."""
+    """Oracle: all items and metrics of the uninterrupted run; the third start logs the change."""
 
     def die(self):
         raise mpikfac.UserError("on purpose")
@@ -192,7 +192,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(job):
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_other_ranks_with_another_placement_load_every_bit(job, before, after):
-    """Oracle: what was saved; it is saved again as soon as it is loaded."""
+    """Oracle: the saved state; the run saves again right after loading."""
     assert content(job / f"{before} to {after}", STOP) == content(job / f"from {before}", STOP)
 
 
@@ -207,7 +207,10 @@ def test_other_ranks_with_another_placement_go_on(job, before, after):
 
 
 def in_order(run_dir):
-    """What must not depend on the ranks; metrics are sums over them, counts are of each alone."""
+    """Return the content that must not depend on the ranks.
+
+    Metrics are sums over ranks, and counts belong to a single rank.
+    """
     found = content(run_dir).items()
     kept = ("model/", "optimizer/", "kfac/", "trainer/")
     return {k: v for k, v in found if k.startswith(kept) and "num_batches_tracked" not in k}
@@ -215,10 +218,10 @@ def in_order(run_dir):
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_sums_in_order_make_the_same_weights_on_all_numbers_of_ranks(job, ranks):
-    """Oracle: all of the state that one rank ends with."""
+    """Oracle: the final state on a single rank."""
     assert in_order(job / f"in order {ranks}") == in_order(job / "in order 1")
 
 
 def test_sums_in_order_make_the_same_weights_when_ranks_change_on_the_way(job):
-    """Oracle: all of the state that one rank without interruption ends with."""
+    """Oracle: the final state on a single rank without interruption."""
     assert in_order(job / "ladder") == in_order(job / "in order 1")

@@ -1,4 +1,4 @@
-"""The plan program: its numbers are the plan's own, its errors one line."""
+"""The plan program: numbers are the plan's own numbers, an error is a single line."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mpikfac_apps.planning.plan import main
 
 
 def words(text: str, line: str) -> list[str]:
-    """The words of the first line that starts with `line`, without it."""
+    """Return the words of the first line that starts with `line`."""
     return next(found for found in text.splitlines() if found.strip().startswith(line)).split()
 
 
 def test_numbers_are_those_of_hand_counts(capsys):
-    """Oracle: ResNet-20's gradients and factors counted by hand from its layer shapes."""
+    """Oracle: ResNet-20's gradients and factors counted by hand from the network's layer shapes."""
     assert main(["--model", "resnet20", "--ranks", "4", "--workers", "2"]) == 0
     text = capsys.readouterr().out
     orders = [(27, 16), *[(144, 16)] * 6, (144, 32), *[(288, 32)] * 5]
@@ -36,14 +36,14 @@ def test_numbers_are_those_of_hand_counts(capsys):
 
 @pytest.mark.parametrize(("model", "layers"), [("resnet56", 56), ("resnet152", 156)])
 def test_every_layer_is_listed_once(model, layers, capsys):
-    """Oracle: the layers of each network in its paper, shortcuts included; the second is brief."""
+    """Oracle: every network's layers in its paper, shortcuts included; the second list is brief."""
     main(["--model", model, "--ranks", "8", "--workers", "8"])
     owners = capsys.readouterr().out.partition("Owners")[2].partition("Load")[0]
     assert len(re.findall(r"\b(?:layer\d\S+|conv1|fc)(?= )", owners)) == layers
 
 
 def test_a_large_job_is_planned_in_seconds(capsys):
-    """4,096 ranks: a sample of the ranks is looked at, and the text says so."""
+    """Oracle: of 4,096 ranks, a sample of the ranks is used, and the text names the sample."""
     assert main(["--model", "resnet50", "--ranks", "4096", "--workers", "64"]) == 0
     assert "among 4096 ranks" in capsys.readouterr().out
 
@@ -54,7 +54,7 @@ def test_one_rank_sends_nothing(capsys):
 
 
 def test_collectives_are_told_apart_where_some_columns_have_no_layers(capsys):
-    """Oracle: stages of `KFAC.step`; 8 columns share 4 layers, so that 4 publish no bases."""
+    """Oracle: stages of `KFAC.step`; 8 columns share 4 layers, hence 4 columns publish no bases."""
     assert main(["--model", "digits_cnn", "--ranks", "16", "--workers", "2"]) == 0
     step = capsys.readouterr().out.partition("Step with new factors and bases")[2]
     stages = ["reduce statistics", "publish bases", "reduce gradients", "publish gradients"]
@@ -78,7 +78,7 @@ def test_messages_of_two_levels_are_listed_by_kind(capsys):
 
 
 def test_messages_to_a_curvature_rank_are_listed(capsys):
-    """Oracle: one rank's own message is all of its factors; statistics hold counts beside them."""
+    """Oracle: a rank's own message has all of the rank's factors; statistics also hold counts."""
     options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-ranks"]
     assert main(options) == 0
     text = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
 
 
 def test_mpi_is_not_imported():
-    """A laptop without MPI prints the plan of a cluster's job."""
+    """Oracle: the imported modules; a laptop without MPI prints the plan of a cluster's job."""
     program = (
         "import sys; from mpikfac_apps.__main__ import main; "
         "code = main(['plan', '--model', 'digits_cnn', '--ranks', '4']); "
@@ -133,7 +133,7 @@ def test_bad_arguments_are_one_line(arguments, told, capsys):
 
 
 def test_sampled_ranks_include_the_most_loaded_one():
-    """Oracle: the loads of all ranks; small jobs are looked at whole."""
+    """Oracle: the loads of all ranks; small jobs are sampled completely."""
     layers = [mpikfac.LayerShape(f"l{i}", 10 + i, 10) for i in range(1500)]
     layers += [mpikfac.LayerShape("large", 21, 1511)]
     plan = mpikfac.make_plan(layers, 1000, mpikfac.Strategy.mem_opt(balance="memory"))
@@ -145,14 +145,14 @@ def test_sampled_ranks_include_the_most_loaded_one():
 
 @pytest.mark.parametrize("columns", [7, 8, 64, 65])
 def test_sampled_ranks_are_of_many_columns(columns):
-    """Columns of which none is met would be missing from least, median and most."""
+    """Oracle: columns; least, median and most would lack columns outside of the sample."""
     plan = mpikfac.make_plan([], 64 * columns, mpikfac.Strategy.hybrid(64 * columns, workers=64))
     met = {plan.position(rank)[1] for rank in looked_at(plan)}
     assert len(met) > columns / 2
 
 
 def test_low_rank_is_planned(capsys):
-    """Oracle: by hand: 144 inputs in blocks of 72; eight eigenvectors of each and of outputs."""
+    """Oracle: by hand: 144 inputs in blocks of 72; eight eigenvectors per block, and of outputs."""
     options = ["--model", "resnet20", "--ranks", "2", "--solver", "eigen", "--rank", "8"]
     assert main([*options, "--largest", "100"]) == 0
     text = capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What `trace_steps` leaves behind."""
+"""Files written by `trace_steps`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")
 
 
 def picture(run):
-    """Slices of the trace by rank."""
+    """Return slices of the trace by rank."""
     found = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
     by_rank = {}
     for event in found:
@@ -27,7 +27,7 @@ def picture(run):
 
 
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
-    """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; bytes that both files say alike."""
+    """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; equal bytes in both files."""
     chosen = ("--trace_steps=3", "--kfac.strategy=mem-opt", "--kfac.basis_every=3")
     job = launch(2, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
@@ -52,7 +52,7 @@ def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
 
 
 def test_sgd_has_stages_too(tmp_path):
-    """Oracle: what the program marks, and what data parallelism does; one rank sends nothing."""
+    """Oracle: the program's marks, and the stages of data parallelism; one rank sends nothing."""
     chosen = ("--optimizer=sgd", "--trace_steps=1", f"--run_dir={tmp_path}")
     assert train.main([*QUICK, *chosen]) == 0
     (rank,) = json.loads((tmp_path / "stages.json").read_text())["ranks"]
@@ -63,7 +63,7 @@ def test_sgd_has_stages_too(tmp_path):
 
 
 def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
-    """Oracle: 4 steps are taken, of which 2 warm up; then a second start, with 2 left."""
+    """Oracle: 4 steps are taken, 2 of 4 warm up; then a second start, with 2 steps left."""
     chosen = ("--trace_steps=10", f"--run_dir={tmp_path}")
     assert train.main([*QUICK, *chosen, "--max_steps=4"]) == 0
     assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3]
@@ -75,7 +75,7 @@ def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
 
 
 def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path):
-    """Oracle: the files of the first start; the second one has 1 step after its warm-up."""
+    """Oracle: the files of the first start; the second start has 1 step after the warm-up."""
     chosen = ("--trace_steps=2", f"--run_dir={tmp_path}", "--epochs=2")
     assert train.main([*QUICK, *chosen, "--max_steps=9"]) == 0
     files = [tmp_path / "stages.json", tmp_path / "trace.json.gz"]
@@ -89,7 +89,7 @@ def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path)
 
 
 def test_a_run_that_is_stopped_leaves_the_steps_that_it_took(tmp_path, monkeypatch):
-    """Oracle: a signal that comes in step 3 and is told to all in step 4."""
+    """Oracle: a signal in step 3, known to all ranks in step 4."""
     step = Run.step
 
     def signalled(self, number, *batch):
@@ -105,7 +105,7 @@ def test_a_run_that_is_stopped_leaves_the_steps_that_it_took(tmp_path, monkeypat
 
 
 def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
-    """Oracle: a directory where a file belongs; the run is complete."""
+    """Oracle: a directory in a file's place; the run is complete."""
     (tmp_path / "run" / "stages.json").mkdir(parents=True)
     monkeypatch.setattr("mpikfac_apps.guard.guard.check_directory", lambda *_: None)
     assert train.main([*QUICK, "--trace_steps=1", f"--run_dir={tmp_path / 'run'}"]) == 0

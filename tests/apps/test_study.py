@@ -1,4 +1,4 @@
-"""A study from its file to its cells, and those through a launcher."""
+"""A study from the study's file to cells, with cells run by a launcher."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STUDY = {
     "matrix": {"strategy": ["sgd", "mine"], "ranks": [1, 2]},
     "strategies": {"mine": {"kfac.strategy": "mem-opt", "kfac": {"basis_every": 2}}},
 }
-# A launcher that runs the program on one rank, in this process's own MPI.
+# A launcher that runs the program on a single rank, in this process's own MPI.
 ALONE = "#!/bin/sh\nwhile [ $1 != -n ]; do shift; done; shift 2; exec "
 
 
@@ -36,7 +36,7 @@ def labels(path):
 
 
 def launcher(tmp_path, monkeypatch, script):
-    """Makes `script` what starts the cells."""
+    """Make `script` the launcher of the cells."""
     path = tmp_path / "mpirun"
     path.write_text(script)
     path.chmod(0o755)
@@ -58,7 +58,7 @@ def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
     assert (last.optimizer, last.kfac.strategy, last.kfac.damping) == ("kfac", "mem-opt", 0.2)
     assert (last.seed, last.batch, last.data.train_images) == (8, 120, 240)
     runs = [len({cell.directory for cell in half}) for half in (found[:4], found[4:])]
-    assert runs == [2, 4]  # damping is none of SGD's
+    assert runs == [2, 4]  # SGD has no damping
 
 
 def test_what_comes_later_goes_before_what_comes_first(tmp_path):
@@ -194,7 +194,7 @@ def test_a_file_that_is_no_study_is_refused_with_its_line(tmp_path, text, messag
 
 
 def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeypatch, capsys):
-    """Oracle: the cells' files, and the words of the second start."""
+    """Oracle: the cells' files, and the output of the second start."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
@@ -214,7 +214,7 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
 
 
 def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkeypatch, capsys):
-    """Oracle: the program's line among those of a launcher."""
+    """Oracle: the program's line among lines of a launcher."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     words = 'echo "mpikfac: reading data: the disk is gone" >&2; echo "prterun noise" >&2; exit 2'
@@ -243,7 +243,7 @@ def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, 
 
 
 def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkeypatch):
-    """Oracle: 13 of 24 steps, of which one line of metrics tells, at step 10."""
+    """Oracle: 13 of 24 steps; the only line of metrics is at step 10."""
     options = {**STUDY["options"], "epochs": 12, "max_steps": 13}
     file = written(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
@@ -251,7 +251,7 @@ def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkey
 
 
 def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, capsys):
-    """Oracle: the number of starts; the words of a report that is written all the same."""
+    """Oracle: the number of starts; the report, which is written in any case."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {tmp_path}/starts\nexit 75\n")
     assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 75
@@ -264,7 +264,7 @@ def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, caps
 
 
 def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
-    """Oracle: the launcher has ended, which takes 2 s, and its cell has no result."""
+    """Oracle: the launcher has ended, which takes 2 s, and the cell has no result."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
     mpirun = tmp_path / "mpirun"
     ends = f'trap "sleep 2; echo > {tmp_path}/ended; exit 143" TERM'
@@ -279,7 +279,7 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
 
 
 def interrupt(file, place, environment, once):
-    """Starts a study, and interrupts it once there is something in a file."""
+    """Start a study, and interrupt the study once the file `once` has content."""
     words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run-dir={place}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
         while not once.exists() or not once.read_text():
@@ -292,7 +292,7 @@ def interrupt(file, place, environment, once):
 
 
 def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
-    """Oracle: the words that a stand-in for scancel is given; that sbatch ended by itself."""
+    """Oracle: the arguments of a stand-in for scancel; sbatch ends without a kill."""
     file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
     (tmp_path / "bin").mkdir()
     scripts = {
@@ -311,7 +311,7 @@ def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
 
 
 def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, monkeypatch):
-    """Oracle: the words that a stand-in for sbatch is given."""
+    """Oracle: the arguments of a stand-in for sbatch."""
     file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin" / "sbatch"

@@ -1,4 +1,4 @@
-"""The training program from its command line to the files that it leaves."""
+"""The training program from the command line to the written files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def arguments(run_dir, *more):
 
 
 def rows(run_dir):
-    """Lines of metrics without what a clock measured."""
+    """Return lines of metrics without times."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: row[key] for key in row if key not in TIMES} for row in lines]
 
@@ -40,7 +40,7 @@ def last(run_dir, key):
 
 
 def refused(run_dir, capfd, message, *more):
-    """Checks that these options end a run in this directory with code 2 and one line."""
+    """Check that the options end a run in the directory with code 2 and a single line."""
     capfd.readouterr()
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(run_dir, *more))
@@ -51,7 +51,7 @@ def refused(run_dir, capfd, message, *more):
 
 
 def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
-    """Oracle: 95 % of the test digits, and the files and keys that the program's text promises."""
+    """Oracle: 95 % of the test digits, and the files and keys promised by the program's text."""
     config = ROOT / "jobs" / "configs" / "digits_kfac.yaml"
     run = tmp_path / "run"
     program = TRAIN
@@ -79,7 +79,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
 )
 @pytest.mark.parametrize("stop", [3, 4, 7])
 def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):
-    """Oracle: the run that was not interrupted. 3 steps are an epoch; a basis lives for 2 steps."""
+    """Oracle: the uninterrupted run. 3 steps are an epoch; a basis lives for 2 steps."""
     chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
     chosen += (f"--kfac.strategy={strategy}",)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -92,7 +92,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer, strategy, stop):
 
 
 def plain(ranks, run_dir, *more):
-    """Output of the program on these ranks, with a network of which each rank's share is exact."""
+    """Return the program's output on `ranks` ranks, with a network whose shares are exact."""
     program = str(Path(__file__).with_name("plain.py"))
     job = launch(ranks, program, *arguments(run_dir, *more), timeout=110)
     assert job.returncode == 0, job.stderr
@@ -100,14 +100,14 @@ def plain(ranks, run_dir, *more):
 
 
 def assert_same_training(found, expected):
-    """The numbers of both agree to rounding, step by step."""
+    """Check that the numbers of both runs agree to rounding, step by step."""
     for key in ("step", "lr", "loss", "train_loss", "test_loss"):
         numbers = [[row[key] for row in lines if key in row] for lines in (found, expected)]
         assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), key
 
 
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(tmp_path):
-    """Oracle: the uninterrupted run on the ranks that the other began on."""
+    """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
     plain(2, whole, *chosen)
@@ -129,7 +129,7 @@ LENGTHS = {
 
 @pytest.mark.parametrize("chosen", LENGTHS.values(), ids=LENGTHS)
 def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(tmp_path, chosen):
-    """Oracle: one rank; and a run without these options, which learns otherwise."""
+    """Oracle: one rank; a run without the options learns differently."""
     options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
     runs = [tmp_path / name for name in ("one", "two", "without")]
     plain(1, runs[0], *options)
@@ -141,7 +141,7 @@ def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(tmp_path, cho
 
 
 def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
-    """Oracle: the run that was not interrupted; BatchNorm's count of the passes that were taken."""
+    """Oracle: the uninterrupted run; BatchNorm's count of passes."""
     chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(whole, *chosen)) == 0
@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(tmp_path):
 
 
 def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeypatch):
-    """Oracle: a clock that advances by 1 s in each step of 120 images."""
+    """Oracle: a clock that advances by 1 s in every step of 120 images."""
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("mpikfac_apps.training.metrics.time", clock)
     assert train.main(arguments(tmp_path, "--max_steps=5")) == 0
@@ -193,7 +193,7 @@ def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        # A step tells what the ranks had done before it; a basis lives for 2 steps, of 8 factors.
+        # A line of a step counts all earlier steps; a basis lives for 2 steps, of 8 factors.
         (("--kfac.strategy=event-driven", "--kfac.tolerance=1e-30"), [8, 16, 24, 32]),
         (("--kfac.strategy=event-driven", "--kfac.tolerance=1e9"), [8, 8, 8, 8]),
         ((), []),
@@ -209,7 +209,7 @@ def test_decompositions_are_counted_where_they_do_not_follow_from_the_options(
 
 
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
-    """Oracle: its own metrics before."""
+    """Oracle: the run's metrics before."""
     assert train.main(arguments(tmp_path)) == 0
     before = rows(tmp_path)
     assert train.main(arguments(tmp_path, "--resume=auto")) == 0
@@ -217,7 +217,7 @@ def test_a_complete_run_has_nothing_to_resume(tmp_path):
 
 
 def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tmp_path):
-    """Oracle: a run that starts at step 0 and leaves out the lines of the killed one."""
+    """Oracle: a run that starts at step 0 and drops the lines of the killed run."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     assert train.main(arguments(tmp_path, "--resume=auto", "--max_steps=2")) == 0
     assert [row["step"] for row in rows(tmp_path)] == [2]
@@ -236,7 +236,7 @@ def test_resume_auto_starts_a_run_that_was_killed_before_its_first_checkpoint(tm
     ],
 )
 def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd, more, message):
-    """Oracle: the key, what was saved, what this run has, and the flag that mends it."""
+    """Oracle: the key, the saved value, the run's value, and the flag that helps."""
     assert train.main(arguments(tmp_path, "--max_steps=1")) == 0
     refused(tmp_path, capfd, message, *more.split())
 
@@ -249,7 +249,7 @@ def test_what_does_not_fit_the_run_ends_with_code_2_and_one_line(tmp_path, capfd
     ],
 )
 def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before, after, message):
-    """Oracle: the option as it was saved, in the spelling of the command line."""
+    """Oracle: the saved option, in the spelling of the command line."""
     synthetic = ("--data.name=synthetic", "--max_steps=1")
     assert train.main(arguments(tmp_path, *synthetic, *before.split())) == 0
     refused(tmp_path, capfd, message, *synthetic, *after.split(), "--resume=auto")
@@ -270,7 +270,7 @@ def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
 
 
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
-    """Oracle: the first item whose shape differs, what this network has, what was saved."""
+    """Oracle: the first item with a different shape, the network's shape, the saved shape."""
     assert train.main(arguments(tmp_path, "--max_steps=1")) == 0
     wider = nn.Sequential(conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
     monkeypatch.setitem(models.MODELS, "digits_cnn", lambda classes, channels: wider)
@@ -279,7 +279,7 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
-    """Oracle: a rate of 1e30: from the second step on no loss is finite, and none is counted."""
+    """Oracle: a rate of 1e30: from the second step on no loss is finite, and no loss is counted."""
     chosen = ("--optimizer=sgd", "--lr=1e30")
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(tmp_path, *chosen))
@@ -297,7 +297,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
     ],
 )
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
-    """Oracle: one line, code 2, no traceback, and no run directory."""
+    """Oracle: a single line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
     job = launch(2, TRAIN, *arguments(run), *given.split(), timeout=60)
     assert job.returncode == 2
@@ -308,7 +308,7 @@ def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
 
 
 def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, caplog):
-    """Oracle: one line per step at an interval of 0 s; nothing is left at the last."""
+    """Oracle: a line per step at an interval of 0 s; no time is left at the last step."""
     monkeypatch.setattr(run_directory, "LINE_EVERY", 0.0)
     monkeypatch.setattr(run_directory, "on_terminal", lambda: False)
     progress = run_directory.Progress(first=2, last=4)
@@ -323,14 +323,14 @@ def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, c
     ("stderr_of_mpirun", "watched"), [("/dev/pts/3", True), ("pipe:[7]", False), ("/log", False)]
 )
 def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, watched):
-    """Oracle: where a descriptor of mpirun may lead: a terminal, a pipe, a file."""
+    """Oracle: targets of mpirun's descriptor: a terminal, a pipe, a file."""
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(run_directory.os, "readlink", lambda path: stderr_of_mpirun)
     assert run_directory.on_terminal() == watched
 
 
 def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplog):
-    """Oracle: a file that takes half of what is written, then nothing, then all."""
+    """Oracle: a file that takes half of the written text, then nothing, then everything."""
     kept = run_directory.Record(Options(run_dir=str(tmp_path)), {}, run_directory.start_log())
     file, path = kept._metrics, tmp_path / "metrics.jsonl"
 
@@ -350,7 +350,7 @@ def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplo
 
 
 def test_a_run_whose_directory_another_has_taken_writes_no_more(tmp_path, capfd, monkeypatch):
-    """Oracle: the checkpoints before; one line, code 2."""
+    """Oracle: the checkpoints before; a single line, code 2."""
     monkeypatch.setattr(lock.Lock, "lost", True, raising=False)
     monkeypatch.setattr(lock.Lock, "__setattr__", keep_lost)
     with pytest.raises(SystemExit) as leave:
@@ -361,6 +361,6 @@ def test_a_run_whose_directory_another_has_taken_writes_no_more(tmp_path, capfd,
 
 
 def keep_lost(self, name, value):
-    """Sets an attribute, but not `lost`."""
+    """Set an attribute, but not `lost`."""
     if name != "lost":
         object.__setattr__(self, name, value)

@@ -1,4 +1,4 @@
-"""The training program with half a second more in each step until there is a file `hurry`."""
+"""The training program, half a second slower in every step until a file `hurry` exists."""
 
 from __future__ import annotations
 

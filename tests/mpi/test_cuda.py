@@ -1,4 +1,4 @@
-"""GPUs give the same numbers as CPUs, device buffers going to MPI directly or through the host."""
+"""GPUs give the same numbers as CPUs, with device buffers in MPI directly or through the host."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) 
 
 
 def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) -> torch.Tensor:
-    """Weights after a few steps on `device`."""
+    """Return the weights after a few steps on `device`."""
     mine = slice(comm.rank * BATCH // comm.size, (comm.rank + 1) * BATCH // comm.size)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -67,7 +67,7 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
 def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) -> None:
-    """Oracle: the same job on the CPU; what is rounded differs too little to be rounded apart."""
+    """Oracle: the same job on the CPU; differences are too small to change the rounding."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")

@@ -25,7 +25,7 @@ CASES = [
 
 
 class Net(nn.Module):
-    """The net whose numbers are stored."""
+    """The net of the stored numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Factors of which only leading eigenvectors are kept: the plan's bytes, and restarts."""
+"""Factors with few kept leading eigenvectors: the plan's bytes, and restarts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SENT = {
 
 
 def low(layer):
-    """The usual factors, of which three eigenvectors are kept."""
+    """Return the usual factors with three kept eigenvectors."""
     return replace(mpikfac.usual_rule(layer), rank=3)
 
 
@@ -37,7 +37,7 @@ def trainer(comm, strategy, **settings):
 
 @pytest.mark.parametrize("name", SENT)
 def test_bytes_and_memory_are_the_plans(comm, name):
-    """Oracle: the plan; other ranks' weights, to the last bit; more bytes for whole bases."""
+    """Oracle: the plan; weights of all ranks, to the last bit; more bytes for whole bases."""
     kfac = trainer(comm, SENT[name])
     whole = trainer(comm, SENT[name], rule=mpikfac.usual_rule)
     for step in range(2 * problem.STEPS):
@@ -55,7 +55,7 @@ def test_bytes_and_memory_are_the_plans(comm, name):
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 def test_a_run_goes_on_from_another_placement(comm, tolerance):
-    """Oracle: the same run under one placement; also from where a decomposition is on its way."""
+    """Oracle: the same run under a single placement; also with pending decompositions."""
     first = trainer(comm, Strategy(RANKS).changed(delay=2, tolerance=tolerance))
     problem.run(first, comm, range(4))
     shared = problem.whole_state(first, comm)

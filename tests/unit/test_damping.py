@@ -26,7 +26,7 @@ def forms(layer):
 
 
 def network():
-    """Groups, of which one has a diagonal, blocks, one side alone, and whole factors."""
+    """Return layers with groups, a diagonal, blocks, a single side, and whole factors."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(4, 4, 2, groups=2),
@@ -39,7 +39,7 @@ def network():
 
 
 def side(kfac, layer, name, group):
-    """A or G of a group as a matrix, and in the place of each eigenvalue the mean of its block."""
+    """Return a group's A or G as a matrix, and for every eigenvalue the block's mean eigenvalue."""
     blocks, means = [], []
     for shape in layer.side(name):
         factor = triangles.unfold_triangle(kfac.factors.averages[shape.name])
@@ -55,7 +55,7 @@ def side(kfac, layer, name, group):
 
 
 def solved(gradient, sides, solver, damping, both):
-    """The direction by dense solves."""
+    """Return the direction by dense solves."""
     (a, a_means), (g, g_means) = sides
     if solver == "eigen":
         damped = torch.kron(g, a) + damping * torch.kron(g_means, a_means).diag()
@@ -67,7 +67,7 @@ def solved(gradient, sides, solver, damping, both):
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
-    """Oracle: dense solves group by group, with each block damped by its own mean."""
+    """Oracle: dense solves group by group, every block damped by the block's own mean."""
     model = network()
     damping = {"damping": 0.1, "relative_damping": True, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -89,7 +89,7 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver):
-    """Oracle: by hand: of 1/100 of the loss, G is 1/10,000 and the gradient 1/100."""
+    """Oracle: by hand: at 1/100 of the loss, G is 1/10,000 and the gradient 1/100."""
 
     def direction(weight):
         torch.manual_seed(0)
@@ -106,7 +106,7 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
-    """Oracle: by hand: G is 0 behind weights of zeros, and so is the gradient."""
+    """Oracle: by hand: G is 0 behind weights of zeros, and the gradient is 0 too."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -1,4 +1,4 @@
-"""What each Fisher's factors are, in the factors of a step."""
+"""Every Fisher's factors, in the factors of a step."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def inputs():
 
 
 def step(comm, model, loss, **settings):
-    """Factors after a step whose loss has labels of its own; K-FAC with its gradients."""
+    """Return a step's factors; the step's gradients are of 3 times the loss with given labels."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kfac = problem.kfac(model, optimizer, comm, **settings)
     outputs = model(inputs())
@@ -47,7 +47,7 @@ def step(comm, model, loss, **settings):
 
 
 def blocks(model, loss):
-    """The generalised Gauss-Newton matrix of each layer: the mean of J^T H J, by autograd."""
+    """Return every layer's generalised Gauss-Newton matrix: the mean of J^T H J, by autograd."""
     x = inputs()
     outputs = model(x)
     hessian = torch.autograd.functional.hessian(LOSSES[loss], outputs.detach())
@@ -65,7 +65,7 @@ def blocks(model, loss):
 
 
 def test_in_deep_linear_nets_all_labels_give_the_gauss_newton_matrix(comm):
-    """Oracle: J^T H J by autograd; exact, as the squared error's Hessian is the same everywhere."""
+    """Oracle: J^T H J by autograd; exact, because the squared error has a constant Hessian."""
     model = linear_net()
     found = step(comm, model, "squared-error", fisher="exact")
     for name, block in blocks(model, "squared-error").items():
@@ -85,7 +85,7 @@ def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
-    """Oracle: fisher="exact", within six standard errors; A is the same at each draw."""
+    """Oracle: fisher="exact", within six standard errors; A is the same at every draw."""
     expected = step(comm, tanh_net(), loss, fisher="exact")
     draws = []
     for seed in range(100):

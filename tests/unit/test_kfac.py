@@ -123,9 +123,9 @@ def test_factors_and_bases_have_their_own_intervals(
 @pytest.mark.parametrize("normalization", ["expand", "sc20", "kfac-pytorch"])
 @pytest.mark.parametrize(("subsample", "examples"), [(3, [0, 3, 6, 9]), (20, [0])])
 def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, normalization):
-    """Oracle: factors of a batch that holds these examples only, each in as many copies.
+    """Oracle: factors of a batch of the chosen examples only, in equally many copies.
 
-    The loss is a sum over examples, so that the gradient at one does not depend on the others.
+    The loss is a sum over examples: an example's gradient does not depend on the rest.
     """
 
     def trained(images, **settings):
@@ -158,7 +158,7 @@ def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
 
 
 def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
-    """Oracle: the uninterrupted run; the other stops between two decompositions."""
+    """Oracle: the uninterrupted run; the resumed run stops between two decompositions."""
 
     def fresh():
         model = problem.network()
@@ -173,7 +173,7 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
 
 
 def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
-    """Oracle: the dense solve with the loaded factors; only decompositions are made again."""
+    """Oracle: the dense solve with the loaded factors; only decompositions are repeated."""
     model = linear()
     kfac = problem.kfac(model, sgd(model), comm, kl_clip=None, solver="eigen")
     learn(kfac, 0)
@@ -190,7 +190,7 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
 
 
 def test_another_estimators_factors_are_left_where_they_are(comm):
-    """Oracle: the dense solve with vectors of the one batch since; and K-FAC's own after it."""
+    """Oracle: the dense solve with vectors of the new batch alone; then K-FAC's next batch."""
     model = linear()
     kfac = problem.kfac(model, sgd(model), comm, kl_clip=None)
     learn(kfac, 0)
@@ -215,7 +215,7 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
 
 
 def test_a_first_order_run_goes_on_with_kfac(comm):
-    """Oracle: statistics and bases are made at once, whatever the intervals."""
+    """Oracle: statistics and bases are made at once, at any intervals."""
     first_order = linear()
     baseline = mpikfac.DataParallel(first_order, sgd(first_order, momentum=0.9), comm)
     learn(baseline, 0)
@@ -375,7 +375,7 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
 def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
-    """Oracle: the bytes behind all tensors that exist, after one and after three intervals."""
+    """Oracle: the bytes behind all existing tensors, after one and after three intervals."""
 
     def held():
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
@@ -409,7 +409,7 @@ def test_loading_forgets_the_batch_at_hand(comm):
 
 
 def test_rates_of_weight_and_bias_count_in_the_clip(comm):
-    """Oracle: the clip's formula with the learning rate of each parameter."""
+    """Oracle: the clip's formula with every parameter's own learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4)).double()
     groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())]

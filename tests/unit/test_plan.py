@@ -41,7 +41,7 @@ def test_separate_owners_share_out_the_factors():
 
 
 def test_separate_owners_stay_in_the_layers_column():
-    """Oracle: by hand on the grid 0 1 / 2 3; a second factor goes to its column's ranks only."""
+    """Oracle: by hand on the grid 0 1 / 2 3; a second factor stays within the layer's column."""
     p = make_plan(LAYERS, 4, Strategy(2, colocate=False))
     assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 1, "fc.G": 3, "out.A": 2, "out.G": 2}
     assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
@@ -50,7 +50,7 @@ def test_separate_owners_stay_in_the_layers_column():
 
 
 def test_uncovered_parameters_go_to_the_rank_with_the_fewest_elements():
-    """Oracle: 5 | 4, then 3 beside the 4, then 2 beside the 5, by hand."""
+    """Oracle: 5 | 4, then 3 joins 4, then 2 joins 5, by hand."""
     p = make_plan([], 2, Strategy(), [("a", (2,)), ("b", (4,)), ("c", (3,)), ("d", (5,))])
     assert p.updaters == {"d": 0, "b": 1, "c": 1, "a": 0}
 
@@ -70,7 +70,7 @@ def test_every_divisor_makes_a_grid(ranks):
 def test_statistics_are_aligned_triangles():
     """Oracle: n (n + 1) / 2 elements rounded up to 16, by hand: 55, 10, 36, 36, 21, 3.
 
-    Behind each is the number of examples in it, in 16.
+    The number of examples follows every triangle, in 16 elements.
     """
     offsets = {"conv.A": 0, "conv.G": 80, "fc.A": 112, "fc.G": 176, "out.A": 240, "out.G": 288}
     layout = plan(2).statistics(0)
@@ -103,9 +103,9 @@ def test_gradients_and_bases_by_hand():
 
 
 def test_vectors_by_hand():
-    """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, each in a piece of 16, in bytes of 4."""
+    """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, in pieces of 16, in bytes of 4."""
     everywhere = plan(2, 2, solver="rank-one")
-    assert everywhere.statistics(0).size == 2 * 6 * 16  # with their counts
+    assert everywhere.statistics(0).size == 2 * 6 * 16  # with the counts
     for layout in (everywhere.averages(0), everywhere.bases(0)):
         assert layout.size == 6 * 16
     assert everywhere.bases(0).shapes["conv.A.vector"] == (10,)
@@ -211,7 +211,7 @@ def test_what_wires_keep_of_sums_is_what_makes_up_for_them():
 
 
 def test_the_digest_tells_any_two_plans_apart():
-    """Oracle: plans that differ in one argument each."""
+    """Oracle: plans that differ in a single argument."""
     first, *rest = LAYERS
     layers = [LAYERS, LAYERS[::-1], rest]
     layers += [[dataclasses.replace(first, **c), *rest] for c in ({"name": "x"}, {"inputs": 11})]
@@ -362,7 +362,7 @@ def test_what_cannot_work_is_refused_with_what_would(make, text):
 
 
 def test_strategies_by_name():
-    """Oracle: COMM-OPT has all ranks as workers, MEM-OPT one, HYBRID-OPT what it is told."""
+    """Oracle: COMM-OPT has all ranks as workers, MEM-OPT one, HYBRID-OPT the given number."""
     assert Strategy.comm_opt(6, update="owner") == Strategy(6, update="owner")
     assert Strategy.mem_opt(colocate=False) == Strategy(1, colocate=False)
     halves = Strategy.hybrid(6, workers=3), Strategy.hybrid(6, fraction=0.5)

@@ -20,7 +20,7 @@ SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
 
 
 def directions(comm, **settings):
-    """Gradients and directions of the first step, by layer, and the trainer."""
+    """Return gradients and directions of the first step, by layer, and the trainer."""
     model = problem.network()
     choices = problem.SETTINGS | {"kl_clip": None} | settings
     kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
@@ -69,7 +69,7 @@ def test_grafting_takes_the_length_of_adams_step(comm):
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
 @pytest.mark.parametrize("graft", [None, "sgd"])
 def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
-    """Oracle: the norm of all layers' directions by hand; within the bound they stay."""
+    """Oracle: the norm of all layers' directions by hand; directions within the bound stay."""
     _, free, _ = directions(comm, graft=graft)
     _, found, kfac = directions(comm, graft=graft, norm_clip=bound)
     whole = math.sqrt(sum(float(d.square().sum()) for d in free.values()))
@@ -103,14 +103,14 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_direction_that_is_not_finite_is_not_made_so_by_grafting(bad):
-    """Oracle: NaN is left to those who look for it; 0 would be a step that nobody asked for."""
+    """Oracle: NaN stays visible for the finite check; 0 would be a step nobody asked for."""
     found = grafted(torch.tensor([1.0, bad]), torch.tensor(5.0))
     assert not found.isfinite().all()
 
 
 @pytest.mark.parametrize("graft", ["sgd", "adam"])
 def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, graft):
-    """Oracle: the gradient, at the length that grafting gives: its own, or that of Adam's step."""
+    """Oracle: the gradient, at the grafted length: own length, or the length of Adam's step."""
 
     def failing(factor, damping):
         raise ArithmeticError("on purpose")
@@ -143,7 +143,7 @@ def test_bad_settings_are_refused_by_name(comm, settings, text):
 
 
 def test_the_bound_may_be_a_schedule(comm):
-    """Oracle: the norm at each step by hand."""
+    """Oracle: the norm at every step by hand."""
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bound = mpikfac.schedule.linear(0.01, 0.001, 3)
