@@ -1,7 +1,8 @@
-"""Everything that communicates, and the only importer of mpi4py.
+"""Communicate between ranks; no other folder imports mpi4py.
 
 The training calls blocking collectives only, because Open MPI makes no progress on non-blocking
-collectives unless it is called. Overlapped messages and messages of curvature ranks do not block.
+collectives outside of calls of MPI. Overlapped messages and messages of curvature ranks do not
+block.
 """
 
 from __future__ import annotations

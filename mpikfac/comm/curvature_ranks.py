@@ -1,6 +1,6 @@
-"""What joins ranks that train and curvature ranks: an inter-communicator, and messages over it.
+"""Connect training ranks and curvature ranks by an inter-communicator.
 
-Factors and bases do not block on their way; they move on while both sides are in some call of MPI.
+Factors and bases travel in non-blocking messages; data move while both sides are in calls of MPI.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from torch import Tensor
 from mpikfac.comm.buffers import MAX_COUNT, pieces
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI has
-LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do
+LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank
 
 
 @dataclass(frozen=True)
 class Team:
-    """The ranks that train, and the link to the ranks that decompose for them.
+    """Hold the communicator of the training ranks, and the link to the curvature ranks.
 
     Attributes:
         comm: the communicator of the training ranks; None on a curvature rank.
-        link: joins training ranks and curvature ranks; None where all ranks train.
+        link: joins training ranks and curvature ranks; None if all ranks train.
     """
 
     comm: MPI.Intracomm | None
@@ -33,7 +33,7 @@ class Team:
 
     @property
     def size(self) -> int:
-        """The number of ranks that train."""
+        """Return the number of training ranks."""
         if self.comm is not None:
             return self.comm.size
         return 0 if self.link is None else self.link.remote_size
@@ -70,7 +70,7 @@ def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
 
 
 def tell(curvature: MPI.Intercomm, value: object) -> None:
-    """Gives all curvature ranks training rank 0's `value`, for which they call `told`.
+    """Send training rank 0's `value` to all curvature ranks; curvature ranks call `told`.
 
     Collective over: curvature.
     """
@@ -78,7 +78,7 @@ def tell(curvature: MPI.Intercomm, value: object) -> None:
 
 
 def told(curvature: MPI.Intercomm) -> Any:
-    """What training rank 0 tells this curvature rank.
+    """Return the value that training rank 0 passes to `tell`; for curvature ranks.
 
     Collective over: curvature.
     """
@@ -86,9 +86,9 @@ def told(curvature: MPI.Intercomm) -> Any:
 
 
 def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
-    """Starts to send `flat`, on the host; returns what waits until it is sent.
+    """Start to send `flat`, on the host; return a function that waits until `flat` is sent.
 
-    It must not change until then. Collective over: none.
+    `flat` must not change until the function returns. Collective over: none.
     """
     parts = pieces(flat.numpy(), 0, len(flat), MAX_COUNT)
     requests = [comm.Isend(part, dest=to, tag=tag) for part in parts]
@@ -96,7 +96,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Starts to receive `flat`, on the host; returns what waits until it is there.
+    """Start to receive `flat`, on the host; return a function that waits until `flat` is received.
 
     Collective over: none.
     """
@@ -106,10 +106,10 @@ def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callab
 
 
 def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
-    """Source and tag of each message that comes, in turn, until all training ranks `leave`.
+    """Yield source and tag of every arriving message, until all training ranks `leave`.
 
-    It has to be received before the next one is asked for. Between two looks the rank sleeps: in a
-    call of MPI it would keep a core busy, perhaps one of a rank that trains.
+    The caller has to receive a message before asking for the next message. Between two looks the
+    rank sleeps: waiting inside MPI would keep a core busy, perhaps the core of a training rank.
 
     Collective over: none.
     """
@@ -125,9 +125,10 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 
 
 def leave(curvature: MPI.Intercomm) -> None:
-    """Ends the curvature ranks' `arrivals`, once all training ranks have called this.
+    """End the curvature ranks' `arrivals`, once all training ranks have called `leave`.
 
-    Message by message: Open MPI's Ibarrier between two groups lets some go before all have come.
+    Sends plain messages, because Open MPI's Ibarrier between two groups releases some ranks before
+    all ranks have come.
 
     Collective over: none.
     """

@@ -68,7 +68,7 @@ class Factors:
         self._beside = None
         if plan.strategy.transport.overlap and not plan.late and (messages := self._messages[None]):
             layout, flat = self.statistics.layout, self.statistics.flat
-            self._beside = grid.beside(messages, layout, flat, urgency=1)
+            self._beside = grid.overlapped(messages, layout, flat, urgency=1)
         self._unsettled: tuple[float, int] | None = None
 
     def forget(self, identity: bool) -> None:

@@ -52,7 +52,7 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         if plan.strategy.transport.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
-            self._beside = grid.beside(self._to_reduce, layout, flat, urgency=0)
+            self._beside = grid.overlapped(self._to_reduce, layout, flat, urgency=0)
             self._send_early()
         self.keep()
 

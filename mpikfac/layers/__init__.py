@@ -1,4 +1,4 @@
-"""Each supported module as matrices, and all other tensors that travel with the gradients."""
+"""Describe supported modules as matrices, and uncovered tensors sent with the gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of a model K-FAC covers, each by what kind of layer, and what is left over."""
+"""Choose the modules of a model that K-FAC covers, the kinds of layers, and uncovered tensors."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ KINDS: Kinds = {
     nn.Embedding: EmbeddingLayer,
     nn.MultiheadAttention: attention_layers,
 }
-"""What is covered if nothing else is said. Modules of a derived class are not: they may compute
-something else."""
+"""The kinds of modules covered by default. Modules of a derived class are not covered: a derived
+class may compute something else."""
 
 NORMS: Kinds = dict.fromkeys(
     (
@@ -45,16 +45,16 @@ NORMS: Kinds = dict.fromkeys(
 
 @dataclass(frozen=True)
 class Coverage:
-    """The layers that K-FAC covers, and in what form.
+    """Choose the layers that K-FAC covers, and the form of the factors.
 
     Args:
-        skip: names of modules that are trained first-order, with all modules inside.
+        skip: names of modules to train first-order, with all modules inside.
         covers: the kind of layer for each type of module. `KINDS`: linear layers, convolutions,
             embeddings and attention. `{**KINDS, **NORMS}`: normalisations, too. Modules of your own
             are added in the same way, see `layers`.
-        rule: from the whole factors of a layer to the factors that are kept: diagonals or blocks
-            only, or one side only; how positions that share a weight count; the solver of the
-            layer, where it is not the solver of the run.
+        rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
+            only one side; how positions that share a weight count; the layer's solver, if different
+            from the run's solver.
 
     Raises:
         ValueError: `skip` is a text and no sequence of names.
@@ -74,15 +74,17 @@ def cover(
     coverage: Coverage | None = None,
     statistics_dtype: torch.dtype | None = None,
 ) -> tuple[list[Layer], list[Other]]:
-    """Return the layers that K-FAC covers and all other trained tensors, both in model order.
+    """Return the covered layers, and uncovered trained tensors and statistics, in model order.
 
-    Modules that share parameters are one layer. A module without trained parameters is left out.
+    Modules of the types in `covers` are covered, except modules without trained parameters, and
+    modules named in `skip` or inside a module named in `skip`. Modules with the same parameters are
+    a single layer.
 
     Args:
-        statistics_dtype: inputs of convolutions are rounded to the dtype before the product.
+        statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
 
     Raises:
-        ValueError: a layer that cannot be covered exactly, or a name in `skip` without a module.
+        ValueError: a layer cannot be covered exactly, or no module has a name in `skip`.
     """
     coverage = coverage or Coverage()
     skip, covers = tuple(coverage.skip), coverage.covers
@@ -108,10 +110,10 @@ def cover(
 
 
 def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
-    """What is kept of a layer.
+    """Return the shape that the rule keeps of a layer.
 
     Raises:
-        ValueError: something that the layer does not have.
+        ValueError: the rule keeps something that the layer does not have.
     """
     kept = rule(whole)
     same = ("name", "inputs", "outputs", "groups")
@@ -130,16 +132,16 @@ def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules compute the same from the same input."""
+    """Return whether two modules compute the same output from the same input."""
     shared = list(map(id, one.parameters())) == list(map(id, other.parameters()))
     return shared and (type(one), one.extra_repr()) == (type(other), other.extra_repr())
 
 
 def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
-    """Trained parameters whose `id` is not in `covered`, and all running statistics.
+    """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
     Raises:
-        ValueError: a layer whose gradients are sparse.
+        ValueError: a layer has sparse gradients.
     """
     others = [
         Other(name, parameter)
@@ -158,7 +160,7 @@ def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Othe
 def covered_shapes(
     model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """Return what `make_plan` asks of a model: layers, and names and shapes of other tensors."""
+    """Return a model's layer shapes, and names and shapes of uncovered tensors, for `make_plan`."""
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
@@ -174,7 +176,7 @@ def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
 
 
 def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
-    """A parameter's gradient is that of all its uses, of which a layer has to see each."""
+    """Raise ValueError if a layer misses a use of its parameters: a gradient sums over all uses."""
     holders: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

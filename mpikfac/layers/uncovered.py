@@ -1,4 +1,4 @@
-"""What travels with the gradients though no layer covers it: parameters, statistics, votes."""
+"""Handle tensors sent with the gradients that no layer covers: parameters, statistics, votes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer would not be less to send
+VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
 
 
 class Other:
-    """A trained parameter that no layer covers; its gradient is averaged over ranks."""
+    """Handle a trained parameter that no layer covers; ranks average the parameter's gradient."""
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
@@ -19,76 +19,76 @@ class Other:
         self.parameters = [tensor]
 
     def read_gradient(self, out: Tensor) -> None:
-        """Copies the gradient into `out`."""
+        """Copy the gradient into `out`."""
         read_gradient(out, self.tensor)
 
     def write_gradient(self, value: Tensor) -> None:
-        """Makes `value` the gradient."""
+        """Set the gradient to `value`."""
         write_gradient(self.tensor, value)
 
     def read_values(self, out: Tensor) -> None:
-        """Copies the tensor into `out`."""
+        """Copy the tensor into `out`."""
         out.copy_(self.tensor.detach())
 
     def write_values(self, value: Tensor) -> None:
-        """Makes `value` the tensor's content."""
+        """Set the tensor's content to `value`."""
         self.tensor.detach().copy_(value)
 
     def leave(self) -> None:
-        """Takes the gradient away: the optimizer leaves the parameter as it is."""
+        """Set the gradient to None, so that the optimizer skips the parameter."""
         self.tensor.grad = None
 
 
 class Statistic(Other):
-    """A running statistic of a normalisation layer: its value is averaged over ranks.
+    """Handle a running statistic of a normalisation layer; ranks average the statistic's value.
 
-    It travels with the gradients, so that all ranks hold the same model after every step.
+    The value is sent with the gradients, so that all ranks hold the same model after every step.
     """
 
     def __init__(self, name: str, tensor: Tensor) -> None:
         super().__init__(name, tensor)
         self.parameters = []
-        self._kept = tensor.clone()  # the value that all ranks share; a forward pass changes it
+        self._kept = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
     def read_gradient(self, out: Tensor) -> None:
-        """Copies the value into `out`."""
+        """Copy the statistic's value into `out`."""
         self.read_values(out)
 
     def write_gradient(self, value: Tensor) -> None:
-        """Makes `value` the value."""
+        """Set the statistic to `value`."""
         self.write_values(value)
 
     def write_values(self, value: Tensor) -> None:
-        """Makes `value` the value, which `leave` goes back to."""
+        """Set the statistic to `value`, and keep `value` for `leave`."""
         super().write_values(value)
         self.keep()
 
     def keep(self) -> None:
-        """Makes the present value the one that `leave` goes back to."""
+        """Keep the present value for `leave`."""
         self._kept.copy_(self.tensor)
 
     def leave(self) -> None:
-        """Takes the value back to that after the last step."""
+        """Set the statistic back to the value after the last step."""
         self.tensor.copy_(self._kept)
 
 
 class Votes(Statistic):
-    """Numbers of a rank that travel beside the gradients and come back as their mean over ranks.
+    """Send a few numbers of the rank with the gradients; after the step, hold means over ranks.
 
-    What all ranks have to know of one another costs no message of its own so.
+    Ranks share small facts as votes without an extra message.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
 
     def leave(self) -> None:
-        """Nothing: they stay until they have travelled."""
+        """Keep the votes: votes stay until sent."""
 
 
 def read_gradient(
     out: Tensor, parameter: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
 ) -> None:
-    """Copies a parameter's gradient, or 0 for none, as the view of it that `arranged` makes."""
+    """Copy the view `arranged` of a parameter's gradient into `out`; without a gradient, zeros."""
     if parameter.grad is None:
         out.zero_()
     else:
@@ -98,7 +98,7 @@ def read_gradient(
 def write_gradient(
     parameter: Tensor, value: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
 ) -> None:
-    """The inverse of `read_gradient`."""
+    """Set a parameter's gradient to `value`, the inverse of `read_gradient`."""
     if parameter.grad is None:
         parameter.grad = torch.empty_like(parameter)
     arranged(parameter.grad).copy_(value)

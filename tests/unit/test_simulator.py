@@ -48,7 +48,7 @@ def compute(seconds):
 
 
 def message(seconds, beside=False):
-    return Event("reduce statistics", seconds, "beside" if beside else "message")
+    return Event("reduce statistics", seconds, "overlapped" if beside else "message")
 
 
 def urgent(seconds):
@@ -56,7 +56,7 @@ def urgent(seconds):
 
 
 def felt(seconds, felt):
-    return Event("reduce statistics", seconds, "beside", felt=felt)
+    return Event("reduce statistics", seconds, "overlapped", felt=felt)
 
 
 WAIT = Event("reduce gradients", 0, "wait")
@@ -155,7 +155,7 @@ def test_what_the_next_step_may_wait_for_is_hidden_in_it():
 def test_an_overlapped_backward_pass_sends_the_last_layers_first():
     """Oracle: by hand: two slices, gradients and factors of the last layer after the first."""
     sums = [Event("reduce gradients", n, "urgent", 1.5 - n / 2) for n in (1, 2)]
-    sums += [Event("reduce statistics", n, "beside", 2.5 - n / 2) for n in (3, 4)]
+    sums += [Event("reduce statistics", n, "overlapped", 2.5 - n / 2) for n in (3, 4)]
     seconds = {"forward": 1.0, "backward": 2.0, "statistics": 4.0, "optimizer": 1.0}
     found = simulator.sequence(seconds, [*sums, WAIT], overlap=True)
     slices = [("backward", 1.0), ("statistics", 2.0)]
@@ -184,7 +184,7 @@ def test_an_overlapped_message_waits_for_the_first_of_its_layers():
     found = {(event.stage, event.kind): [] for event in events}
     for event in events:
         found[event.stage, event.kind].append(event.ready)
-    assert found["reduce statistics", "beside"] == pytest.approx([1, 2 / 3])
+    assert found["reduce statistics", "overlapped"] == pytest.approx([1, 2 / 3])
     assert sorted(found["reduce gradients", "urgent"]) == pytest.approx([2 / 3, 1, 1])
 
 
