@@ -12,9 +12,9 @@ from statistics import median
 import torch
 from torch import nn
 
-from mpikfac import convolution
-from mpikfac.correlation import by_correlation
-from mpikfac.window import Window
+from mpikfac.layers.convolution import moments
+from mpikfac.layers.convolution.autocorrelation import by_correlation
+from mpikfac.layers.convolution.window import Window
 
 SHAPE = (64, 256, 16, 16)
 REPEAT = 9
@@ -43,7 +43,7 @@ def main() -> None:
         own = seconds(lambda: module(x).sum().backward())  # noqa: B023 (used at once)
         image = x.detach()
         fast = seconds(lambda: by_correlation(image, window, groups))  # noqa: B023
-        slow = seconds(lambda: convolution.by_patches(image, window, groups))  # noqa: B023
+        slow = seconds(lambda: moments.by_patches(image, window, groups))  # noqa: B023
         print(
             f"{str(layout).removeprefix('torch.'):18s} autocorrelation {1e3 * fast:6.1f} ms, "
             f"patches {1e3 * slow:6.1f} ms, forward and backward {1e3 * own:6.1f} ms"

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from mpikfac.decompose import damped_inverse, eigenbasis, error_of_inverse, values_in_basis
-from mpikfac.kron import product
+from mpikfac.numerics import product
+from mpikfac.solvers import damped_inverse, eigenbasis, error_of_inverse, values_in_basis
 
 ORDERS = (64, 128, 256, 512, 1024)
 DAMPING = 0.1

@@ -23,8 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac import kron
-from mpikfac.decompose import _by_iteration, eigenbasis, leading_eigenbasis
+from mpikfac.numerics import triangles
+from mpikfac.solvers import eigen, eigenbasis
+from mpikfac.solvers.eigen import _by_iteration, leading_eigenbasis
 from mpikfac_apps import batches, data, models
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
@@ -80,7 +81,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
         F.cross_entropy(model(x), labels).backward()
         kfac.step()
     for name in sorted(LAYERS):
-        factor = kron.unfold_triangle(kfac.factors.averages[f"{name}.A"])
+        factor = triangles.unfold_triangle(kfac.factors.averages[f"{name}.A"])
         yield f"{len(factor)}, {name}", factor, kfac.gradients.arena[name].clone()
 
 
@@ -126,8 +127,8 @@ def direction(
     """`gradient (A + damping mean(A) I)^-1`, with what the basis says of A."""
     values, vectors = basis
     denominators = gradient.new_empty(len(gradient), len(values))
-    kron.damped_denominators([values], [], damping * float(factor.diagonal().mean()), denominators)
-    return kron.precondition(gradient, [vectors], [], denominators)
+    eigen.damped_denominators([values], [], damping * float(factor.diagonal().mean()), denominators)
+    return eigen.precondition(gradient, [vectors], [], denominators)
 
 
 def whole(factor: Tensor, gradient: Tensor, damping: float) -> Tensor:

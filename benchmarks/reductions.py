@@ -19,9 +19,9 @@ from mpi4py import MPI
 
 import mpikfac
 from mpikfac.comm import Grid
-from mpikfac.layout import Layout, lay_out
-from mpikfac.levels import in_two_levels, seat
-from mpikfac.messages import PIECE, Message, gathers, sums
+from mpikfac.plan import PIECE, Layout, Message, lay_out
+from mpikfac.plan.messages import gathers, sums
+from mpikfac.plan.two_levels import in_two_levels, seat
 
 ITEMSIZE = 4
 

@@ -24,9 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac import kron
-from mpikfac.decompose import damped_inverse, eigenbasis, tikhonov_share
-from mpikfac.kron import product
+from mpikfac.numerics import product, triangles
+from mpikfac.solvers import damped_inverse, eigenbasis, tikhonov_share
 from mpikfac_apps import batches, data, models
 
 INTERVAL = 10  # steps between refreshes
@@ -80,9 +79,12 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
         kfac.step()
         if step == options.steps - INTERVAL:
             before = {
-                name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
+                name: triangles.unfold_triangle(packed)
+                for name, packed in kfac.factors.averages.items()
             }
-    now = {name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()}
+    now = {
+        name: triangles.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
+    }
     gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions}
     return {name: recorded(name, gradients[name], before, now) for name in gradients}
 

@@ -16,44 +16,42 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac.adaptation import LevenbergMarquardt
-from mpikfac.bases import Bases
-from mpikfac.checks import (
+from mpikfac.comm import Grid, agree, broadcast, together
+from mpikfac.engine import (
+    Bases,
     Block,
-    check_damping,
-    check_rounding,
-    check_solvers,
+    Curvature,
+    Directions,
+    Factors,
+    Gradients,
+    Recorder,
+    Scales,
+    Troubles,
+    check_joins,
     common_type,
     describe,
-    groups_of,
-    report_others,
-)
-from mpikfac.comm import Grid, agree, broadcast, together
-from mpikfac.curvature import Curvature, check_joins
-from mpikfac.data_parallel import Gradients
-from mpikfac.directions import Directions
-from mpikfac.estimator import Estimator
-from mpikfac.factors import Factors
-from mpikfac.fisher import LOSSES, Fisher, Loss
-from mpikfac.grafting import Graft
-from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
-from mpikfac.moments import Normalization
-from mpikfac.plan import make_plan
-from mpikfac.precision import without_autocast
-from mpikfac.recorder import Recorder
-from mpikfac.scales import Scales
-from mpikfac.schedule import Schedule, Settings
-from mpikfac.shapes import Solver, forward_only, solvers_of, usual_rule
-from mpikfac.state import (
     fitting,
+    groups_of,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
+    report_others,
 )
-from mpikfac.strategy import Strategy, one_of
+from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
+from mpikfac.numerics import LOSSES, Fisher, Loss, Normalization, all_finite, without_autocast
+from mpikfac.plan import Solver, Strategy, forward_only, make_plan, one_of, solvers_of, usual_rule
+from mpikfac.settings import (
+    Estimator,
+    Graft,
+    LevenbergMarquardt,
+    Schedule,
+    Settings,
+    check_damping,
+    check_rounding,
+    check_solvers,
+)
 from mpikfac.trace import Trace
-from mpikfac.troubles import Troubles, all_finite
 
 log = logging.getLogger("mpikfac")
 

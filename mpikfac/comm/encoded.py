@@ -12,9 +12,9 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpikfac.codecs import add_decoded, encode
 from mpikfac.comm.buffers import settle
-from mpikfac.messages import Codec, Message, shard_length
+from mpikfac.numerics import add_decoded, encode
+from mpikfac.plan import Codec, Message, shard_length
 
 Span = tuple[int, int]
 

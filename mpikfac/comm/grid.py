@@ -9,14 +9,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpikfac.comm.beside import Beside, ProgressThread
 from mpikfac.comm.buffers import Buffers, check_summable
+from mpikfac.comm.collectives import COPIES, PRIMITIVES, SUMS, handed, sum_in_order
 from mpikfac.comm.encoded import Encoded
-from mpikfac.comm.primitives import COPIES, PRIMITIVES, SUMS, handed, sum_in_order
-from mpikfac.comm.startup import check_nodes, cuda_aware
-from mpikfac.layout import Layout
-from mpikfac.levels import BETWEEN_NODES, IN_NODE
-from mpikfac.messages import Message
+from mpikfac.comm.job import check_nodes, cuda_aware
+from mpikfac.comm.overlap import Beside, ProgressThread
+from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
 from mpikfac.trace import Trace
 
 

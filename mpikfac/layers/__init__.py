@@ -1,11 +1,13 @@
-"""Each supported module as matrices, and everything else that travels with the gradients."""
+"""Each supported module as matrices, and all other tensors that travel with the gradients."""
 
-from mpikfac.layers.convolutional import ConvLayer
-from mpikfac.layers.covering import KINDS, NORMS, Kinds, Rule, cover, covered_shapes, uncovered
+from __future__ import annotations
+
+from mpikfac.layers.convolution.layer import ConvLayer
+from mpikfac.layers.coverage import KINDS, NORMS, Kinds, Rule, cover, covered_shapes, find_uncovered
 from mpikfac.layers.embedding import EmbeddingLayer
 from mpikfac.layers.layer import Layer
 from mpikfac.layers.normalization import NormLayer
-from mpikfac.layers.others import VOTES, Other, Statistic, Votes
+from mpikfac.layers.uncovered import VOTES, Other, Statistic, Votes
 
 __all__ = [
     "KINDS",
@@ -22,5 +24,5 @@ __all__ = [
     "Votes",
     "cover",
     "covered_shapes",
-    "uncovered",
+    "find_uncovered",
 ]

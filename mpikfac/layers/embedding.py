@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from mpikfac.layers.layer import Layer
-from mpikfac.shapes import LayerShape
+from mpikfac.plan import LayerShape
 
 
 class EmbeddingLayer(Layer):

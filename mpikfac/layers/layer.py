@@ -13,9 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import moments
-from mpikfac.layers.others import read_gradient, write_gradient
-from mpikfac.shapes import LayerShape
+from mpikfac.layers.uncovered import read_gradient, write_gradient
+from mpikfac.numerics import (
+    Normalization,
+    factor_scales,
+    linear_input_sum,
+    linear_input_vector,
+    linear_output_sum,
+    linear_output_vector,
+    squares,
+    vector_scales,
+)
+from mpikfac.plan import LayerShape
 
 Call = tuple[Tensor, Callable[[Callable[[Tensor], None]], object]]
 """An input, and what has a function called with the gradient of its product with the weight."""
@@ -93,7 +102,7 @@ class Layer:
         """`sum(a a^T)` or `sum(g g^T)` of a call, as `shape` has that side."""
         if self.shape.sharing == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
-            return moments.squares(rows, side in self.shape.diagonal)
+            return squares(rows, side in self.shape.diagonal)
         if side in self.shape.diagonal:
             return self.first_moment(side, x.square(), g.square()).view(-1, 1, 1)
         return self.input_sum(x) if side == "A" else self.output_sum(g)
@@ -106,19 +115,19 @@ class Layer:
 
     def input_sum(self, x: Tensor) -> Tensor:
         """`sum(a a^T)` `[inputs, inputs]` of one forward call's input."""
-        return moments.linear_input_sum(self.inputs(x), self.bias)
+        return linear_input_sum(self.inputs(x), self.bias)
 
     def output_sum(self, g: Tensor) -> Tensor:
         """`sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
-        return moments.linear_output_sum(self.outputs(g))
+        return linear_output_sum(self.outputs(g))
 
     def input_vector(self, x: Tensor) -> Tensor:
         """`sum(a)` `[inputs]` of one forward call's input."""
-        return moments.linear_input_vector(self.inputs(x), self.bias)
+        return linear_input_vector(self.inputs(x), self.bias)
 
     def output_vector(self, g: Tensor) -> Tensor:
         """`sum(g)` `[outputs]` of the gradient at the call's output."""
-        return moments.linear_output_vector(self.outputs(g))
+        return linear_output_vector(self.outputs(g))
 
     def input_means(self, x: Tensor) -> Tensor:
         """Of each example, the mean of `a` over its positions, `[batch, inputs]`."""
@@ -150,10 +159,10 @@ class Layer:
         return g.numel() // (self.shape.groups * self.shape.outputs)
 
     def scales(
-        self, normalization: moments.Normalization, batch: int, positions: int, vectors: bool
+        self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
         """What to multiply the sums of each side by to get A and G, or their vectors."""
-        scales = moments.vector_scales if vectors else moments.factor_scales
+        scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mpikfac.layers.layer import Layer
-from mpikfac.moments import Normalization
-from mpikfac.shapes import LayerShape
+from mpikfac.numerics import Normalization
+from mpikfac.plan import LayerShape
 
 
 class NormLayer(Layer):

@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from mpikfac import bases, comm, curvature
+from mpikfac import comm
+from mpikfac.engine import bases, decomposers
 from mpikfac_apps import checkpoints, data, guard, models, train_cnn
 
 # What a rank does there, and the call at which it misbehaves: the first step may take longer.
@@ -30,7 +31,7 @@ PLACES = {
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
-    "curvature": (curvature, "decompositions", 4),
+    "curvature": (decomposers, "decompositions", 4),
     "checkpoint": (checkpoints.Saver, "save", 1),
     "evaluation": (train_cnn.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),

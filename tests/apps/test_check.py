@@ -10,7 +10,7 @@ from torch import nn
 
 import mpikfac
 from launch import launch
-from mpikfac.bases import Bases
+from mpikfac.engine import Bases
 from mpikfac.layers.attention import ProjectionLayer
 from mpikfac_apps import check, findings
 

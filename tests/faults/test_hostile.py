@@ -22,7 +22,7 @@ from blake3 import blake3
 import mpikfac
 from forked import FORK, traced
 from mpikfac import UserError, find_checkpoint, read_checkpoint, save_checkpoint
-from mpikfac.manifest import _digest
+from mpikfac.checkpoint.manifest import _digest
 
 MODULES = ("durable", "shard", "manifest", "starts", "checkpoint")
 

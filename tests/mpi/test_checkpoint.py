@@ -13,13 +13,13 @@ import torch
 from mpikfac import (
     CheckpointWriter,
     UserError,
-    checkpoint,
     find_checkpoint,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
     together,
 )
+from mpikfac.checkpoint import checkpoint
 
 DTYPES = (
     torch.float32,

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-import mpikfac.curvature
-from mpikfac import NAMED, Strategy, Trace, decompose
-from mpikfac.comm import intercomm
+from mpikfac import NAMED, Strategy, Trace
+from mpikfac.comm import curvature_ranks as intercomm
+from mpikfac.engine import decomposers
+from mpikfac.solvers import decompose
 
 RANKS = mpikfac.world().size
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
@@ -118,13 +119,13 @@ def test_relative_damping(comm, solver):
 
 def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
     """Oracle: see `assert_same`; a decomposition takes longer than the steps until its use."""
-    make = mpikfac.curvature.decompositions
+    make = decomposers.decompositions
 
     def slow(*args):
         time.sleep(0.3)
         return make(*args)
 
-    monkeypatch.setattr(mpikfac.curvature, "decompositions", slow)
+    monkeypatch.setattr(decomposers, "decompositions", slow)
     assert_same(comm, 1)
 
 

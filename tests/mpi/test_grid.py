@@ -8,8 +8,9 @@ import torch
 
 import mpikfac
 from mpikfac import Strategy, UserError, agree, make_plan, together
-from mpikfac.comm import Grid, agreement, primitives
-from mpikfac.messages import Message
+from mpikfac.comm import Grid, agreement
+from mpikfac.comm import collectives as primitives
+from mpikfac.plan import Message
 
 RANKS = mpikfac.world().size
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy, UserError, decompose
-from mpikfac.troubles import TOLERATED
+from mpikfac import Strategy, UserError
+from mpikfac.engine.nonfinite import TOLERATED
+from mpikfac.solvers import decompose
 
 RANKS = mpikfac.world().size
 ALL = problem.strategies(RANKS)

@@ -12,7 +12,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac.comm import Grid, primitives
+from mpikfac.comm import Grid
+from mpikfac.comm import collectives as primitives
 
 PARTS = 12  # a divisor of it is every number of ranks that the tests are run on
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}

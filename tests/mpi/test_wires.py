@@ -13,8 +13,8 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import NAMED, Codec, Strategy, Trace
 from mpikfac.comm import Grid
-from mpikfac.layout import lay_out
-from mpikfac.messages import gathers, sums
+from mpikfac.plan import lay_out
+from mpikfac.plan.messages import gathers, sums
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"basis_every": 6}

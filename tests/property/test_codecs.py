@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac.codecs import add_decoded, encode
-from mpikfac.messages import Codec
+from mpikfac.numerics import add_decoded, encode
+from mpikfac.plan import Codec
 
 BFLOAT16, INT8, TOP = Codec("bfloat16"), Codec("int8"), Codec("top-k", 0.1)
 CODECS = [BFLOAT16, INT8, TOP, Codec("top-k", 1.0)]

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from mpikfac import convolution, window
+from mpikfac.layers.convolution import moments, window
 
 SIZES = {1: 8, 2: 5, 3: 2}  # up to how much more than one position asks for, by dimensions
 KERNELS = {1: 5, 2: 4, 3: 3}
@@ -63,9 +63,9 @@ def assert_moments(a, x, shape, bias, groups):
     if groups == 1:
         total, vector, means = total[0], vector[0], means[:, 0]
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-10)
-    close(convolution.input_sum(x, shape, bias, groups=groups), total)
-    close(convolution.input_vector(x, shape, bias, groups), vector)
-    close(convolution.input_means(x, shape, bias, groups), means)
+    close(moments.input_sum(x, shape, bias, groups=groups), total)
+    close(moments.input_vector(x, shape, bias, groups), vector)
+    close(moments.input_means(x, shape, bias, groups), means)
 
 
 def assert_convolution(module, x, padding):
@@ -79,7 +79,7 @@ def assert_convolution(module, x, padding):
 @settings(max_examples=300)
 def test_unstrided_convolutions(case):
     """Oracle: autograd's derivative of the module's output, whether correlating pays or not."""
-    with mock.patch.object(convolution, "worth_correlating", return_value=True):
+    with mock.patch.object(moments, "worth_correlating", return_value=True):
         assert_convolution(*case)
 
 
@@ -100,7 +100,7 @@ def test_transposed_convolutions(case, correlates):
         *(module.output_padding, module.dilation),
     )
     a = oracles.weight_vectors(module, x)
-    with mock.patch.object(convolution, "worth_correlating", return_value=correlates):
+    with mock.patch.object(moments, "worth_correlating", return_value=correlates):
         assert_moments(a, image, shape, module.bias is not None, module.groups)
     patches = window.patches(image, shape).flatten(1, x.dim() - 2).flatten(2).flip(1)
     seen = a[..., : patches.shape[-1] // module.groups].flatten(2)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import mpikfac
-from mpikfac import kron, layers
+from mpikfac import layers
+from mpikfac.numerics import triangles
 
 COVERS = {**layers.KINDS, **layers.NORMS}
 PRECISION = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4}  # sums in float32
@@ -154,7 +155,7 @@ def assert_as_defined(kfac, layer, uses, dtype):
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype]}
     for name, expected in by_definition(layer.shape, uses, kfac.plan.vectors).items():
         found = kfac.factors.averages[name]
-        found = (found if kfac.plan.vectors else kron.unfold_triangle(found)).double()
+        found = (found if kfac.plan.vectors else triangles.unfold_triangle(found)).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
     if dtype != torch.bfloat16:  # whose gradients are rounded sums
         expected = sum(torch.einsum("bsgo,bsgi->goi", g, a) for a, g in uses)
@@ -219,7 +220,7 @@ def test_normalisations(data, batch, rule, dtype):
     whole = batch * torch.einsum("bui,buj->uij", u, u)
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype] * float(whole.abs().max())}
     for name, expected in in_form(layer.shape, "A", whole).items():
-        found = kron.unfold_triangle(kfac.factors.averages[name]).double()
+        found = triangles.unfold_triangle(kfac.factors.averages[name]).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
 
 

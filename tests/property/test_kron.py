@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpikfac import decompose, kron
-from mpikfac.layout import triangle_shape
+from mpikfac.numerics import triangles
+from mpikfac.plan.layout import triangle_shape
+from mpikfac.solvers import eigen
 
 
 def symmetric(order, rank):
@@ -21,9 +22,9 @@ def test_triangles_add_up_exactly(order, seed, dtype):
     torch.manual_seed(seed)
     first, second = symmetric(order, 3).to(dtype), symmetric(order, 3).to(dtype)
     packed = first.new_zeros(triangle_shape(order))
-    kron.add_triangle(packed, first)
-    kron.add_triangle(packed, second)
-    assert torch.equal(kron.unfold_triangle(packed), first + second)
+    triangles.add_triangle(packed, first)
+    triangles.add_triangle(packed, second)
+    assert torch.equal(triangles.unfold_triangle(packed), first + second)
 
 
 sizes = st.integers(1, 8)
@@ -35,9 +36,9 @@ def test_preconditioning_solves_the_damped_system(outputs, inputs, rank, damping
     torch.manual_seed(seed)
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs).double()
-    (a_values, a_vectors), (g_values, g_vectors) = map(decompose.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    kron.damped_denominators([a_values], [g_values], damping, denominators)
-    out = kron.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigen.damped_denominators([a_values], [g_values], damping, denominators)
+    out = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
     expected = oracles.kronecker_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-9, atol=1e-9)

@@ -8,10 +8,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac.layout import lay_out
-from mpikfac.levels import in_two_levels, seat
-from mpikfac.messages import gathers, sums
-from mpikfac.strategy import divisors
+from mpikfac.plan import divisors, lay_out
+from mpikfac.plan.messages import gathers, sums
+from mpikfac.plan.two_levels import in_two_levels, seat
 
 
 def play(queues, values, ranks_per_node):

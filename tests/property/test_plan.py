@@ -6,10 +6,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac.layout import ALIGNMENT, triangle_shape
-from mpikfac.plan import make_plan
-from mpikfac.shapes import LayerShape, parent
-from mpikfac.strategy import Strategy, divisors
+from mpikfac.plan import ALIGNMENT, LayerShape, Strategy, divisors, make_plan, parent
+from mpikfac.plan.layout import triangle_shape
 
 orders = st.integers(1, 40)
 

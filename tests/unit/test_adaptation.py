@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import LevenbergMarquardt, kron
+from mpikfac import LevenbergMarquardt
+from mpikfac.numerics import triangles
 
 DAMPING = 0.05
 
@@ -63,7 +64,7 @@ def gauss_newton(model, index, x):
 
 def damped_product(kfac, name):
     """`(G + damping / pi) (x) (A + damping pi)` of a layer, written out."""
-    a, g = (kron.unfold_triangle(kfac.factors.averages[f"{name}.{side}"]) for side in "AG")
+    a, g = (triangles.unfold_triangle(kfac.factors.averages[f"{name}.{side}"]) for side in "AG")
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
     shares = pi * DAMPING**0.5, DAMPING**0.5 / pi
     a, g = (m + share * torch.eye(len(m)) for m, share in zip((a, g), shares))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import kron
+from mpikfac.numerics import triangles
 
 
 def trainer(comm, delay=0, tolerance=0.0, **settings):
@@ -116,7 +116,7 @@ def test_averages_kept_in_bfloat16(comm, solver, settings):
 
 def dense(kfac, name):
     """A factor's running average."""
-    return kron.unfold_triangle(kfac.factors.averages[name])
+    return triangles.unfold_triangle(kfac.factors.averages[name])
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
@@ -211,7 +211,7 @@ def test_eigenvectors_are_made_anew_when_the_factor_has_turned(comm, angle, fits
     turned = vectors @ torch.linalg.matrix_exp(skew)
     factor = turned * values @ turned.T
     kfac.factors.averages["0.A"].zero_()
-    kron.add_triangle(kfac.factors.averages["0.A"], factor)
+    triangles.add_triangle(kfac.factors.averages["0.A"], factor)
     seen = vectors.T @ factor @ vectors
     off = (seen - seen.diagonal().diag()).norm() / seen.norm()
     assert (off <= 0.1) == fits

@@ -14,8 +14,8 @@ import torch
 
 import mpikfac
 from mpikfac import UserError, latest_checkpoint, load_checkpoint, save_checkpoint
-from mpikfac.checkpoint import _assign
-from mpikfac.manifest import _digest
+from mpikfac.checkpoint.checkpoint import _assign
+from mpikfac.checkpoint.manifest import _digest
 
 ITEMS = {
     "model/conv1.weight": torch.linspace(-1, 1, 24).reshape(2, 3, 4),

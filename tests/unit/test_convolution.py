@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import convolution, correlation
-from mpikfac.window import Window, spread
+from mpikfac.layers.convolution import autocorrelation, moments
+from mpikfac.layers.convolution.window import Window, spread
 
 
 def window(module):
@@ -29,7 +29,7 @@ def assert_moment(total, vectors):
 def test_a_convolutions_outputs_are_its_pixels():
     """Oracle: the sum over outer products of channel vectors."""
     g = torch.randn(3, 4, 5, 2).double()
-    assert_moment(convolution.output_sum(g), g.permute(0, 2, 3, 1).reshape(-1, 4))
+    assert_moment(moments.output_sum(g), g.permute(0, 2, 3, 1).reshape(-1, 4))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -55,7 +55,7 @@ def test_a_convolutions_inputs_are_its_patches(geometry, channels, bias):
     """Oracle: im2col by `torch.nn.functional.unfold`."""
     module = nn.Conv2d(channels, 2, bias=bias, **geometry)
     x = torch.randn(3, channels, 8, 7).double()
-    assert_moment(convolution.input_sum(x, window(module), bias), oracles.input_vectors(module, x))
+    assert_moment(moments.input_sum(x, window(module), bias), oracles.input_vectors(module, x))
 
 
 def channels_last(x):
@@ -84,17 +84,17 @@ def test_images_need_not_be_contiguous(dims, groups, layout, dtype):
     close = torch.finfo(dtype).eps ** 0.6
     for kernel, stride, padding in [(3, 1, (1, 1)), (3, 2, (0, 1)), (1, 1, (0, 0)), (1, 2, (0, 0))]:
         shape = Window((kernel,) * dims, (stride,) * dims, (padding,) * dims, (1,) * dims)
-        for moment in (convolution.input_sum, convolution.input_vector, convolution.input_means):
+        for moment in (moments.input_sum, moments.input_vector, moments.input_means):
             found, expected = (moment(i, shape, True, groups=groups) for i in (laid_out, x))
             torch.testing.assert_close(found, expected, rtol=close, atol=close)
-    for moment in (convolution.output_sum, convolution.output_vector):
+    for moment in (moments.output_sum, moments.output_vector):
         found, expected = moment(laid_out, groups), moment(x, groups)
         torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize(("channels", "groups"), [(3, 1), (40, 1), (3, 3), (40, 40), (40, 5)])
-@pytest.mark.parametrize("way", [convolution.by_patches, correlation.by_correlation])
+@pytest.mark.parametrize("way", [moments.by_patches, autocorrelation.by_correlation])
 @pytest.mark.parametrize(("kernel", "padding", "dilation"), [(3, 1, 1), (2, 0, 3), (5, 2, 1)])
 def test_every_way_in_float32(way, channels, groups, memory_format, kernel, padding, dilation):
     """Oracle: im2col in float64; float32 takes other kernels than float64 does."""
@@ -115,7 +115,7 @@ def test_outputs_in_float32(shape, groups, memory_format):
     g = torch.randn(shape).to(memory_format=memory_format)
     vectors = g.double().permute(0, 2, 3, 1).reshape(-1, groups, shape[1] // groups)
     expected = torch.einsum("vgi,vgj->gij", vectors, vectors)
-    found = convolution.output_sum(g, groups).double()
+    found = moments.output_sum(g, groups).double()
     assert (found - expected).norm() < 1e-6 * expected.norm()
 
 
@@ -129,8 +129,8 @@ def test_outputs_of_every_dimension(size, groups):
     if groups == 1:
         total, vector = total[0], vector[0]
     close = {"rtol": 1e-10, "atol": 1e-10}
-    torch.testing.assert_close(convolution.output_sum(g, groups), total, **close)
-    torch.testing.assert_close(convolution.output_vector(g, groups), vector, **close)
+    torch.testing.assert_close(moments.output_sum(g, groups), total, **close)
+    torch.testing.assert_close(moments.output_vector(g, groups), vector, **close)
 
 
 def test_what_a_transposed_convolution_cuts_off_is_not_in_the_image():
@@ -151,7 +151,7 @@ def test_inputs_rounded_to_bfloat16(geometry, groups):
     vectors = oracles.input_vectors(module, x.double()).unflatten(1, (groups, -1))
     vectors = F.pad(vectors, (0, 1), value=1)
     expected = torch.einsum("vgi,vgj->gij", vectors, vectors).squeeze(0)
-    found = convolution.input_sum(x, window(module), True, torch.bfloat16, groups)
+    found = moments.input_sum(x, window(module), True, torch.bfloat16, groups)
     assert found.dtype == torch.float32
     assert 1e-6 < (found - expected).norm() / expected.norm() < 2**-8
     assert torch.equal(found[..., -1, -1].double(), expected[..., -1, -1])  # counts are exact
@@ -159,9 +159,9 @@ def test_inputs_rounded_to_bfloat16(geometry, groups):
 
 def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):
     """Oracle: im2col, which the case it was made for never calls."""
-    monkeypatch.setattr(convolution, "by_patches", None)
+    monkeypatch.setattr(moments, "by_patches", None)
     x = torch.randn(32, 16, 8, 8).double()
-    total = convolution.input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
+    total = moments.input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
     assert_moment(total, F.unfold(x, 3, padding=1).transpose(1, 2).reshape(-1, 144))
 
 
@@ -172,7 +172,7 @@ def test_precision_settings_are_left_alone():
     settings.fp32_precision = "ieee"
     try:
         x = torch.randn(32, 16, 8, 8)
-        convolution.input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
+        moments.input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
         assert settings.fp32_precision == "ieee"
     finally:
         settings.fp32_precision = before

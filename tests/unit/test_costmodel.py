@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import mpikfac
-from mpikfac import LayerShape, Level, Machine, Network, Sample, Strategy, costmodel, make_plan
+from mpikfac import LayerShape, Level, Machine, Network, Sample, Strategy, make_plan
+from mpikfac.predict import costs
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 # No latency to speak of; a byte takes 1 s inside a node and, for all ranks of a node, 10 s between.
@@ -29,20 +30,20 @@ LATENT = dataclasses.replace(MACHINE, inside=Level(1.0, math.inf), between=Level
 )
 def test_large_messages_are_rings(primitive, share):
     """Oracle: bytes that each of 4 ranks sends in a ring, per byte of the buffer."""
-    seconds = costmodel.collective_seconds(primitive, 1000, 4, MACHINE)
+    seconds = costs.collective_seconds(primitive, 1000, 4, MACHINE)
     assert seconds == pytest.approx(1000 * share)
 
 
 def test_small_messages_are_trees():
     """Oracle: depth of a binary tree over 5 ranks; there and back for an Allreduce."""
-    assert costmodel.collective_seconds("Bcast", 1, 5, LATENT) == pytest.approx(3)
-    assert costmodel.collective_seconds("Allreduce", 1, 5, LATENT) == pytest.approx(6)
-    assert costmodel.collective_seconds("Allreduce", 1, 5, LATENT, 2) == pytest.approx(60)
+    assert costs.collective_seconds("Bcast", 1, 5, LATENT) == pytest.approx(3)
+    assert costs.collective_seconds("Allreduce", 1, 5, LATENT) == pytest.approx(6)
+    assert costs.collective_seconds("Allreduce", 1, 5, LATENT, 2) == pytest.approx(60)
 
 
 def test_one_rank_and_no_bytes_cost_nothing():
-    assert costmodel.collective_seconds("Allreduce", 10, 1, MACHINE) == 0
-    assert costmodel.collective_seconds("Allreduce", 0, 2, MACHINE) == 0
+    assert costs.collective_seconds("Allreduce", 10, 1, MACHINE) == 0
+    assert costs.collective_seconds("Allreduce", 0, 2, MACHINE) == 0
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_one_rank_and_no_bytes_cost_nothing():
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
     plan = make_plan(LAYERS, ranks, Strategy(workers, ranks_per_node=4))
-    assert costmodel.placed(plan.team(0, over), plan, MACHINE) == placed
+    assert costs.placed(plan.team(0, over), plan, MACHINE) == placed
 
 
 def test_the_slower_level_bounds_a_message_and_links_are_shared():
@@ -72,19 +73,19 @@ def test_the_slower_level_bounds_a_message_and_links_are_shared():
     message = plan.messages(0, True, True)[0]
     row = dataclasses.replace(message, primitive="Allgatherv", over="row", size=1000)
     column = dataclasses.replace(row, over="column")
-    assert costmodel.message_seconds(row, plan, 0, MACHINE) == pytest.approx(750)
-    assert costmodel.message_seconds(column, plan, 0, MACHINE) == pytest.approx(500 * 10 * 4)
+    assert costs.message_seconds(row, plan, 0, MACHINE) == pytest.approx(750)
+    assert costs.message_seconds(column, plan, 0, MACHINE) == pytest.approx(500 * 10 * 4)
 
 
 def test_a_chain_passes_pieces_on():
     """Oracle: 3 pieces over 3 hops leave the first rank at 0, 1, 2 and arrive at the last at 5."""
-    size = 3 * costmodel.CHAINED
-    seconds = costmodel.collective_seconds("Send", size, 4, MACHINE)
-    assert seconds == pytest.approx(5 * costmodel.CHAINED)
+    size = 3 * costs.CHAINED
+    seconds = costs.collective_seconds("Send", size, 4, MACHINE)
+    assert seconds == pytest.approx(5 * costs.CHAINED)
     plan = make_plan(LAYERS, 4, Strategy(4, parts=4))
     message = plan.messages(0, False, False)[0]
-    both = costmodel.message_seconds(message, plan, 0, MACHINE)
-    parts = [costmodel.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]
+    both = costs.message_seconds(message, plan, 0, MACHINE)
+    parts = [costs.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]
     assert message.primitive == "Send, Bcast" and both == pytest.approx(sum(parts))
 
 
@@ -99,14 +100,14 @@ def test_what_was_measured_is_what_is_predicted():
     """Oracle: the points; past the largest, the line that they lie on."""
     machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED))
     for size, seconds in [*MEASURED, (2e6, 2.01)]:
-        found = costmodel.collective_seconds("Allreduce", int(size), 4, machine)
+        found = costs.collective_seconds("Allreduce", int(size), 4, machine)
         assert found == pytest.approx(seconds)
 
 
 def test_a_measurement_is_carried_over_to_other_numbers_of_ranks():
     """Oracle: twice as deep a tree; ring bytes of 3/2 and 15/8 buffers."""
     machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED), Sample("Bcast", 16, 1, 1, MEASURED))
-    found = costmodel.collective_seconds("Allreduce", 10**6, 16, machine)
+    found = costs.collective_seconds("Allreduce", 10**6, 16, machine)
     assert found == pytest.approx(0.01 * 2 + 1.0 * (15 / 8) / (3 / 2))
 
 
@@ -114,26 +115,26 @@ def test_several_nodes_are_not_predicted_from_one():
     """Oracle: the level, as if nothing had been measured; and the sharing of a link."""
     inside = Sample("Allgatherv", 2, 1, 1, MEASURED)
     machine = measured(inside)
-    plain = costmodel.collective_seconds("Allgatherv", 1000, 2, MACHINE, 2)
-    assert costmodel.collective_seconds("Allgatherv", 1000, 2, machine, 2) == plain
+    plain = costs.collective_seconds("Allgatherv", 1000, 2, MACHINE, 2)
+    assert costs.collective_seconds("Allgatherv", 1000, 2, machine, 2) == plain
     machine = measured(inside, Sample("Allgatherv", 2, 2, 2, MEASURED))
-    found = costmodel.collective_seconds("Allgatherv", 10**6, 2, machine, 2, sharing=1)
+    found = costs.collective_seconds("Allgatherv", 10**6, 2, machine, 2, sharing=1)
     assert found == pytest.approx(0.01 + 0.5)
 
 
 def test_a_level_gives_back_the_measurement_it_is_taken_from():
     """Oracle: the points, by the formula for what was not measured."""
-    level = costmodel.level_of(Sample("Allgatherv", 8, 2, 4, MEASURED))
+    level = costs.level_of(Sample("Allgatherv", 8, 2, 4, MEASURED))
     machine = dataclasses.replace(MACHINE, inside=Level(1.0, 1e99), between=level)
     for size, seconds in MEASURED:
-        found = costmodel.collective_seconds("Allgatherv", int(size), 8, machine, 2, sharing=4)
+        found = costs.collective_seconds("Allgatherv", int(size), 8, machine, 2, sharing=4)
         assert found == pytest.approx(seconds)
 
 
 def test_decompositions_are_those_of_owned_factors():
     """Oracle: n^3 seconds by hand; rank 0 owns conv, rank 1 the rest (see test_plan)."""
     plan = make_plan(LAYERS, 2, Strategy())
-    seconds = [costmodel.decompose_seconds(plan, rank, MACHINE) for rank in (0, 1)]
+    seconds = [costs.decompose_seconds(plan, rank, MACHINE) for rank in (0, 1)]
     assert seconds == pytest.approx([1064, 1248])
 
 
@@ -141,12 +142,12 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
     """Oracle: a g (a + g) of each layer: 560, 1024 and 96 of 1680; twice that in eigenbases."""
     plan = make_plan(LAYERS, 2, Strategy())
     network = MACHINE.networks[0]
-    found = [costmodel.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
+    found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
     assert found == pytest.approx([24 * 560 / 1680, 24 * 1120 / 1680])
     network = dataclasses.replace(network, precondition=None)
     eigen = make_plan(LAYERS, 2, Strategy(), solver="eigen")
-    assert costmodel.precondition_seconds(plan, 0, MACHINE, network) == pytest.approx(560)
-    assert costmodel.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(1120)
+    assert costs.precondition_seconds(plan, 0, MACHINE, network) == pytest.approx(560)
+    assert costs.precondition_seconds(eigen, 0, MACHINE, network) == pytest.approx(1120)
 
 
 def test_low_rank_costs_less_by_its_work():
@@ -159,14 +160,14 @@ def test_low_rank_costs_less_by_its_work():
     plan, of_whole = (make_plan([layer], 1, Strategy(), solver="eigen") for layer in (low, whole))
     n = {name: factor.order for name, factor in plan.factors.items()}
     seconds = [MACHINE.decomposition("eigen", order) * 8 / order for order in n.values()]
-    assert costmodel.decompose_seconds(plan, 0, MACHINE) == pytest.approx(sum(seconds))
+    assert costs.decompose_seconds(plan, 0, MACHINE) == pytest.approx(sum(seconds))
     products = 36 * 64 * 4 + 64 * 32 * 4, 64 * 32 * (64 + 32)
     for network in (
         MACHINE.networks[0],
         dataclasses.replace(MACHINE.networks[0], precondition=None),
     ):
         found, expected = (
-            costmodel.precondition_seconds(one, 0, MACHINE, network) for one in (plan, of_whole)
+            costs.precondition_seconds(one, 0, MACHINE, network) for one in (plan, of_whole)
         )
         assert found / expected == pytest.approx(products[0] / products[1])
 
@@ -175,13 +176,13 @@ def test_shares_of_a_rank():
     """Oracle: n^2 of the factors 116, 128 and 40; elements of the gradients 48 of 48 + 64 + 16."""
 
     def statistics(plan):
-        return costmodel.statistics_seconds(plan, 0, MACHINE, MACHINE.networks[0])
+        return costs.statistics_seconds(plan, 0, MACHINE, MACHINE.networks[0])
 
     alone = make_plan(LAYERS, 2, Strategy(reduction="none", update="owner"))
     assert statistics(alone) == pytest.approx(0.5 * 116 / 284)
-    assert costmodel.stepped_share(alone, 0) == pytest.approx(48 / 128)
+    assert costs.stepped_share(alone, 0) == pytest.approx(48 / 128)
     shared = make_plan(LAYERS, 2, Strategy())
-    assert (statistics(shared), costmodel.stepped_share(shared, 0)) == (0.5, 1)
+    assert (statistics(shared), costs.stepped_share(shared, 0)) == (0.5, 1)
 
 
 def test_vectors_have_times_of_their_own():
@@ -190,11 +191,11 @@ def test_vectors_have_times_of_their_own():
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
-    assert costmodel.decompose_seconds(plan, 0, MACHINE) == 0
-    assert costmodel.statistics_seconds(plan, 0, MACHINE, network) == 2
-    found = [costmodel.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
+    assert costs.decompose_seconds(plan, 0, MACHINE) == 0
+    assert costs.statistics_seconds(plan, 0, MACHINE, network) == 2
+    found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
     assert sorted(found) == pytest.approx([16, 22])
-    for part in (costmodel.statistics_seconds, costmodel.precondition_seconds):
+    for part in (costs.statistics_seconds, costs.precondition_seconds):
         with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
@@ -215,13 +216,13 @@ def test_layers_have_the_times_of_their_solvers():
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
     )
-    seconds = costmodel.decompose_seconds(plan, 0, MACHINE)
+    seconds = costs.decompose_seconds(plan, 0, MACHINE)
     assert seconds == pytest.approx(1000 + 64 + 216 + 8)
-    seconds = costmodel.precondition_seconds(plan, 0, MACHINE, network)
+    seconds = costs.precondition_seconds(plan, 0, MACHINE, network)
     assert seconds == pytest.approx(16 + 24 * (2 * 560 + 96) / 1680)
-    seconds = costmodel.statistics_seconds(plan, 0, MACHINE, network)
+    seconds = costs.statistics_seconds(plan, 0, MACHINE, network)
     assert seconds == pytest.approx(2 * 16 / 38 + 0.5 * (116 + 40) / 284)
-    for part in (costmodel.statistics_seconds, costmodel.precondition_seconds):
+    for part in (costs.statistics_seconds, costs.precondition_seconds):
         with pytest.raises(ValueError, match="has no times of solver='rank-one'"):
             part(plan, 0, MACHINE, MACHINE.networks[0])
 
@@ -230,20 +231,20 @@ def test_the_largest_part_bounds_a_sum_and_not_a_gather():
     """Oracle: 3 of 4 elements are one member's: as 6 elements, of which a ring sends half."""
     plan = make_plan(LAYERS, 2, Strategy())
     message = mpikfac.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
-    assert costmodel.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
+    assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
     message = dataclasses.replace(message, primitive="Allgatherv")
-    assert costmodel.message_seconds(message, plan, 0, MACHINE) == pytest.approx(8)
+    assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(8)
 
 
 def test_large_sums_in_parts_are_one_for_each_member():
     """Oracle: as `comm.Grid` makes them, past so many elements."""
     plan = make_plan(LAYERS, 2, Strategy())
-    count = costmodel.PIECE
+    count = costs.PIECE
     message = mpikfac.Message(
         "s", "Reduce_scatter", "world", ((0, count), (count, 2 * count)), -1, 8 * count, 0, 0
     )
-    found = costmodel.message_seconds(message, plan, 0, MACHINE)
-    assert found == 2 * costmodel.collective_seconds("Reduce", 4 * count, 2, MACHINE)
+    found = costs.message_seconds(message, plan, 0, MACHINE)
+    assert found == 2 * costs.collective_seconds("Reduce", 4 * count, 2, MACHINE)
 
 
 def test_what_encodes_is_part_of_what_was_measured():
@@ -252,7 +253,7 @@ def test_what_encodes_is_part_of_what_was_measured():
     machine = measured(plain, Sample("Allreduce", 2, 1, 1, slow, "bfloat16"))
 
     def seconds(codec):
-        return costmodel.collective_seconds("Allreduce", 100, 2, machine, codec=codec)
+        return costs.collective_seconds("Allreduce", 100, 2, machine, codec=codec)
 
     assert seconds("bfloat16") == pytest.approx(7)
     assert seconds("int8") == seconds(None) == pytest.approx(MEASURED[0][1])
@@ -261,13 +262,13 @@ def test_what_encodes_is_part_of_what_was_measured():
 def test_the_slowest_of_two():
     """Oracle: `2 Phi(spread / sqrt(2))`, the expected maximum of two such times in closed form."""
     exact = 1 + math.erf(0.3 / 2)
-    assert costmodel.expected_slowest(0.3, 2) == pytest.approx(exact, rel=1e-3)
-    assert costmodel.expected_slowest(0.3, 1) == pytest.approx(1, rel=1e-3)
-    assert costmodel.expected_slowest(0.0, 1000) == 1
+    assert costs.expected_slowest(0.3, 2) == pytest.approx(exact, rel=1e-3)
+    assert costs.expected_slowest(0.3, 1) == pytest.approx(1, rel=1e-3)
+    assert costs.expected_slowest(0.0, 1000) == 1
 
 
 def test_the_slowest_of_many():
     """Oracle: the mean over seeded draws."""
     draws = np.random.default_rng(0).standard_normal((2000, 1024))
     times = np.exp(0.05 * draws - 0.05**2 / 2).max(axis=1)
-    assert costmodel.expected_slowest(0.05, 1024) == pytest.approx(times.mean(), rel=3e-3)
+    assert costs.expected_slowest(0.05, 1024) == pytest.approx(times.mean(), rel=3e-3)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import kron
+from mpikfac.numerics import triangles
 
 INVERSES = ("inverse", "unsplit-inverse")
 FORMS = {
@@ -43,7 +43,7 @@ def side(kfac, layer, name, group):
     """A or G of a group as a matrix, and in the place of each eigenvalue the mean of its block."""
     blocks, means = [], []
     for shape in layer.side(name):
-        factor = kron.unfold_triangle(kfac.factors.averages[shape.name])
+        factor = triangles.unfold_triangle(kfac.factors.averages[shape.name])
         if name in layer.diagonal:
             factor = factor.view(layer.groups, -1).diag_embed()
         block = factor if factor.dim() == 2 else factor[group]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac.comm import cuda_aware
+from mpikfac.comm.job import cuda_aware
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import fisher, kron
+from mpikfac.numerics import fisher, triangles
 
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),
@@ -40,7 +40,9 @@ def step(comm, model, loss, **settings):
     (3 * LOSSES[loss](outputs)).backward()
     kfac.precondition()
     kfac.detach()
-    return {name: kron.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()}
+    return {
+        name: triangles.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
+    }
 
 
 def blocks(model, loss):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mpikfac import fisher
+from mpikfac.numerics import fisher
 
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f), *f.shape[2:]).long()),

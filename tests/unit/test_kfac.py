@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import kron, schedule
+from mpikfac.numerics import triangles
+from mpikfac.settings import schedule
 
 
 def linear():
@@ -35,7 +36,7 @@ def learn(kfac, step):
 
 
 def factor(kfac, name):
-    return kron.unfold_triangle(kfac.state_dict()[f"kfac/factors/{name}"])
+    return triangles.unfold_triangle(kfac.state_dict()[f"kfac/factors/{name}"])
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import oracles
 import pytest
 import torch
 
-from mpikfac import decompose, kron
-from mpikfac.layout import triangle_shape
+from mpikfac.engine import directions
+from mpikfac.numerics import products, triangles
+from mpikfac.plan.layout import triangle_shape
+from mpikfac.solvers import eigen, inverse, rank_one
 
 
 def symmetric(order, rank=None):
@@ -25,9 +27,11 @@ def test_a_triangle_unfolds_to_the_same_bits(order):
     """Oracle: the matrix itself, its elements at `torch.tril_indices`, its eigenvalues."""
     matrix = symmetric(order)
     packed = matrix.new_zeros(triangle_shape(order))
-    kron.add_triangle(packed, matrix)
-    assert torch.equal(kron.unfold_triangle(packed), matrix)
-    torch.testing.assert_close(kron.trace(packed), torch.linalg.eigvalsh(matrix).sum())
+    triangles.add_triangle(packed, matrix)
+    assert torch.equal(triangles.unfold_triangle(packed), matrix)
+    torch.testing.assert_close(
+        triangles.triangle_trace(packed), torch.linalg.eigvalsh(matrix).sum()
+    )
     rows, columns = torch.tril_indices(order, order)
     assert torch.equal(packed.view(-1).sort().values, matrix[rows, columns].sort().values)
 
@@ -37,9 +41,9 @@ def test_triangles_add_up_in_place(order):
     """Oracle: the sum of the matrices."""
     first, second = symmetric(order), symmetric(order)
     packed = first.new_zeros(triangle_shape(order))
-    kron.add_triangle(packed, first)
-    kron.add_triangle(packed, second)
-    assert torch.equal(kron.unfold_triangle(packed), first + second)
+    triangles.add_triangle(packed, first)
+    triangles.add_triangle(packed, second)
+    assert torch.equal(triangles.unfold_triangle(packed), first + second)
 
 
 @pytest.mark.parametrize("damping", [1e-3, 1.0])
@@ -49,10 +53,10 @@ def test_preconditioning_is_the_dense_solve(outputs, inputs, damping, rank):
     """Oracle: `(G (x) A + damping I)^-1` written out; also where factors are singular."""
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    (a_values, a_vectors), (g_values, g_vectors) = map(decompose.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    kron.damped_denominators([a_values], [g_values], damping, denominators)
-    out = kron.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigen.damped_denominators([a_values], [g_values], damping, denominators)
+    out = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
     expected = oracles.kronecker_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
@@ -63,7 +67,7 @@ def test_products_in_float32(shape, turned):
     """Oracle: the product in float64, whichever library makes it."""
     m, k, n = shape
     a, b = torch.randn(m, k), torch.randn(n, k).T if turned else torch.randn(k, n)
-    found = kron.product(a, b)
+    found = products.product(a, b)
     torch.testing.assert_close(found.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-4)
 
 
@@ -71,12 +75,12 @@ def test_preconditioning_in_bfloat16():
     """Oracle: float64; the error of four rounded products stays below 2 %."""
     a, g = symmetric(96), symmetric(64)
     gradient = torch.randn(64, 96, dtype=torch.float64)
-    (a_values, a_vectors), (g_values, g_vectors) = map(decompose.eigenbasis, (a, g))
+    (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
     denominators = torch.empty_like(gradient)
-    kron.damped_denominators([a_values], [g_values], 0.01, denominators)
-    exact = kron.precondition(gradient, [a_vectors], [g_vectors], denominators)
+    eigen.damped_denominators([a_values], [g_values], 0.01, denominators)
+    exact = eigen.precondition(gradient, [a_vectors], [g_vectors], denominators)
     rounded = [[part.bfloat16()] for part in (a_vectors, g_vectors)]
-    found = kron.precondition(gradient.float(), *rounded, denominators.float())
+    found = eigen.precondition(gradient.float(), *rounded, denominators.float())
     assert 1e-4 < (found.double() - exact).norm() / exact.norm() < 0.02
 
 
@@ -87,9 +91,9 @@ def test_damped_inverses_are_factored_tikhonov(outputs, inputs, damping):
     a, g = symmetric(inputs), 100 * symmetric(outputs)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
     ratio = a.diagonal().mean() / g.diagonal().mean()
-    a_inverse = decompose.damped_inverse(a, decompose.tikhonov_share(ratio, damping))
-    g_inverse = decompose.damped_inverse(g, decompose.tikhonov_share(1 / ratio, damping))
-    out = kron.precondition_by_inverse(gradient, [a_inverse], [g_inverse])
+    a_inverse = inverse.damped_inverse(a, inverse.tikhonov_share(ratio, damping))
+    g_inverse = inverse.damped_inverse(g, inverse.tikhonov_share(1 / ratio, damping))
+    out = inverse.precondition_by_inverse(gradient, [a_inverse], [g_inverse])
     expected = oracles.tikhonov_solve(gradient, a, g, damping)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
@@ -100,7 +104,7 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
     """Oracle: the Kronecker product of both squares, damped, inverted densely."""
     a, g = (torch.randn(n, dtype=torch.float64) for n in (inputs, outputs))
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
-    found = kron.precondition_by_vectors(gradient, [a], [g], damping)
+    found = rank_one.precondition_by_vectors(gradient, [a], [g], damping)
     expected = oracles.rank_one_solve(gradient, a, g, damping)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
@@ -126,7 +130,7 @@ def test_products_with_each_form_of_a_side(a_form, g_form):
     """Oracle: products with the whole matrices."""
     (a, whole_a), (g, whole_g) = side(a_form, 5), side(g_form, 4)
     gradient = torch.randn(4, 5, dtype=torch.float64)
-    found = kron.precondition_by_inverse(gradient, a, g)
+    found = inverse.precondition_by_inverse(gradient, a, g)
     torch.testing.assert_close(found, whole_g @ gradient @ whole_a)
 
 
@@ -138,12 +142,12 @@ def test_eigenbases_of_each_form_of_a_side(a_form, g_form):
     gradient = torch.randn(4, 5, dtype=torch.float64)
     values, vectors = [], []
     for blocks in (a, g):
-        bases = [decompose.eigenbasis(b if b.dim() == 2 else b.view(-1, 1, 1)) for b in blocks]
+        bases = [eigen.eigenbasis(b if b.dim() == 2 else b.view(-1, 1, 1)) for b in blocks]
         values.append([found.view(-1) for found, _ in bases])
         vectors.append([v.view(b.shape) for (_, v), b in zip(bases, blocks)])
     denominators = torch.empty_like(gradient)
-    kron.damped_denominators(*values, 0.01, denominators)
-    found = kron.precondition(gradient, *vectors, denominators)
+    eigen.damped_denominators(*values, 0.01, denominators)
+    found = eigen.precondition(gradient, *vectors, denominators)
     torch.testing.assert_close(found, oracles.kronecker_solve(gradient, whole_a, whole_g, 0.01))
 
 
@@ -151,16 +155,16 @@ def test_groups_are_preconditioned_one_by_one():
     """Oracle: each group alone."""
     a, g = (torch.stack([symmetric(n) for _ in range(3)]) for n in (4, 2))
     gradient = torch.randn(3, 2, 4, dtype=torch.float64)
-    found = kron.precondition_by_inverse(gradient, [a], [g])
-    one_by_one = [kron.precondition_by_inverse(x, [y], [z]) for x, y, z in zip(gradient, a, g)]
+    found = inverse.precondition_by_inverse(gradient, [a], [g])
+    one_by_one = [inverse.precondition_by_inverse(x, [y], [z]) for x, y, z in zip(gradient, a, g)]
     torch.testing.assert_close(found, torch.stack(one_by_one))
     packed = a.new_zeros(3, *triangle_shape(4))
-    kron.add_triangle(packed, a)
-    assert torch.equal(kron.unfold_triangle(packed), a)
-    torch.testing.assert_close(kron.trace(packed), a.diagonal(dim1=1, dim2=2).sum(1))
+    triangles.add_triangle(packed, a)
+    assert torch.equal(triangles.unfold_triangle(packed), a)
+    torch.testing.assert_close(triangles.triangle_trace(packed), a.diagonal(dim1=1, dim2=2).sum(1))
     damping = torch.tensor([0.1, 0.2, 0.3]).double()
-    inverses = [decompose.damped_inverse(each, float(d)) for each, d in zip(a, damping)]
-    torch.testing.assert_close(decompose.damped_inverse(a, damping), torch.stack(inverses))
+    inverses = [inverse.damped_inverse(each, float(d)) for each, d in zip(a, damping)]
+    torch.testing.assert_close(inverse.damped_inverse(a, damping), torch.stack(inverses))
 
 
 @pytest.mark.parametrize("missing", ["A", "G"])
@@ -169,7 +173,7 @@ def test_a_vector_may_stand_for_one_side(missing):
     a, g = (torch.randn(3, n, dtype=torch.float64) for n in (5, 4))
     gradient = torch.randn(3, 4, 5, dtype=torch.float64)
     sides = ([] if missing == "A" else [a]), ([] if missing == "G" else [g])
-    found = kron.precondition_by_vectors(gradient, *sides, 0.1)
+    found = rank_one.precondition_by_vectors(gradient, *sides, 0.1)
     for own_a, own_g, own, direction in zip(a, g, gradient, found):
         whole_a = torch.eye(5).double() if missing == "A" else torch.outer(own_a, own_a)
         whole_g = torch.eye(4).double() if missing == "G" else torch.outer(own_g, own_g)
@@ -182,5 +186,5 @@ def test_a_vector_may_stand_for_one_side(missing):
 )
 def test_the_kl_clip_is_its_formula(divergence, scale):
     """Oracle: min(1, sqrt(kl_clip / |divergence|)) at kl_clip 0.001 [SC20, eq. 18]."""
-    found = kron.clip_scale(torch.tensor([divergence], dtype=torch.float64), 0.001)
+    found = directions.clip_scale(torch.tensor([divergence], dtype=torch.float64), 0.001)
     assert found.item() == pytest.approx(scale)

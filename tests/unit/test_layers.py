@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mpikfac import LayerShape, convolution, layers
+from mpikfac import LayerShape, layers
+from mpikfac.layers.convolution import moments
 
 VOTES = ("(votes)", (layers.VOTES,))
 
@@ -55,7 +56,7 @@ def test_inputs_of_a_convolution_are_what_its_weight_multiplies(
     monkeypatch, geometry, correlates, bias
 ):
     """Oracle: autograd's derivative of the module's own output by its weight."""
-    monkeypatch.setattr(convolution, "worth_correlating", lambda *_: correlates)
+    monkeypatch.setattr(moments, "worth_correlating", lambda *_: correlates)
     torch.manual_seed(0)
     module = nn.Conv2d(3, 2, bias=bias, **geometry).double()
     x = torch.randn(2, 3, 6, 7).double()

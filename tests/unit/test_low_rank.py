@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, decompose, kron
-from mpikfac.plan import make_plan
-from mpikfac.shapes import FactorShape
-from mpikfac.strategy import Strategy
+from mpikfac import LayerShape
+from mpikfac.numerics import triangles
+from mpikfac.plan import FactorShape, Strategy, make_plan
+from mpikfac.solvers import decompose, eigen
 
 
 def spectrum(values, dtype=torch.float64):
@@ -32,8 +32,8 @@ def directions(factor, bases, gradient, damping):
     """The directions for one factor, the other being the identity."""
     values, vectors = bases
     denominators = torch.empty(len(gradient), len(values)).to(factor)
-    kron.damped_denominators([values], [], damping, denominators)
-    return kron.precondition(gradient.to(factor), [vectors], [], denominators)
+    eigen.damped_denominators([values], [], damping, denominators)
+    return eigen.precondition(gradient.to(factor), [vectors], [], denominators)
 
 
 def truncated(factor, rank):
@@ -51,8 +51,8 @@ def test_iterating_adds_little_to_what_low_rank_leaves_off(power, dtype, damping
     factor, _ = spectrum(decaying(400, power), dtype)
     exact = factor.double()
     gradient = torch.randn(5, 400, generator=torch.Generator().manual_seed(2)).double() @ exact
-    assert decompose._by_iteration(factor, 50) is not None
-    found = directions(factor, decompose.leading_eigenbasis(factor, 50), gradient, damping)
+    assert eigen._by_iteration(factor, 50) is not None
+    found = directions(factor, eigen.leading_eigenbasis(factor, 50), gradient, damping)
     cut_off = directions(exact, truncated(factor, 50), gradient, damping)
     whole = gradient @ torch.linalg.inv(exact + damping * torch.eye(400))
     assert (found.double() - whole).norm() < 1.1 * (cut_off - whole).norm()
@@ -63,8 +63,8 @@ def test_iterating_adds_little_to_what_low_rank_leaves_off(power, dtype, damping
 def test_iterated_eigenvectors_are_orthonormal_and_keep_the_trace(dtype, rounding):
     """Oracle: the identity, and the factor's trace; iterations do not tell on either."""
     factor, _ = spectrum(decaying(400, 1.0), dtype)
-    assert decompose._by_iteration(factor, 50) is not None
-    values, vectors = decompose.leading_eigenbasis(factor, 50)
+    assert eigen._by_iteration(factor, 50) is not None
+    values, vectors = eigen.leading_eigenbasis(factor, 50)
     trace = 350 * values[0] + values[1:].sum()
     torch.testing.assert_close(trace, factor.trace(), rtol=rounding, atol=0)
     own = vectors.T @ vectors
@@ -75,17 +75,17 @@ def test_iterated_eigenvectors_are_orthonormal_and_keep_the_trace(dtype, roundin
 def test_what_is_exactly_of_low_rank_is_found_by_iteration(rank):
     """Oracle: the factor itself, of 20 large eigenvalues above a multiple of the identity."""
     factor, _ = spectrum(torch.cat([torch.linspace(1, 2, 20), torch.full((380,), 1e-3)]).double())
-    (rest, *values), vectors = decompose.leading_eigenbasis(factor, rank)
+    (rest, *values), vectors = eigen.leading_eigenbasis(factor, rank)
     found = vectors * (torch.stack(values) - rest) @ vectors.T + rest * torch.eye(400).double()
-    assert decompose._by_iteration(factor, rank) is not None
+    assert eigen._by_iteration(factor, rank) is not None
     torch.testing.assert_close(found, factor, rtol=0, atol=1e-12)
 
 
 def test_where_no_few_eigenvectors_lead_all_are_made():
     """Oracle: LAPACK's, bit by bit, of a spectrum that does not decay."""
     factor, _ = spectrum(torch.linspace(1, 2, 300).double())
-    assert decompose._by_iteration(factor, 30) is None
-    values, vectors = decompose.leading_eigenbasis(factor, 30)
+    assert eigen._by_iteration(factor, 30) is None
+    values, vectors = eigen.leading_eigenbasis(factor, 30)
     expected = torch.linalg.eigh(factor)
     assert torch.equal(values[1:], expected[0][-30:])
     assert torch.equal(vectors, expected[1][:, -30:])
@@ -97,10 +97,10 @@ def test_an_iteration_is_the_same_every_time_and_leaves_torchs_generator_alone()
     torch.manual_seed(3)
     following = torch.rand(1)
     torch.manual_seed(3)
-    first = decompose.leading_eigenbasis(factor, 20)
+    first = eigen.leading_eigenbasis(factor, 20)
     assert torch.equal(torch.rand(1), following)
     torch.manual_seed(4)
-    for one, other in zip(first, decompose.leading_eigenbasis(factor, 20)):
+    for one, other in zip(first, eigen.leading_eigenbasis(factor, 20)):
         assert torch.equal(one, other)
 
 
@@ -111,10 +111,10 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
     factor = torch.eye(order)
     factor[1, 1] = bad
     with pytest.raises(ArithmeticError):
-        decompose.leading_eigenbasis(factor, rank)
-    assert not decompose.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
+        eigen.leading_eigenbasis(factor, rank)
+    assert not eigen.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
     packed = torch.zeros(mpikfac.FactorShape("0.A", order).triangle)
-    kron.add_triangle(packed, factor)
+    triangles.add_triangle(packed, factor)
     made = dict(decompose.decompositions({"0.A": packed}, {}, {"0.A": "eigen"}, {"0.A": rank}))
     shape = FactorShape("0.A", order, rank=rank)
     assert made["0.A.vectors"].shape == shape.part(2)
@@ -131,13 +131,13 @@ def test_leading_eigenvectors_fit_until_one_outside_has_grown(rank):
     values = torch.cat([torch.linspace(2, 1, rank), torch.full((100,), 0.1)]).double()
     factor, basis = spectrum(values)
     vectors = basis[:, :rank].contiguous()
-    own, misfit = decompose.values_in_basis(factor, vectors)
+    own, misfit = eigen.values_in_basis(factor, vectors)
     torch.testing.assert_close(own, torch.cat([torch.tensor([0.1]).double(), values[:rank]]))
     assert misfit < 1e-12
     grown = values.clone()
     grown[-1] = 1.5
     factor = basis * grown @ basis.T
-    own, misfit = decompose.values_in_basis(factor, vectors)
+    own, misfit = eigen.values_in_basis(factor, vectors)
     assert misfit == pytest.approx(0.5 / grown.norm().item(), rel=1e-4)
     torch.testing.assert_close(100 * own[0] + own[1:].sum(), grown.sum())
 
@@ -146,7 +146,7 @@ def test_nothing_has_grown_where_there_is_nothing_outside():
     """Oracle: zero but for rounding, whose directions, too, are not to be taken for growth."""
     factor, basis = spectrum(torch.cat([torch.linspace(2, 1, 10), torch.zeros(390)]), torch.float32)
     vectors = basis[:, :10].float().contiguous()
-    assert decompose.values_in_basis(factor, vectors)[1] < 1e-5
+    assert eigen.values_in_basis(factor, vectors)[1] < 1e-5
 
 
 def test_leading_eigenvectors_of_a_turned_factor_do_not_fit():
@@ -154,7 +154,7 @@ def test_leading_eigenvectors_of_a_turned_factor_do_not_fit():
     angle = torch.tensor(0.1, dtype=torch.float64)
     vector = torch.stack([angle.cos(), angle.sin(), *torch.zeros(2).double()])[:, None]
     factor = torch.diag(torch.tensor([3.0, 1.0, 0.0, 0.0], dtype=torch.float64))
-    (rest, value), misfit = decompose.values_in_basis(factor, vector)
+    (rest, value), misfit = eigen.values_in_basis(factor, vector)
     expected = 3 * angle.cos() ** 2 + angle.sin() ** 2
     assert (value, rest) == (
         pytest.approx(expected.item()),

@@ -8,7 +8,7 @@ import pytest
 
 import mpikfac
 from mpikfac import Level, Machine, Network, Sample
-from mpikfac.machine import fitted, interpolated, machine_from_json
+from mpikfac.predict.machine import fitted, interpolated, machine_from_json
 
 MACHINE = Machine(
     name="made up",

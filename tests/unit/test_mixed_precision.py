@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy, kron
+from mpikfac import Strategy
+from mpikfac.numerics import triangles
 
 BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
 
@@ -35,7 +36,7 @@ def batch(step):
 
 
 def factors(kfac):
-    return {n: kron.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
+    return {n: triangles.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
 
 
 # -- autocast ------------------------------------------------------------------------------------

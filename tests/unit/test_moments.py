@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mpikfac import moments
+from mpikfac.numerics import moments
 
 
 @pytest.fixture(autouse=True)

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Strategy, kron, scales
-from mpikfac.shapes import count_of
+from mpikfac import Strategy
+from mpikfac.engine import scales
+from mpikfac.plan import count_of
+from mpikfac.solvers import ekfac, products_of_values
 
 DAMPING = 0.02
 SETTINGS = {
@@ -209,7 +211,7 @@ def test_either_vectors_or_matrices_are_rotated(shared):
     a, g = torch.randn(5, shared, 6).double(), torch.randn(5, shared, 4).double()
     q_a, q_g = torch.randn(6, 6).double(), torch.randn(4, 4).double()
     expected = torch.einsum("bto,oi,btj,jk->bik", g, q_g, a, q_a).square().sum(0)
-    found = scales.squares_in_bases(a, g, [q_a], [q_g])
+    found = ekfac.squares_in_bases(a, g, [q_a], [q_g])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -300,7 +302,7 @@ def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
         learn(kfac, x, c, along)
         kfac.precondition()
     products = torch.empty_like(kfac.scales.averages["0"])
-    kron.products_of_values(*kfac.bases.sides("0", "values"), out=products)
+    products_of_values(*kfac.bases.sides("0", "values"), out=products)
     torch.testing.assert_close(kfac.scales.averages["0"], products, rtol=1e-10, atol=1e-12)
 
 
@@ -360,7 +362,7 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
         share = kfac.settings.turn("basis_every", step, 3)
         for name, one in kfac.scales.averages.items():
             products = torch.empty_like(one)
-            kron.products_of_values(*kfac.bases.sides(name, "values"), out=products)
+            products_of_values(*kfac.bases.sides(name, "values"), out=products)
             in_share = kfac.plan.shares_of[name] == share
             assert torch.equal(one, products if in_share else before[name]), name
             merged = kfac.plan.shares_of[name] == kfac.settings.turn("basis_every", step - 2, 3)
@@ -482,7 +484,7 @@ def test_another_solvers_state_starts_anew(comm):
     problem.run(kfac, comm, [2])
     for name, found in kfac.scales.averages.items():
         products = torch.empty_like(found)
-        kron.products_of_values(*kfac.bases.sides(name, "values"), out=products)
+        products_of_values(*kfac.bases.sides(name, "values"), out=products)
         assert torch.equal(found, products)
     assert not kfac.missing(kfac.state_dict())
 

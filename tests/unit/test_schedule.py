@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mpikfac.schedule import constant, cosine, evaluate, every, linear, step_decay, warmup
+from mpikfac.settings.schedule import constant, cosine, evaluate, every, linear, step_decay, warmup
 
 
 def test_plain_numbers_and_functions_are_schedules() -> None:

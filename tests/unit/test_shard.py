@@ -11,8 +11,8 @@ import torch
 from blake3 import blake3
 
 from forked import FORK
-from mpikfac import durable
-from mpikfac.shard import PIECE, checksum, read_shard, write_shard
+from mpikfac.checkpoint import durable
+from mpikfac.checkpoint.shard import PIECE, checksum, read_shard, write_shard
 
 ITEMS = {
     "model/conv1.weight": torch.rand(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),

@@ -8,18 +8,9 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import (
-    Job,
-    LayerShape,
-    Level,
-    Machine,
-    Network,
-    Strategy,
-    costmodel,
-    make_plan,
-    simulator,
-)
-from mpikfac.simulator import Event, play, shares
+from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
+from mpikfac.predict import costs, simulator
+from mpikfac.predict.simulator import Event, play, shares
 from mpikfac_apps import models
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
@@ -247,7 +238,7 @@ def test_stragglers_stretch_what_is_computed():
     plan = make_plan(LAYERS, 4, Strategy(4), OTHERS)
     even = mpikfac.simulate(plan, MACHINE, JOB).mean
     uneven = mpikfac.simulate(plan, MACHINE, dataclasses.replace(JOB, stragglers=0.1)).mean
-    slowest = costmodel.expected_slowest(0.1, 4)
+    slowest = costs.expected_slowest(0.1, 4)
     assert uneven.seconds == pytest.approx((even.seconds - even.exposed) * slowest + even.exposed)
     assert uneven.waiting == pytest.approx((even.seconds - even.exposed) * (slowest - 1))
     assert uneven.exposed == pytest.approx(even.exposed)
@@ -346,7 +337,7 @@ def test_times_of_64_gpus_that_nothing_was_fitted_to():
     """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is that of factors."""
     machine = mpikfac.load_machine("rtx2080ti-ib100")
     factors = int(586.9 * MIB)
-    fitted = costmodel.collective_seconds("Allreduce", factors, 64, machine, 16)
+    fitted = costs.collective_seconds("Allreduce", factors, 64, machine, 16)
     assert fitted == pytest.approx(0.300, rel=0.01)
-    inverses = costmodel.collective_seconds("Allgatherv", factors, 64, machine, 16)
+    inverses = costs.collective_seconds("Allgatherv", factors, 64, machine, 16)
     assert inverses == pytest.approx(0.146, rel=0.05)

@@ -85,6 +85,6 @@ def test_a_record_that_cannot_be_written_is_a_warning(root, monkeypatch, caplog)
     def full(*args: object) -> None:
         raise OSError("No space left on device")
 
-    monkeypatch.setattr("mpikfac.durable.replace", full)
+    monkeypatch.setattr("mpikfac.checkpoint.durable.replace", full)
     assert begin(root) == 2
     assert "this start is not counted: No space left on device" in caplog.text

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import kron
+from mpikfac.numerics import triangles
 
 
 def trainer(comm, model, **settings):
@@ -27,7 +27,7 @@ def factors(kfac):
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
     if kfac.plan.vectors:
         return state
-    return {name: kron.unfold_triangle(packed) for name, packed in state.items()}
+    return {name: triangles.unfold_triangle(packed) for name, packed in state.items()}
 
 
 def learn(kfac, batch, loss=F.cross_entropy):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import kron
+from mpikfac.numerics import triangles
 
 LOSSES = {
     "squared-error": F.mse_loss,
@@ -44,7 +44,7 @@ def trainer(comm, model, lr=1.0, **settings):
 
 
 def factors(kfac):
-    return {n: kron.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
+    return {n: triangles.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
 
 
 def recorded(comm, model, x, loss):

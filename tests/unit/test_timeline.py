@@ -8,14 +8,7 @@ import json
 import pytest
 
 from mpikfac import Event
-from mpikfac.timeline import (
-    Recorded,
-    chrome_trace,
-    self_seconds,
-    stage_means,
-    stage_table,
-    waiting,
-)
+from mpikfac.timeline import Recorded, chrome_trace, self_seconds, stage_means, stage_table, waiting
 
 # Rank 0's backward pass ends early, so that it waits 2 s for rank 1 in the sum, and rank 1 waits
 # for it later; a thread beside the training sends while both go backward: rank 0 alone the rest of

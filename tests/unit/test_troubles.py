@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from mpikfac import UserError
-from mpikfac.troubles import TOLERATED, Troubles, all_finite, not_finite
+from mpikfac.engine import Troubles
+from mpikfac.engine.nonfinite import TOLERATED
+from mpikfac.numerics import all_finite, not_finite
 
 
 def test_troubles_are_counted_and_told_once_in_a_row(caplog):

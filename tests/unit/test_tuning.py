@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpikfac
-from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan, tuning
+from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
+from mpikfac.predict import tuning
 
 LAYERS = [LayerShape(f"layer{n}", 64 * 2**n, 32 * 2**n) for n in range(4)]
 MACHINE = Machine(

@@ -1,0 +1,368 @@
+"""The run's state to and from checkpoints, by all ranks together.
+
+Each rank writes its share as one file; the checkpoint counts once all of them are on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.checkpoint import durable
+from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoint
+from mpikfac.checkpoint.restarts import TRIES, starts_from
+from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
+from mpikfac.comm import agree, together
+from mpikfac.errors import UserError
+
+PATIENCE = 5.0  # seconds until a file that rank 0 sees must be seen by all
+
+log = logging.getLogger("mpikfac")
+
+
+def save_checkpoint(
+    comm: Any, root: str | Path, items: Mapping[str, Value], step: int, keep: int = 2
+) -> Path:
+    """Writes the items of all ranks as `root/step-<step>` and returns that path.
+
+    An item that several ranks hold is equal on all of them and stored once. A checkpoint of the
+    same step is replaced. On failure temporary files are removed and older ones are untouched.
+
+    Args:
+        root: a directory on a file system that all ranks share; made if missing.
+        items: this rank's share, by name; the ranks' shares together are the checkpoint.
+            A `bool` comes back as an `int`.
+        keep: how many checkpoints to keep, up to this step; later ones are never deleted.
+
+    Collective over: comm.
+
+    Raises:
+        ValueError: `step` is negative or `keep` is below 1.
+        UserError: writing failed on some rank, ranks disagree, or an item cannot be stored.
+    """
+    begun = _begin(comm, Path(root), items, step, keep)
+    mine = {name: items[name] for name in begun.names}
+    final = _finish(comm, begun, lambda: _write(begun, comm.rank, mine))
+    if comm.rank == 0:
+        _prune(final, keep)
+    return final
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training, one at a time.
+
+    Files are written by a thread on each rank, which never communicates. On that rank's host, the
+    copies of its share stay for the next time.
+    """
+
+    def __init__(self, comm: Any, root: str | Path, keep: int = 2) -> None:
+        self.comm, self.root, self.keep = comm, Path(root), keep
+        self._thread = ThreadPoolExecutor(1, "mpikfac-checkpoint")
+        self._copies: dict[str, Tensor] = {}
+        self._begun: _Begun | None = None
+        self._shard: Future[dict[str, Any] | None] = Future()
+
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint was begun and is not committed; the same on all ranks."""
+        return self._begun is not None
+
+    @property
+    def written(self) -> bool:
+        """Whether this rank's part of what is pending is on disk, or has failed."""
+        return self.pending and self._shard.done()
+
+    def begin(self, items: Mapping[str, Value], step: int) -> None:
+        """Begins what `save_checkpoint` does; the items may change as soon as this returns.
+
+        A checkpoint that is still pending is committed first.
+
+        Collective over: comm.
+
+        Raises:
+            ValueError: `step` is negative or `keep` is below 1.
+            UserError: as `save_checkpoint`, or the pending one failed; then none is begun.
+        """
+        self.commit()
+        begun = _begin(self.comm, self.root, items, step, self.keep)
+        mine = self._copied({name: items[name] for name in begun.names})
+        self._shard = self._thread.submit(_write, begun, self.comm.rank, mine)
+        self._begun = begun
+
+    def commit(self) -> Path | None:
+        """Waits for all ranks' parts and returns the checkpoint's path; None if none is pending.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: writing failed on some rank; its files are removed.
+        """
+        if self._begun is None:
+            return None
+        begun, self._begun = self._begun, None
+        final = _finish(self.comm, begun, self._shard.result)
+        if self.comm.rank == 0:
+            self._thread.submit(_prune, final, self.keep)
+        return final
+
+    def abandon(self) -> None:
+        """Waits for this rank's part of what is pending, and forgets it, as other ranks are gone.
+
+        Collective over: none.
+        """
+        if self._begun is not None:
+            self._begun = None
+            wait([self._shard])
+
+    def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
+        """The items with tensors copied to the host, into the buffers of the last time."""
+        kept, self._copies = self._copies, {}
+        for name, value in items.items():
+            if isinstance(value, Tensor):
+                self._copies[name] = _to_host(value.detach(), kept.get(name))
+        if any(isinstance(value, Tensor) and value.is_cuda for value in items.values()):
+            torch.cuda.synchronize()
+        return {**items, **self._copies}
+
+
+def load_checkpoint(comm: Any, path: str | Path) -> Checkpoint:
+    """The items of all ranks that wrote the checkpoint, to be read when they are asked for.
+
+    Any number of ranks may read. The path that rank 0 passes counts.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: there is no complete checkpoint of this format, or its manifest is damaged.
+    """
+    found = None
+    with together(comm, f"reading checkpoint {path}"):
+        if comm.rank == 0:
+            found = read_checkpoint(path)
+    return comm.bcast(found)
+
+
+def find_checkpoint(comm: Any, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
+    """The newest checkpoint under `root` of which every file is right; None if there is none.
+
+    One that is damaged, or after which two starts in a row committed no newer one, is passed over
+    with a warning. If all have been tried in vain, the newest of them is taken again.
+
+    Args:
+        skip: names of directories to pass over.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: all checkpoints are damaged, or ranks see different files.
+    """
+    complete: list[Path] = []
+    with together(comm, f"looking for checkpoints in {root}"):
+        if comm.rank == 0:
+            complete = [path for path in durable.complete(Path(root)) if path.name not in skip]
+    paths = comm.bcast(complete[::-1])
+    _wait_for_files(comm, paths)
+    passed: list[str] = []
+    tired: list[Checkpoint] = []
+    for path in paths:
+        try:
+            checkpoint = load_checkpoint(comm, path)
+            _check(comm, checkpoint)
+        except UserError as error:
+            passed.append(str(error))
+            continue
+        starts = comm.bcast(starts_from(checkpoint) if comm.rank == 0 else None)
+        if starts < TRIES:
+            return _chosen(comm, checkpoint, passed)
+        passed.append(f"{path}: the last {starts} starts from it committed no newer checkpoint")
+        tired.append(checkpoint)
+    if tired:
+        return _chosen(comm, tired[0], passed)
+    if passed:
+        raise UserError(f"no checkpoint in {root} can be read: {'; '.join(passed)}")
+    return None
+
+
+@dataclass
+class _Begun:
+    """A checkpoint whose temporary directory is made."""
+
+    final: Path
+    step: int
+    names: list[str]  # what this rank writes
+    sums: dict[str, int]  # of the items that other ranks hold, too
+    room: str
+    held: list[dict[str, dict[str, Any]]]  # known to rank 0, as are the shares
+    shares: list[list[str]]
+
+    @property
+    def doing(self) -> str:
+        return f"writing checkpoint {self.final}"
+
+
+def _begin(comm: Any, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
+    if step < 0 or keep < 1:
+        raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
+    agree(comm, {"root": str(root), "step": step, "keep": keep})
+    begun = _Begun(root / f"step-{step:09d}", step, [], {}, "", [], [])
+    with together(comm, begun.doing):
+        described = {name: describe(name, value) for name, value in items.items()}
+    begun.held = comm.gather(described) or []
+    shared: set[str] = set()
+    with together(comm, begun.doing):
+        if comm.rank == 0:
+            begun.shares = _assign(begun.held)
+            counts = Counter(name for described in begun.held for name in described)
+            shared = {name for name, count in counts.items() if count > 1}
+            begun.room = _room(begun)
+            with _told(begun.room):
+                durable.begin(begun.final)
+    begun.names = comm.scatter(begun.shares)
+    shared, begun.room = comm.bcast((shared, begun.room))
+    begun.sums = {name: checksum(value) for name, value in items.items() if name in shared}
+    return begun
+
+
+def _finish(comm: Any, begun: _Begun, write: Callable[[], dict[str, Any] | None]) -> Path:
+    """Commits the checkpoint as soon as `write` is done on all ranks."""
+    final = begun.final
+    try:
+        with together(comm, begun.doing), _told(begun.room):
+            shard = write()
+        written = comm.gather((shard, begun.sums))
+        with together(comm, begun.doing), _told(begun.room):
+            if comm.rank == 0:
+                shards, sums = zip(*written)
+                _compare(sums)
+                manifest = make_manifest(begun.step, begun.held, begun.shares, shards)
+                durable.commit(final, manifest)
+    except UserError:
+        if comm.rank == 0:
+            durable.abandon(final)
+        raise
+    return final
+
+
+def _prune(final: Path, keep: int) -> None:
+    """Deletes older checkpoints; where that fails the new one is good all the same."""
+    try:
+        durable.prune(final, keep)
+    except OSError as error:
+        log.warning("checkpoints older than %s are not deleted: %s", final, error)
+
+
+def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, Any] | None:
+    return write_shard(durable.partial(begun.final) / f"shard-{rank}.h5", items) if items else None
+
+
+def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
+    """The value in host memory, in `buffer` if it fits; a GPU's copy may still be under way."""
+    if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
+        buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+    return buffer.copy_(value, non_blocking=True)
+
+
+def _room(begun: _Begun) -> str:
+    needed = sum(
+        described[name]["bytes"]
+        for described, names in zip(begun.held, begun.shares)
+        for name in names
+    )
+    return f"{needed:,} bytes needed, {durable.free(begun.final):,} free"
+
+
+@contextmanager
+def _told(room: str) -> Iterator[None]:
+    """What the system refuses is raised together with the bytes needed and free."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(f"{error}; {room}") from error
+
+
+def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
+    """Which names each rank writes: the least loaded of an item's holders, largest items first."""
+    holders: dict[str, list[int]] = {}
+    for rank, described in enumerate(held):
+        for name, found in described.items():
+            ranks = holders.setdefault(name, [])
+            if ranks and found != (first := held[ranks[0]][name]):
+                raise ValueError(
+                    f"item {name!r} is {reprlib.repr(first)} on rank {ranks[0]} "
+                    f"but {reprlib.repr(found)} on rank {rank}"
+                )
+            ranks.append(rank)
+    size = {name: held[ranks[0]][name]["bytes"] for name, ranks in holders.items()}
+    load = [0] * len(held)
+    shares: list[list[str]] = [[] for _ in held]
+    for name in sorted(holders, key=lambda name: (len(holders[name]) > 1, -size[name], name)):
+        writer = min(holders[name], key=lambda rank: (load[rank], rank))
+        load[writer] += size[name]
+        shares[writer].append(name)
+    return shares
+
+
+def _compare(sums: Sequence[Mapping[str, int]]) -> None:
+    """Raises ValueError if ranks hold other bytes of an item."""
+    first: dict[str, tuple[int, int]] = {}
+    for rank, found in enumerate(sums):
+        for name, value in found.items():
+            one, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                raise ValueError(
+                    f"item {name!r} has other values on rank {rank} than on rank {one}; "
+                    f"what several ranks hold must be equal"
+                )
+
+
+def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
+    """Returns when all ranks see the files that rank 0 sees; network file systems may lag."""
+    seen: dict[str, int] = {}
+    with together(comm, "looking for checkpoints"):
+        if comm.rank == 0:
+            seen = _files(checkpoints)
+    seen = comm.bcast(seen)
+    with together(comm, "looking for checkpoints"):
+        deadline = time.monotonic() + PATIENCE
+        while missing := dict(seen.items() - _files(checkpoints).items()):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rank {comm.rank} does not see {next(iter(missing))} as rank 0 does: ranks "
+                    f"see different directories; use one on a file system that all ranks share"
+                )
+            time.sleep(0.1)
+
+
+def _files(directories: Sequence[Path]) -> dict[str, int]:
+    """Bytes of the directories' files, by path."""
+    return {
+        str(file): file.lstat().st_size
+        for directory in directories
+        if directory.exists()
+        for file in directory.iterdir()
+    }
+
+
+def _check(comm: Any, checkpoint: Checkpoint) -> None:
+    """Reads every file of the checkpoint, each on one rank, and raises UserError on all."""
+    with together(comm, f"reading checkpoint {checkpoint.path}"):
+        for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
+            checkpoint.check(shard)
+
+
+def _chosen(comm: Any, checkpoint: Checkpoint, passed: Sequence[str]) -> Checkpoint:
+    if comm.rank == 0:
+        for reason in passed:
+            log.warning("%s; going on from %s", reason, checkpoint.path)
+    return checkpoint

@@ -1,0 +1,256 @@
+"""One rank's items as an HDF5 file, and back; the only importer of h5py.
+
+libhdf5 crashes on a full disk and does not notice damage by itself, so it never sees the disk. To
+write, it lays the file out in memory, without the values, which then go from where they are to the
+file by plain writes. To read, it parses bytes whose BLAKE3 was found right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import h5py
+import numpy as np
+import torch
+from blake3 import blake3
+from h5py import h5d, h5p, h5s, h5t
+from torch import Tensor
+
+from mpikfac.checkpoint import durable
+from mpikfac.errors import UserError
+
+Value = Tensor | int | float | str
+
+SAME = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"]
+# dtype in the manifest (torch's, or "int" and "float" of Python) -> dtype in HDF5
+STORED = {name: np.dtype(name) for name in SAME} | {
+    "bool": np.dtype("uint8"),
+    "bfloat16": np.dtype("uint16"),
+    "int": np.dtype("int64"),
+    "float": np.dtype("float64"),
+}
+PAGE = 2**12
+PIECE = 2**22  # bytes that are hashed and written at a time, while they are in cache
+
+
+def describe(name: str, value: Value) -> dict[str, Any]:
+    """The item's dtype, shape and bytes; of a number also its value.
+
+    Raises:
+        ValueError: the item cannot be stored.
+    """
+    if name in ("", "."):
+        raise ValueError(f"item name {name!r} cannot name a dataset")
+    if isinstance(value, Tensor):
+        dtype = str(value.dtype).removeprefix("torch.")
+        if dtype not in STORED:
+            raise ValueError(f"item {name!r} has dtype {dtype}; use one of {', '.join(STORED)}")
+        return {"dtype": dtype, "shape": list(value.shape), "bytes": value.nbytes}
+    if isinstance(value, str):
+        return {"dtype": "str", "shape": [], "bytes": len(value.encode())}
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"item {name!r} is {value}, which takes more than 64 bits; store a str")
+    if isinstance(value, int | float):
+        dtype = "int" if isinstance(value, int) else "float"
+        return {"dtype": dtype, "shape": [], "bytes": 8, "value": repr(value)}
+    raise ValueError(f"item {name!r} is a {type(value).__name__}; use Tensor, int, float or str")
+
+
+def checksum(value: Value) -> int:
+    """Equal for equal values: of a tensor the sum of its elements' bit patterns.
+
+    That takes a pass over memory and no copy, however the tensor is strided.
+    """
+    if not isinstance(value, Tensor):
+        return zlib.crc32(_content(value))
+    patterns = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = value.detach().view(patterns[value.element_size()]).cpu().numpy()
+    return int(np.add.reduce(bits, axis=None, dtype=max(bits.dtype, np.dtype(np.int32))))
+
+
+def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
+    """The file holds the items, on disk; returns its `size` in bytes and its `digest`, BLAKE3."""
+    digest = blake3()
+
+    def hashed() -> Iterator[bytes | memoryview]:
+        for block in _blocks(items):
+            digest.update(block)
+            yield block
+
+    size = durable.write(path, hashed())
+    return {"size": size, "digest": digest.hexdigest()}
+
+
+def check_shard(path: Path, size: int, digest: str) -> None:
+    """Returns if the file is what was written.
+
+    Raises:
+        UserError: it is missing, or of another size or content.
+    """
+    with _opened(path, size) as file:
+        found = hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
+    _compare(path, found, digest)
+
+
+def read_shard(path: Path, size: int, digest: str) -> h5py.File:
+    """The HDF5 file in memory, its bytes checked before libhdf5 parses them.
+
+    Raises:
+        UserError: it is missing, or of another size or content.
+    """
+    with _opened(path, size) as file:
+        content = file.read()
+    _compare(path, blake3(content).hexdigest(), digest)
+    return h5py.File(io.BytesIO(content), "r")
+
+
+def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
+    """The item's value, if its dataset is what the manifest says, whole, and inside the file.
+
+    Raises:
+        ValueError: it is not.
+    """
+    kind, shape = item["dtype"], tuple(item["shape"])
+    link = file.get(_key(name), getlink=True)
+    dataset = file[_key(name)] if isinstance(link, h5py.HardLink) else None
+    if not isinstance(dataset, h5py.Dataset):
+        raise ValueError("is not a dataset of this file")
+    created = dataset.id.get_create_plist()
+    if created.get_layout() != h5d.CONTIGUOUS or created.get_external_count():
+        raise ValueError("is not stored in one piece")
+    expected = np.dtype(f"S{max(1, item['bytes'])}") if kind == "str" else STORED[kind]
+    if (dataset.dtype, dataset.shape) != (expected, shape):
+        raise ValueError(f"is {dataset.dtype} {dataset.shape}, not {expected} {shape}")
+    if dataset.nbytes > file.id.get_filesize():
+        raise ValueError("is larger than its file")
+    array = dataset[()]
+    if kind == "str":
+        return array.ljust(item["bytes"], b"\0").decode()  # numpy drops NULs at the end
+    if kind in ("int", "float"):
+        return array.item()
+    flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return flat.view(getattr(torch, kind)).reshape(shape)
+
+
+class _Image:
+    """A file in memory that takes none where HDF5 writes nothing: the values stay out of it."""
+
+    def __init__(self) -> None:
+        self.size = self._at = 0
+        self._pages: dict[int, bytearray] = defaultdict(lambda: bytearray(PAGE))
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._at = offset + (self.size if whence == io.SEEK_END else 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int) -> bytes:
+        parts = list(self._parts(count))
+        return b"".join(page[part] for page, part in parts)
+
+    def write(self, content: bytes) -> int:
+        done = 0
+        for page, part in self._parts(len(content)):
+            length = part.stop - part.start
+            page[part] = content[done : done + length]
+            done += length
+        self.size = max(self.size, self._at)
+        return done
+
+    def truncate(self, size: int) -> None:
+        self.size = size
+
+    def flush(self) -> None:
+        pass  # HDF5 wants to call it
+
+    def _parts(self, count: int) -> Iterator[tuple[bytearray, slice]]:
+        """The next `count` bytes as slices of pages; moves past them."""
+        stop = self._at + count
+        while self._at < stop:
+            number, start = divmod(self._at, PAGE)
+            end = min(PAGE, start + stop - self._at)
+            self._at += end - start
+            yield self._pages[number], slice(start, end)
+
+
+def _blocks(items: Mapping[str, Value]) -> Iterator[bytes | memoryview]:
+    """The shard's bytes from first to last; values are taken one at a time, where they are."""
+    image = _Image()
+    places = _lay_out(image, items)
+    image.seek(0)
+    for offset, name in places:
+        yield image.read(offset - image.tell())
+        content = _content(items[name])
+        for start in range(0, len(content), PIECE):
+            yield content[start : start + PIECE]
+        image.seek(offset + len(content))
+    yield image.read(image.size - image.tell())
+
+
+def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]:
+    """Makes the HDF5 file without its values; returns where each of them belongs, in order."""
+    places = []
+    plain = h5p.create(h5p.DATASET_CREATE)
+    plain.set_layout(h5d.CONTIGUOUS)
+    plain.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    plain.set_fill_time(h5d.FILL_TIME_NEVER)
+    plain.set_obj_track_times(False)  # the same items make the same file
+    with h5py.File(image, "w") as file:
+        for name in sorted(items):
+            dtype, shape = _form(items[name])
+            kind, space = h5t.py_create(dtype, logical=True), h5s.create_simple(shape)
+            dataset = h5d.create(file.id, _key(name).encode(), kind, space, dcpl=plain)
+            if (offset := dataset.get_offset()) is not None:  # None: no element, no place
+                places.append((offset, name))
+    return sorted(places)
+
+
+def _key(name: str) -> str:
+    """The dataset's name: "/" would make groups, in which names can collide with parts of names."""
+    return quote(name, safe="")
+
+
+def _form(value: Value) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    if isinstance(value, Tensor):
+        return STORED[str(value.dtype).removeprefix("torch.")], tuple(value.shape)
+    if isinstance(value, str):
+        return h5py.string_dtype("utf-8", max(1, len(value.encode()))), ()
+    return STORED["int" if isinstance(value, int) else "float"], ()
+
+
+def _content(value: Value) -> memoryview:
+    """The value's bytes, not copied where it lies in host memory in one piece."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    dtype, _ = _form(value)
+    plain = value.encode() if isinstance(value, str) else value
+    return np.array([plain], dtype).view(np.uint8).data
+
+
+@contextmanager
+def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
+    try:
+        with durable.read(path) as file:
+            if (found := os.fstat(file.fileno()).st_size) != size:
+                raise UserError(f"{path} is damaged: {found} bytes, {size} were written")
+            yield file
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def _compare(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise UserError(f"{path} is damaged: its BLAKE3 is not that of what was written")

@@ -1,0 +1,137 @@
+"""MPI's blocking collectives on buffers, in pieces, as a plan's messages ask for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, settle
+from mpikfac.plan import PIECE, Message
+
+
+def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
+    if len(part):  # MPI may ask for the sum of nothing, of which torch makes no tensor
+        one, other = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
+        other += one
+
+
+BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
+
+
+def _op(message: Message) -> MPI.Op:
+    """What adds up; MPI knows no bfloat16 and takes it for whole numbers."""
+    return BFLOAT16_SUM if message.codec else MPI.SUM
+
+
+def _allreduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
+    ((start, stop),) = message.spans
+    for piece in pieces(buffer, start, stop, PIECE):
+        comm.Allreduce(MPI.IN_PLACE, piece, _op(message))
+
+
+def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
+    for span in message.spans:
+        _reduce_to(message.root, comm, buffer, span, _op(message))
+
+
+def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
+    counts = [stop - start for start, stop in message.spans]
+    if sum(counts) <= PIECE:
+        start, stop = message.spans[comm.rank]
+        own = buffers.like(buffer, "sum", stop - start)
+        comm.Reduce_scatter(buffers.joined(buffer, message.spans), own, counts, _op(message))
+        buffer[start:stop] = own
+        settle(buffer)
+    else:
+        for owner, span in enumerate(message.spans):
+            _reduce_to(owner, comm, buffer, span, _op(message))
+
+
+def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
+    step = max(1, PIECE // comm.size)
+    for done in range(0, max(b - a for a, b in message.spans), step):
+        begins = [min(start + done, stop) for start, stop in message.spans]
+        counts = [min(step, stop - begin) for begin, (_, stop) in zip(begins, message.spans)]
+        begin, count = begins[comm.rank], counts[comm.rank]
+        parts = buffers.like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
+        comm.Alltoallv([buffer, counts, begins, None], [parts, [count] * comm.size])
+        total = buffer[begin : begin + count]
+        total[:] = parts[:count]
+        for other in range(1, comm.size):
+            total += parts[other * count : (other + 1) * count]
+        settle(buffer)
+
+
+def _allgatherv(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
+    starts, counts = zip(*((start, stop - start) for start, stop in message.spans))
+    if len(buffer) <= MAX_COUNT:
+        comm.Allgatherv(MPI.IN_PLACE, [buffer, counts, starts, None])
+    else:
+        for root, span in enumerate(message.spans):
+            _broadcast_from(root, comm, buffer, span)
+
+
+def _bcast(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
+    for span in message.spans:
+        _broadcast_from(message.root, comm, buffer, span)
+
+
+def _reduce_to(
+    root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int], op: MPI.Op
+) -> None:
+    for piece in pieces(buffer, *span, PIECE):
+        if comm.rank == root:
+            comm.Reduce(MPI.IN_PLACE, piece, op, root)
+        else:
+            comm.Reduce(piece, None, op, root)
+
+
+def _broadcast_from(root: int, comm: MPI.Intracomm, buffer: Any, span: tuple[int, int]) -> None:
+    for piece in pieces(buffer, *span, MAX_COUNT):
+        comm.Bcast(piece, root=root)
+
+
+PRIMITIVES = {
+    "Allreduce": _allreduce,
+    "Reduce": _reduce,
+    "Reduce_scatter": _reduce_scatter,
+    "Alltoall": _alltoall,
+    "Allgatherv": _allgatherv,
+    "Bcast": _bcast,
+}
+"""What carries out a message, by the name that plans give it."""
+SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
+"""Those of them that add up numbers of any codec that MPI can add up."""
+COPIES = ("Allgatherv", "Bcast")
+"""Those of them that hand on numbers as they are, of whatever dtype."""
+
+
+def handed(message: Message, rank: int) -> int:
+    """Elements of a message that member `rank` hands to MPI."""
+    if message.primitive == "Bcast" and rank != message.root:
+        return 0
+    spans = message.spans[rank : rank + 1] if message.primitive == "Allgatherv" else message.spans
+    return sum(stop - start for start, stop in spans)
+
+
+def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
+    """`total` becomes the sum of all ranks' `parts` `[n, len(total)]`, both on the host.
+
+    Collective over: comm.
+    """
+    last = comm.size - 1
+    for start in range(0, len(total), PIECE):
+        piece = total[start : start + PIECE]
+        if comm.rank:
+            comm.Recv(piece.numpy(), source=comm.rank - 1)
+        else:
+            piece.zero_()
+        for part in parts:
+            piece += part[start : start + PIECE]
+        if comm.rank != last:
+            comm.Send(piece.numpy(), dest=comm.rank + 1)
+    for piece in pieces(total, 0, len(total), PIECE):
+        comm.Bcast(piece.numpy(), root=last)

@@ -1,0 +1,186 @@
+"""What a rank finds out before it trains: whether ranks are one job, its node, its GPU, its MPI."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import cast
+
+import torch
+from mpi4py import MPI
+
+from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
+
+LAUNCHERS = (
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("PMI_SIZE", "PMI_RANK"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("SLURM_NTASKS", "SLURM_PROCID"),
+)
+
+
+def world() -> MPI.Intracomm:
+    """The communicator of all ranks, after checking that the launcher made one job of them.
+
+    Collective over: none.
+
+    Raises:
+        SystemExit: code 2 where a launcher started N jobs of size 1; the first of them says why.
+    """
+    comm = MPI.COMM_WORLD
+    for size_name, rank_name in LAUNCHERS:
+        claimed = int(os.environ.get(size_name, 0))
+        if claimed and comm.size == 1:
+            if claimed > 1:
+                _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, 0)))
+            break
+    return comm
+
+
+def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
+    if rank == 0:
+        print(
+            f"mpikfac: {name}={claimed} but MPI sees 1 rank: the launcher started {claimed} "
+            f"separate jobs. Use the mpirun of the MPI that mpi4py loads "
+            f"({MPI.Get_library_version().split(',')[0].strip()}), or srun with its plug-in "
+            f"(--mpi=pmix for Open MPI, --mpi=pmi2 for MPICH); for one process, unset {name}",
+            file=sys.stderr,
+            flush=True,
+        )
+    raise SystemExit(USAGE_ERROR)
+
+
+def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
+    """This rank's device: one GPU for each rank of a node, shared in turn if there are fewer.
+
+    Args:
+        kind: "cpu", "cuda", or "auto" for CUDA where there is some.
+
+    Collective over: comm.
+    """
+    local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
+    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(chosen)
+    return chosen
+
+
+def cuda_aware() -> bool:
+    """Whether MPI takes device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides its answer."""
+    override = os.environ.get("MPIKFAC_CUDA_AWARE")
+    if override is not None:
+        return override == "1"
+    if not torch.cuda.is_available():  # the library's answer is true wherever a driver loads
+        return False
+    with open("/proc/self/maps") as maps:
+        libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
+    queries = [getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) for path in libraries]
+    return any(query is not None and query() for query in queries)
+
+
+def lowest_in_node(comm: MPI.Intracomm) -> int:
+    """The lowest of the ranks that share memory with this one.
+
+    Collective over: comm.
+    """
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    lowest = node.bcast(comm.rank)
+    node.Free()
+    return int(lowest)
+
+
+def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
+    """Returns if ranks of one `r // ranks_per_node` share memory; a node may hold several such.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: they do not.
+    """
+    nodes = comm.allgather(lowest_in_node(comm))
+    for rank, node in enumerate(nodes):
+        first = rank - rank % ranks_per_node
+        if nodes[first] != node:
+            raise UserError(
+                f"ranks_per_node={ranks_per_node}: ranks {first} and {rank} are on different "
+                f"nodes; start ranks node by node, equally many on each, or leave it out"
+            )
+
+
+def check_survivable() -> None:
+    """Returns if the job outlives a rank, so that the others can go on.
+
+    Collective over: none.
+
+    Raises:
+        ValueError: MPI or the way it was started does not allow it; what to do.
+    """
+    if _survives():
+        return
+    library = MPI.Get_library_version().split(",")[0].strip()
+    raise ValueError(
+        f"a job of {library}, started like this, ends when a rank dies; "
+        f"use Open MPI 5 and start it by mpirun --with-ft ulfm"
+    )
+
+
+def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
+    """Whether the error says or stems from that a rank has died, or that others have found so.
+
+    Collective over: none.
+    """
+    if isinstance(error, MPI.Exception):
+        signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+        return error.Get_error_class() in signs
+    # Open MPI may return from a collective in which a rank died as if all were well; what it
+    # received then is anything, and the word of the death comes later.
+    deadline = time.monotonic() + PATIENCE
+    while not (lost := comm.Is_revoked() or comm.Get_failed().size > 0):
+        if isinstance(error, UserError) or time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return lost
+
+
+def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Intracomm:
+    """A communicator of the ranks that are left, in their order; to be called by all of them.
+
+    Ranks that still wait in `comm` or in one of `communicators` are woken with an error.
+
+    Collective over: the ranks of comm that are left.
+    """
+    for part in communicators:
+        part.Revoke()
+    comm.Revoke()
+    return cast(MPI.Intracomm, comm.Shrink())
+
+
+def leaving(code: int) -> int:
+    """The exit code `code`, with MPI ended: a rank that then leaves with it ends no other one.
+
+    Where ranks were lost the process ends without MPI, which may wait for them for ever.
+
+    Collective over: the ranks that are left.
+    """
+    if _survives() and MPI.COMM_WORLD.Get_failed().size:
+        atexit.register(_leave_without_mpi, code)
+    elif code:
+        MPI.Finalize()
+    return code
+
+
+def _leave_without_mpi(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _survives() -> bool:
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (its name is like this)

@@ -1,0 +1,166 @@
+"""Sums over the world that are sent beside the computation, by a thread that calls MPI.
+
+Open MPI makes no progress on what does not block unless it is called. The thread does that, and
+sleeps in between: it would poll a core that belongs to the computation. Its buffers are the host's,
+as Open MPI crashes in non-blocking reductions of device buffers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from mpikfac.comm.buffers import Buffers
+from mpikfac.comm.outbox import PAUSE, Outbox
+from mpikfac.plan import Layout, Message
+from mpikfac.trace import Trace
+
+# Like `PIECE`, for messages beside the computation: how soon an urgent one can overtake.
+SMALL_PIECE = 2**18
+
+
+class Beside:
+    """Messages of one arena that are sent beside the computation, each when its blocks are ready.
+
+    Collective over: world, in any order and at any time.
+    """
+
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        layout: Layout,
+        send: Callable[[int], None],
+        wait: Callable[[int], None],
+    ) -> None:
+        self._send, self._wait = send, wait
+        self._message_of = {
+            name: index
+            for name, offset in layout.offsets.items()
+            for index, message in enumerate(messages)
+            if any(start <= offset < stop for start, stop in message.spans)
+        }
+        self._missing = Counter(self._message_of.values())
+        self.ready_blocks: set[str] = set()
+
+    def ready(self, block: str) -> None:
+        """A block has its value, which must not change until `wait`.
+
+        Raises:
+            RuntimeError: it was ready before.
+        """
+        if block in self.ready_blocks:
+            raise RuntimeError(
+                f"{block!r} was sent before this backward pass; with overlap=True a step has one "
+                f"backward pass, in which a layer is used once"
+            )
+        self.ready_blocks.add(block)
+        index = self._message_of[block]
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._send(index)
+
+    def wait(self) -> None:
+        """Returns when all messages are sent; all blocks have to be ready."""
+        for index in self._missing:
+            self._wait(index)
+        self._missing = Counter(self._message_of.values())
+        self.ready_blocks.clear()
+
+
+class ProgressThread:
+    """The thread that sends sums over the world beside the computation.
+
+    Collective over: world.
+
+    Attributes:
+        comm: all ranks, for this thread alone.
+
+    Raises:
+        ValueError: MPI does not allow threads to call it.
+    """
+
+    def __init__(self, world: MPI.Intracomm, trace: Trace, cuda: bool) -> None:
+        """`cuda`: what it sends is on a GPU."""
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
+        self.comm = world.Dup()
+        self._trace = trace
+        self._buffers = Buffers(trace, direct=False)
+        self._stream = torch.cuda.Stream() if cuda else None
+        self._numbered = 0
+        self._outbox = Outbox(self._in_common)
+
+    def beside(
+        self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
+    ) -> Beside:
+        """What sends the messages of `flat`.
+
+        Collective over: world; in the same order on all ranks, before any of them is sent.
+        """
+        first = self._numbered
+        self._numbered += len(messages)
+
+        def send(index: int) -> None:
+            self._outbox.put(first + index, urgency, self._pieces(messages[index], flat))
+
+        def wait(index: int) -> None:
+            with self._trace.stage(messages[index].stage):
+                self._outbox.wait(first + index)
+
+        return Beside(messages, layout, send, wait)
+
+    def close(self) -> None:
+        """Ends the thread, once all is sent.
+
+        Collective over: world.
+        """
+        self._outbox.close()
+
+    def _in_common(self, numbers: Sequence[int]) -> list[int]:
+        """Those of the outbox's `numbers` that all ranks have."""
+        mine = bytearray(self._numbered)
+        for number in numbers:
+            mine[number] = 1
+        _sleep_until(self.comm.Iallreduce(MPI.IN_PLACE, mine, op=MPI.BAND))
+        return [number for number, everywhere in enumerate(mine) if everywhere]
+
+    def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
+        """What sends a message piece by piece on the outbox's thread."""
+        ready = torch.cuda.Event() if flat.is_cuda else None
+        if ready is not None:
+            ready.record()
+        ((start, stop),) = message.spans
+        return [
+            partial(
+                self._send_piece, message, flat[offset : min(offset + SMALL_PIECE, stop)], ready
+            )
+            for offset in range(start, stop, SMALL_PIECE)
+        ]
+
+    def _send_piece(self, message: Message, piece: Tensor, ready: torch.cuda.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        comm, root = self.comm, message.root
+        with (
+            torch.cuda.stream(self._stream),
+            self._buffers.on_host(piece, message.stage) as buffer,
+            self._trace.stage(message.stage, message.over, piece.nbytes),
+        ):
+            if message.primitive == "Allreduce":
+                _sleep_until(comm.Iallreduce(MPI.IN_PLACE, buffer))
+            elif comm.rank == root:
+                _sleep_until(comm.Ireduce(MPI.IN_PLACE, buffer, root=root))
+            else:
+                _sleep_until(comm.Ireduce(buffer, None, root=root))
+
+
+def _sleep_until(done: MPI.Request) -> None:
+    """Returns when it is, calling MPI now and then."""
+    while not done.Test():
+        time.sleep(PAUSE)

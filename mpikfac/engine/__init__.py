@@ -1,0 +1,47 @@
+"""The parts of K-FAC that hold state on one rank, in the order of a step."""
+
+from __future__ import annotations
+
+from mpikfac.engine.bases import Bases
+from mpikfac.engine.decomposers import Curvature, check_joins, serve
+from mpikfac.engine.directions import Directions
+from mpikfac.engine.factors import Factors
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.nonfinite import Troubles
+from mpikfac.engine.recorder import Recorder
+from mpikfac.engine.scales import Scales
+from mpikfac.engine.state import (
+    Block,
+    common_type,
+    describe,
+    fitting,
+    groups_of,
+    load_model_state,
+    missing_state,
+    model_state,
+    needed_state,
+    report_others,
+)
+
+__all__ = [
+    "Bases",
+    "Block",
+    "Curvature",
+    "Directions",
+    "Factors",
+    "Gradients",
+    "Recorder",
+    "Scales",
+    "Troubles",
+    "check_joins",
+    "common_type",
+    "describe",
+    "fitting",
+    "groups_of",
+    "load_model_state",
+    "missing_state",
+    "model_state",
+    "needed_state",
+    "report_others",
+    "serve",
+]

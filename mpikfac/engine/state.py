@@ -1,0 +1,219 @@
+"""Model and optimizer as named items, and back; on all ranks or on none.
+
+`stepped` names the parameters whose optimizer state a rank keeps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mpikfac
+from mpikfac.comm import SUMMABLE
+from mpikfac.layers import Layer, Other
+
+Stepped = Mapping[str, nn.Parameter]
+
+
+def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
+    """Model and optimizer by name; of the optimizer's tensors those of `stepped`."""
+    state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
+    state["optimizer/name"] = type(optimizer).__name__
+    state |= {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
+    for name, parameter in stepped.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if value is not None:
+                state[f"optimizer/state/{name}/{key}"] = value
+    return state
+
+
+def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
+    """What is not among `names`, of `model_state`'s names on all ranks together."""
+    prefix = "optimizer/state/"
+    keys = {name.rpartition("/")[2] for name in names if name.startswith(prefix)}
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = {f"model/{name}" for name, _ in _tensors_of(model)}
+    whole |= {f"{prefix}{name}/{key}" for name in trained for key in keys}
+    return whole.difference(names)
+
+
+def needed_state(
+    model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The number of steps, and what `load_model_state` takes from `state`.
+
+    Raises:
+        ValueError: an item is missing or not like the one that it is for, or another optimizer's.
+    """
+    own, saved = type(optimizer).__name__, state.get("optimizer/name")
+    if saved not in (own, None):
+        raise ValueError(f"item 'optimizer/name' must be {own}; it is {saved}")
+    like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
+    settings = {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
+    like |= {name: value for name, value in settings.items() if name in state}
+    found = fitting(state, like | {"trainer/steps": 0})
+    # Optimizers give it shapes of their own, and make it at a parameter's first step.
+    kept = tuple(f"optimizer/state/{name}/" for name, _ in stepped.items())
+    return found | {name: state[name] for name in state if name.startswith(kept)}
+
+
+def fitting(
+    state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
+) -> dict[str, Any]:
+    """The items that `like` names, of the same dtype and shape, or numbers where it has numbers.
+
+    Args:
+        rounded: real numbers of one dtype may stand for those of another.
+
+    Raises:
+        ValueError: the first that is missing or another; its name, what is expected, what is there.
+    """
+    found = {}
+    for name, expected in like.items():
+        if name not in state:
+            raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
+        found[name] = state[name]
+        if _form(found[name], rounded) != _form(expected, rounded):
+            form = _form(found[name])
+            raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
+    return found
+
+
+def _form(value: object, rounded: bool = False) -> str:
+    if torch.is_tensor(value):
+        if rounded and value.is_floating_point():
+            return f"real {list(value.shape)}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return "a number" if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+def load_model_state(
+    model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
+) -> None:
+    """The inverse of `model_state`, at any number of ranks and any strategy."""
+    found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
+    model.load_state_dict(found, strict=False)
+    for name, number in group_settings(optimizer):
+        index, key = name.split("/")
+        restored = state.get(f"optimizer/groups/{name}", number)
+        flag = isinstance(number, bool)
+        optimizer.param_groups[int(index)][key] = bool(restored) if flag else restored
+    optimizer.state.clear()
+    for name, parameter in stepped.items():
+        prefix = f"optimizer/state/{name}/"
+        for key in (key for key in state if key.startswith(prefix)):
+            value = state[key]
+            if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
+                value = value.to(parameter.device if value.dim() else value.device, copy=True)
+            optimizer.state[parameter][key.removeprefix(prefix)] = value
+
+
+def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
+
+
+def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
+    """Index and key ("0/lr") and value of every number in the parameter groups."""
+    for index, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if isinstance(value, (int, float)):
+                yield f"{index}/{key}", value
+
+
+Block = Layer | Other
+LIBRARY = Path(__file__).parents[1]
+
+log = logging.getLogger("mpikfac")
+
+
+def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
+    """The dtype to compute in, and the device, of tensors that share a dtype and the device.
+
+    It is their dtype; of bfloat16, which has too few digits for sums, float32.
+
+    Raises:
+        ValueError: nothing is trained, or a tensor that differs from the first.
+    """
+    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
+    if not tensors:
+        raise ValueError("the model has no parameter that requires a gradient")
+    name, first = tensors[0]
+    dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+    if dtype not in SUMMABLE:
+        allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
+        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
+    for other, tensor in tensors:
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
+                f"{first.device}; all trained parameters and buffers must share both"
+            )
+    return dtype, first.device
+
+
+def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """What ranks that train together must share: versions, model and optimizer, in short."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    groups = [
+        [names.get(id(p), "a parameter of another model") for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    numbers = dict(group_settings(optimizer))
+    return {
+        "mpikfac version": mpikfac.__version__,
+        "mpikfac's code": _digest([path.read_bytes() for path in sorted(LIBRARY.rglob("*.py"))]),
+        "torch version": torch.__version__,
+        "model": _digest(shapes),
+        "optimizer": f"{type(optimizer).__name__} {numbers}",
+        "optimizer's parameters": _digest(groups),
+    }
+
+
+def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
+    """The optimizer's parameter groups that hold each layer's weight and bias.
+
+    Raises:
+        ValueError: none holds one of them.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    groups = {}
+    for layer in layers:
+        if any(id(parameter) not in group_of for parameter in layer.parameters):
+            raise ValueError(
+                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                f"give it to the optimizer or add it to skip"
+            )
+        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
+    return groups
+
+
+def report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
+    """Lists once what is trained without K-FAC, and what is not trained at all."""
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parameters = [other for other in others if other.parameters]
+    names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
+    log.info("trained first-order, as no layer covers them: %s", names or "none")
+    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
+    if forgotten:
+        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _tensors(block: Block) -> Sequence[Tensor]:
+    return block.parameters if isinstance(block, Layer) else [block.tensor]

@@ -1,0 +1,191 @@
+"""Second moments of a convolution's patches as autocorrelations, without the patches.
+
+The workhorse is the kernel that computes a convolution's weight gradient: it sums products of one
+image's pixels with another's at every offset of a kernel. On a CPU it runs near the rate of large
+matrix products, on channels-last images without a copy.
+
+Images are two-dimensional. Channels come in `groups`, and c is the number of channels in one:
+products are of channels in one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.grad import conv2d_weight
+
+from mpikfac.layers.convolution.window import Window
+
+
+def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
+    """`sum(x x^T)` `[groups, c, c]` over pixels of `x` `[batch, channels, height, width]`."""
+    channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
+    if groups > 1 and channels == 1:
+        return x.square().sum((0, 2, 3)).view(groups, 1, 1)
+    apart = not x.is_contiguous(memory_format=torch.channels_last)  # channels are far apart
+    if _in_kernel(x) and pixels > 1 and (pixels <= 16 * channels or not apart):
+        return _correlate(x, x, (1, 1), groups).flatten(2)
+    if groups > 1:
+        rows = x.unflatten(1, (groups, channels)).permute(1, 2, 0, 3, 4).flatten(2)
+        return torch.bmm(rows, rows.transpose(1, 2))
+    if apart and channels <= pixels:
+        rows = x.flatten(2)
+        return torch.bmm(rows, rows.transpose(1, 2)).sum(0, keepdim=True)
+    columns = x.permute(0, 2, 3, 1).reshape(-1, channels)
+    return (columns.T @ columns)[None]
+
+
+def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
+    """`sum(a a^T)` `[groups, inputs, inputs]` of a stride-1 convolution, by autocorrelations.
+
+    Two patch elements at offsets o and o' multiply to the autocorrelation of `x` at o' - o, summed
+    over output positions. Summed over *all* positions at which a patch touches `x`, it depends on
+    o' - o only. The positions around the layer's output are subtracted: their patches see little
+    of `x`, a thin strip along each side if the layer is padded.
+    """
+    total = _sum_inside(channels_last(x), window, groups, (0, 1))
+    return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
+
+
+def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -> Tensor:
+    """`sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
+
+    In the other dimension all positions count at which a patch touches `x`.
+    """
+    if not dims:
+        return _sum_everywhere(x, window, groups)
+    dim, *others = dims
+    total = _sum_inside(x, window, groups, tuple(others))
+    for side in (0, 1):
+        if window.padding[dim][side] < window.reach[dim]:
+            strip, strip_window, taps = _strip(x, window, groups, dim, side)
+            outside = _sum_inside(strip, strip_window, groups, tuple(others))
+            block = total[taps, :, taps] if dim == 0 else total[:, taps, :, taps]
+            block -= _taps_from_channels(outside, dim, block.shape)
+    return total
+
+
+def _strip(
+    x: Tensor, window: Window, groups: int, dim: int, side: int
+) -> tuple[Tensor, Window, slice]:
+    """The image that patches before or after the output positions of a dimension see.
+
+    So far out, the `hidden` taps nearest the output see zeros of the padding only; the others
+    become channels of the image, of which each pixel is one position in `dim`.
+
+    Returns:
+        The image `[batch, groups * taps * c, ...]`, turned if `dim` is 1, its window, and the taps.
+    """
+    pad, dilation = window.padding[dim][side], window.dilation[dim]
+    thickness = window.reach[dim] - pad
+    hidden = pad // dilation + 1
+    seen = window.kernel[dim] - hidden
+    strip = x.narrow(2 + dim, 0 if side == 0 else x.shape[2 + dim] - thickness, thickness)
+    if seen > 1:
+        overhang = [0, 0, 0, 0]
+        overhang[2 * (1 - dim) + side] = (seen - 1) * dilation
+        views = F.pad(strip, overhang).unfold(2 + dim, (seen - 1) * dilation + 1, 1)
+        views = views[..., ::dilation].unflatten(1, (groups, -1))
+        strip = views.permute(0, 1, 5, 2, 3, 4).flatten(1, 3)
+    taps = slice(hidden, None) if side == 0 else slice(0, seen)
+    kernel, padding = list(window.kernel), list(window.padding)
+    kernel[dim], padding[dim] = 1, (0, 0)
+    shape = Window(kernel, window.stride, padding, window.dilation)
+    if dim == 1:  # turned to lie along rows, as the weight-gradient kernel likes it
+        strip = strip.transpose(2, 3)
+        shape = Window(kernel[::-1], window.stride, padding[::-1], window.dilation[::-1])
+    return channels_last(strip), shape, taps
+
+
+def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
+    """The sum over a strip with its taps in `dim` as such again, not as channels."""
+    kernel, groups, channels = shape[:2], shape[4], shape[-1]
+    taps, length = kernel[dim], kernel[1 - dim]
+    total = total.view(length, length, groups, taps, channels, taps, channels)
+    return total.permute(3, 0, 5, 1, 2, 4, 6) if dim == 0 else total.permute(0, 3, 1, 5, 2, 4, 6)
+
+
+def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
+    """`sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over all positions whose patches touch `x`.
+
+    For pairs of offsets it is the autocorrelation at their difference: a block Toeplitz matrix.
+    """
+    kh, kw = window.kernel
+    if kh == kw == 1:
+        return pixel_sum(x, groups)[None, None, None, None]
+    half = _autocorrelation(x, window, groups)
+    whole = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
+    by_difference = whole.permute(3, 4, 0, 1, 2).flatten(0, 1)
+    pairs = by_difference.index_select(0, _differences(kh, kw, x.device))
+    return pairs.unflatten(0, (kh, kw, kh, kw))
+
+
+@cache
+def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
+    """For all pairs of offsets `[kh * kw * kh * kw]`: the number of their difference."""
+    rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
+    down = (rows - rows[:, None])[:, None, :, None] + kh - 1
+    right = (columns - columns[:, None])[None, :, None, :] + kw - 1
+    return (down * (2 * kw - 1) + right).flatten()
+
+
+def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
+    """`sum_u x[c, u] x[d, u + delta]` as `[groups, c, d, kh, 2 kw - 1]` for row differences >= 0.
+
+    One call of the weight-gradient kernel with `x` in both roles; negative row differences follow
+    by symmetry.
+    """
+    (kh, kw), (below, beside) = window.kernel, window.reach
+    lower = torch.cat([x, torch.zeros_like(x[:, :, :below])], 2) if below else x
+    kernel = kh, 2 * kw - 1
+    return _correlate(lower, x, kernel, groups, padding=(0, beside), dilation=window.dilation)
+
+
+def _correlate(
+    x: Tensor, y: Tensor, kernel: tuple[int, int], groups: int, **geometry: Sequence[int]
+) -> Tensor:
+    """`sum_u y[c, u] x[d, u + delta]` `[groups, c, d, *kernel]`: a layer's weight gradient."""
+    channels = x.shape[1] // groups
+    total = conv2d_weight(x, (y.shape[1], channels, *kernel), y, groups=groups, **geometry)
+    total = total.unflatten(0, (groups, channels))
+    return total.float() if total.dtype == torch.bfloat16 else total
+
+
+# -- what to use when ----------------------------------------------------------------------------
+
+
+def can_correlate(x: Tensor, window: Window) -> bool:
+    """Whether `by_correlation` applies: stride 1, padding and `x` as the kernel's reach asks."""
+    return tuple(window.stride) == (1, 1) and all(
+        max(window.padding[dim]) <= window.reach[dim] < x.shape[2 + dim] for dim in (0, 1)
+    )
+
+
+def worth_correlating(x: Tensor, window: Window) -> bool:
+    """Whether `by_correlation` takes well under the work of the copy of all patches.
+
+    Work is in products per example and pair of channels; the rule is fitted to times on CPU cores.
+    """
+    (kh, kw), (reach_h, reach_w), (height, width) = window.kernel, window.reach, x.shape[2:]
+    frame_h, frame_w = 2 * reach_h - sum(window.padding[0]), 2 * reach_w - sum(window.padding[1])
+    seen_h, seen_w = frame_h / 2 / window.dilation[0], frame_w / 2 / window.dilation[1]
+    shifts = kh * (2 * kw - 1) * (height + reach_h) * width
+    around = seen_h**2 * (2 * kw - 1) * frame_h * width
+    beside = seen_w**2 * kh * frame_w * height
+    spreading = 200 * (kh * kw) ** 2 / len(x)  # writes the matrix once, whatever the batch
+    patches = (kh * kw) ** 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
+    return x.shape[1] > 2 and shifts + around + beside + spreading < 0.55 * patches
+
+
+def _in_kernel(x: Tensor) -> bool:
+    """Whether the weight-gradient kernel outruns matrix products: oneDNN's does."""
+    return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    """`x`, in the order of elements that the weight-gradient kernel takes without a copy."""
+    return x.contiguous(memory_format=torch.channels_last) if _in_kernel(x) else x

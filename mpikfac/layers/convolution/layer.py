@@ -1,0 +1,133 @@
+"""Convolutions as matrices: inputs are patches, positions output pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpikfac.layers.convolution.moments import (
+    input_means,
+    input_sum,
+    input_vector,
+    output_sum,
+    output_vector,
+)
+from mpikfac.layers.convolution.window import Window, patches, spread
+from mpikfac.layers.layer import Layer
+from mpikfac.plan import LayerShape
+
+
+class ConvLayer(Layer):
+    """A convolution in one, two or three dimensions, of one group or several, or transposed.
+
+    A transposed one is a convolution of its input with zeros in between, so positions are output
+    pixels here, too.
+    """
+
+    spatial = True
+    module: nn.modules.conv._ConvNd
+
+    def __init__(self, name: str, module: nn.modules.conv._ConvNd) -> None:
+        self.dimensions = 2 + len(module.kernel_size)
+        self.transposed = module.transposed
+        self._around = () if module.padding_mode == "zeros" else _padding(module)
+        if self.transposed:
+            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding))  # survives cuts
+            _, self._window = self._spread(module, image, module.output_padding)
+        else:
+            zeros = ((0, 0),) * len(module.kernel_size) if self._around else _padding(module)
+            self._window = Window(module.kernel_size, module.stride, zeros, module.dilation)
+        super().__init__(name, module)
+
+    def whole_shape(self) -> LayerShape:
+        """Orders of each group's factors."""
+        module, groups = self.module, self.module.groups
+        outputs = module.out_channels // groups
+        if self.bias_alone:
+            return LayerShape(self.name, 1, module.out_channels, sides="G")
+        fan_in = module.in_channels // groups * module.weight[0, 0].numel()
+        return LayerShape(self.name, fan_in + self.bias, outputs, groups)
+
+    def prepared(self, x: Tensor, g: Tensor) -> Tensor:
+        """The image that patches are taken from, but for zeros around it."""
+        if self.transposed:
+            return self._spread(self.module, x, self._beyond(x, g))[0]
+        ends = [end for both in reversed(self._around) for end in both]
+        return F.pad(x, ends, mode=self.module.padding_mode) if ends else x
+
+    def input_sum(self, x: Tensor) -> Tensor:
+        """`sum(a a^T)` over all patches, in the order of the weight's elements."""
+        rest = (self.bias, self.rounded_to, self.shape.groups)
+        return input_sum(x, self._window, *rest)
+
+    def output_sum(self, g: Tensor) -> Tensor:
+        """`sum(g g^T)` over all output pixels."""
+        return output_sum(g, self.shape.groups)
+
+    def input_vector(self, x: Tensor) -> Tensor:
+        """`sum(a)` over all patches, in the order of the weight's elements."""
+        return input_vector(x, self._window, self.bias, self.shape.groups)
+
+    def output_vector(self, g: Tensor) -> Tensor:
+        """`sum(g)` over all output pixels."""
+        return output_vector(g, self.shape.groups)
+
+    def input_means(self, x: Tensor) -> Tensor:
+        """Of each example, the mean patch."""
+        return input_means(x, self._window, self.bias, self.shape.groups)
+
+    def output_totals(self, g: Tensor) -> Tensor:
+        """Of each example, the sum of `g` over output pixels."""
+        totals = g.flatten(2).sum(2)
+        groups = self.shape.groups
+        return totals if groups == 1 else totals.view(len(g), groups, -1)
+
+    def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """Patches, and gradients of the pixels that are made of them."""
+        groups, pixels = self.shape.groups, g.flatten(2)
+        if self.transposed:  # the image that patches are taken from is turned over
+            pixels = pixels.flip(2)
+        if self.bias_alone:
+            return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
+        # With positions last, and pixels of a channel one after the other, the copy is a fast one.
+        n = x.dim() - 2
+        views = patches(x.contiguous(), self._window)
+        views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
+        a = views.flatten(1, n + 1).flatten(2)
+        if groups > 1:
+            a, pixels = (b.unflatten(1, (groups, -1)).movedim(1, 0) for b in (a, pixels))
+        a = F.pad(a, (0, 0, 0, 1), value=1.0) if self.bias else a
+        return a.mT, pixels.mT
+
+    def arranged(self, parameter: Tensor) -> Tensor:
+        """Weight or bias; a transposed convolution's weight has inputs before outputs."""
+        if not self.transposed or parameter.dim() == 1:
+            return parameter
+        return parameter.unflatten(0, (self.shape.groups, -1)).transpose(1, 2)
+
+    def _beyond(self, x: Tensor, g: Tensor) -> list[int]:
+        """The `output_padding` of a call, which may have been asked for a size instead."""
+        cuts = [int(cut) for cut in self.module.padding]
+        each = zip(x.shape[2:], self.module.stride, cuts, self._window.reach)
+        least = [(n - 1) * stride - 2 * cut + reach + 1 for n, stride, cut, reach in each]
+        return [size - without for size, without in zip(g.shape[2:], least)]
+
+    @staticmethod
+    def _spread(
+        module: nn.modules.conv._ConvNd, x: Tensor, output_padding: Sequence[int]
+    ) -> tuple[Tensor, Window]:
+        cut = [int(p) for p in module.padding]
+        return spread(x, module.kernel_size, module.stride, cut, output_padding, module.dilation)
+
+
+def _padding(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, int], ...]:
+    """Elements before and after each dimension; "same" puts an odd one after."""
+    if module.padding == "valid":
+        return ((0, 0),) * len(module.kernel_size)
+    if isinstance(module.padding, str):
+        reach = [(k - 1) * d for k, d in zip(module.kernel_size, module.dilation)]
+        return tuple((r // 2, r - r // 2) for r in reach)
+    return tuple((p, p) for p in module.padding)

@@ -1,0 +1,166 @@
+"""Which modules of a model K-FAC covers, each by what kind of layer, and what is left over."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from mpikfac.layers.attention import attention_layers
+from mpikfac.layers.convolution.layer import ConvLayer
+from mpikfac.layers.embedding import EmbeddingLayer
+from mpikfac.layers.layer import Layer
+from mpikfac.layers.normalization import NormLayer
+from mpikfac.layers.uncovered import Other, Statistic, Votes
+from mpikfac.plan import LayerShape, Shape, usual_rule
+
+Kinds = Mapping[type[nn.Module], Callable[[str, Any], Layer | list[Layer]]]
+Rule = Callable[[LayerShape], LayerShape]
+
+KINDS: Kinds = {
+    nn.Linear: Layer,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvLayer),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ConvLayer),
+    nn.Embedding: EmbeddingLayer,
+    nn.MultiheadAttention: attention_layers,
+}
+"""What is covered if nothing else is said. Modules of a derived class are not: they may compute
+something else."""
+
+NORMS: Kinds = dict.fromkeys(
+    (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    ),
+    NormLayer,
+)
+"""Normalisations, for `covers={**KINDS, **NORMS}`."""
+
+
+def cover(
+    model: nn.Module,
+    skip: Iterable[str] = (),
+    statistics_dtype: torch.dtype | None = None,
+    covers: Kinds = KINDS,
+    rule: Rule = usual_rule,
+) -> tuple[list[Layer], list[Other]]:
+    """The layers that K-FAC covers and everything else that is trained, both in model order.
+
+    Covered are modules of the types in `covers`, except where nothing of them is trained or `skip`
+    names the module or a module that holds it. Modules that share their parameters are one layer.
+
+    Args:
+        statistics_dtype: what inputs of convolutions are rounded to before they are multiplied.
+        rule: from the whole factors of a layer to those that are kept.
+
+    Raises:
+        ValueError: a layer that cannot be covered exactly, or a name in `skip` that no module has.
+    """
+    skip = tuple(skip)
+    _check_skip(model, skip)
+    layers: list[Layer] = []
+    covering: dict[int, Layer] = {}  # by parameter
+    for name, module in model.named_modules():
+        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        skipped = any(name == s or name.startswith(f"{s}.") for s in skip)
+        if type(module) not in covers or not trained or skipped:
+            continue
+        if (first := covering.get(id(trained[0]))) and alike(first.module, module):
+            first.modules.append(module)
+            continue
+        made = covers[type(module)](name, module)
+        for layer in made if isinstance(made, list) else [made]:
+            layer.rounded_to = statistics_dtype
+            layer.shape = _ruled(rule, layer.shape)
+            layers.append(layer)
+            covering |= {id(parameter): layer for parameter in layer.parameters}
+    _check_shared(model, layers)
+    return layers, find_uncovered(model, covering)
+
+
+def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
+    """What is kept of a layer.
+
+    Raises:
+        ValueError: something that the layer does not have.
+    """
+    kept = rule(whole)
+    same = ("name", "inputs", "outputs", "groups")
+    changed = [field for field in same if getattr(kept, field) != getattr(whole, field)]
+    if not kept.sides or not set(kept.sides) <= set(whole.sides):
+        changed.append("sides")
+    if kept.rescaled and not whole.rescaled:
+        changed.append("rescaled")
+    if changed:
+        field = changed[0]
+        raise ValueError(
+            f"the rule makes {field}={getattr(kept, field)!r} of layer {whole.name!r}, which has "
+            f"{getattr(whole, field)!r}"
+        )
+    return kept
+
+
+def alike(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules compute the same from the same input."""
+    shared = list(map(id, one.parameters())) == list(map(id, other.parameters()))
+    return shared and (type(one), one.extra_repr()) == (type(other), other.extra_repr())
+
+
+def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
+    """Trained parameters whose `id` is not in `covered`, and all running statistics.
+
+    Raises:
+        ValueError: a layer whose gradients are sparse.
+    """
+    others = [
+        Other(name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in covered
+    ]
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False):
+            raise ValueError(f"layer {name!r} has sparse gradients; make it with sparse=False")
+        if isinstance(module, (_BatchNorm, _InstanceNorm)):
+            buffers = module.named_buffers(name, recurse=False)
+            others += [Statistic(n, b) for n, b in buffers if b.is_floating_point()]
+    return others
+
+
+def covered_shapes(
+    model: nn.Module, skip: Sequence[str] = (), covers: Kinds = KINDS, rule: Rule = usual_rule
+) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
+    """What `make_plan` asks of a model: layer shapes, and names and shapes of all that travels."""
+    layers, others = cover(model, skip, covers=covers, rule=rule)
+    others.append(Votes(torch.float32, torch.device("cpu")))
+    return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
+
+
+def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for name in skip:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"skip names {name!r}, which is no module of the model{hint}")
+
+
+def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
+    """A parameter's gradient is that of all its uses, of which a layer has to see each."""
+    holders: dict[int, dict[str, nn.Module]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), {})[name] = module
+    for layer in layers:
+        own = {part for module in layer.modules for part in module.modules()}
+        for parameter in layer.parameters:
+            held = holders[id(parameter)]
+            if not own.issuperset(held.values()):
+                raise ValueError(
+                    f"layers {' and '.join(map(repr, held))} share a parameter but are not alike, "
+                    f"which is not covered; add {layer.name!r} to skip to train it first-order"
+                )

@@ -1,0 +1,67 @@
+"""Pure functions of tensors, and the flat buffers that tensors lie in."""
+
+from __future__ import annotations
+
+from mpikfac.numerics.arena import Arena, Parts
+from mpikfac.numerics.codecs import add_decoded, encode
+from mpikfac.numerics.finite import all_finite, not_finite
+from mpikfac.numerics.fisher import FISHERS, LOSSES, Fisher, Loss, exact, sampled
+from mpikfac.numerics.moments import (
+    NORMALIZATIONS,
+    Normalization,
+    factor_scales,
+    linear_input_sum,
+    linear_input_vector,
+    linear_output_sum,
+    linear_output_vector,
+    squares,
+    vector_scales,
+    with_bias,
+    with_count,
+)
+from mpikfac.numerics.precision import end_step, without_autocast
+from mpikfac.numerics.products import (
+    Side,
+    from_left,
+    from_right,
+    of_coordinates,
+    product,
+)
+from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
+
+__all__ = [
+    "FISHERS",
+    "LOSSES",
+    "NORMALIZATIONS",
+    "Arena",
+    "Fisher",
+    "Loss",
+    "Normalization",
+    "Parts",
+    "Side",
+    "add_decoded",
+    "add_identity",
+    "add_triangle",
+    "all_finite",
+    "encode",
+    "end_step",
+    "exact",
+    "factor_scales",
+    "from_left",
+    "from_right",
+    "linear_input_sum",
+    "linear_input_vector",
+    "linear_output_sum",
+    "linear_output_vector",
+    "not_finite",
+    "of_coordinates",
+    "product",
+    "sampled",
+    "squares",
+    "triangle_trace",
+    "unfold_triangle",
+    "vector_scales",
+    "with_bias",
+    "with_count",
+    "without_autocast",
+]

@@ -1,0 +1,114 @@
+"""Kronecker-factored algebra: triangles, damped solves, KL clip. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`, by the faster of two libraries.
+
+    On processors that are not Intel's, oneDNN multiplies float32 matrices twice as fast as MKL,
+    which `@` calls. It takes the second one transposed: copying it has to pay off, too.
+    """
+    if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32:
+        return a @ b
+    enough_rows = b.T.is_contiguous() or len(a) >= 256
+    if enough_rows and a.numel() * b.shape[1] >= 2**24:
+        return F.linear(a.to_mkldnn(), b.T.contiguous().to_mkldnn()).to_dense()
+    return a @ b
+
+
+# -- a layer's gradient between its factors -------------------------------------------------------
+
+Side = Sequence[Tensor]
+"""What stands for A or for G: the blocks along its diagonal, `[n, n]`, or one diagonal `[n]`; none
+for the identity. With groups, `[groups, n, n]`, as the gradient is `[groups, outputs, inputs]`.
+
+A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: what is multiplied by its
+transpose is kept, and has its coordinates in U beside it."""
+
+
+def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
+    """`S @ matrix`, or with its transpose, where S is what the side stands for."""
+    multiply = partial(_block_from_left, transpose=transpose)
+    return _block_by_block(multiply, side, matrix, -2, _rows if transpose else _columns)
+
+
+def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
+    """`matrix @ S`, or with its transpose, where S is what the side stands for."""
+    multiply = partial(_block_from_right, transpose=transpose)
+    return _block_by_block(multiply, side, matrix, -1, _columns if transpose else _rows)
+
+
+def _block_by_block(
+    multiply: Callable[[Tensor, Tensor], Tensor],
+    side: Side,
+    matrix: Tensor,
+    dim: int,
+    length: Callable[[Tensor], int],
+) -> Tensor:
+    """The matrix with each of its parts along `dim` multiplied by its block, which say how long."""
+    if not side:
+        return matrix
+    if len(side) == 1:
+        return multiply(side[0], matrix)
+    parts = matrix.split([length(block) for block in side], dim)
+    return torch.cat([multiply(b, part) for b, part in zip(side, parts)], dim)
+
+
+def _rows(block: Tensor) -> int:
+    return block.shape[-2]
+
+
+def _columns(block: Tensor) -> int:
+    order, vectors = block.shape[-2:]
+    return order if vectors == order else order + vectors
+
+
+def _values(block: Tensor) -> int:
+    order, vectors = block.shape[-2:]
+    return order if vectors == order else 1 + vectors
+
+
+def _block_from_left(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+    if block.dim() < matrix.dim():
+        return block[..., :, None] * matrix
+    order, vectors = block.shape[-2:]
+    if vectors == order:
+        return product(block.mT if transpose else block, matrix)
+    if transpose:
+        return torch.cat([matrix, product(block.mT, matrix)], -2)
+    return matrix[..., :order, :] + product(block, matrix[..., order:, :])
+
+
+def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
+    if block.dim() < matrix.dim():
+        return matrix * block[..., None, :]
+    order, vectors = block.shape[-2:]
+    if vectors == order:
+        return product(matrix, block.mT if transpose else block)
+    if not transpose:
+        return torch.cat([matrix, product(matrix, block)], -1)
+    return matrix[..., :order] + product(matrix[..., order:], block.mT)
+
+
+def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
+    """What coordinates `[I U]` are multiplied by, so that vectors are by `weights` (last dim).
+
+    `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`: no projection that
+    would have to be multiplied out, and no denominators for each direction outside of U.
+    """
+    return _block_by_block(_of_block, vectors, weights, -1, _values)
+
+
+def _of_block(block: Tensor, weights: Tensor) -> Tensor:
+    if block.dim() < weights.dim() or _rows(block) == block.shape[-1]:
+        return weights
+    rest, own = weights[..., :1], weights[..., 1:]
+    return torch.cat([rest.expand(*rest.shape[:-1], _rows(block)), own - rest], -1)

@@ -1,0 +1,200 @@
+"""Published ways to distribute K-FAC over ranks and over time, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpikfac.plan.strategy import Strategy, one_of
+
+
+@dataclass(frozen=True)
+class Named:
+    """A published way to distribute K-FAC.
+
+    Attributes:
+        what: it, in one sentence.
+        source: where it was published, as in docs/references.md.
+        cost: bytes that a rank sends in a ring, in float32: on steps with new factors + in a
+            refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T
+            and 4V bytes of all factors as squares, triangles and vectors, 4N of all gradients.
+        same: whether it is the same estimator: the numbers of one process that trains on the
+            joined batch, with the same `delay`, `stagger` and `tolerance`.
+        choices: what it sets of a `Strategy`; "all" workers are as many as there are ranks.
+        settings: what it sets of `KFAC` beside it.
+    """
+
+    what: str
+    source: str
+    cost: str
+    same: bool = True
+    choices: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def make(self, ranks: int, **choices: Any) -> Strategy:
+        """The strategy for so many ranks; `choices` go before its own.
+
+        Raises:
+            ValueError: they do not fit together or the number of ranks.
+        """
+        chosen = {**self.choices, **choices}
+        if chosen.get("workers") == "all":
+            chosen["workers"] = ranks
+        strategy = Strategy(**chosen)
+        strategy.check_ranks(ranks)
+        return strategy
+
+
+_EIGEN = {"solver": "eigen"}
+_PUBLISHED = {"packing": "square", "fusion": 1}
+
+NAMED: Mapping[str, Named] = {
+    "kfac-opt": Named(
+        "Factors are averaged everywhere and decomposed one by one on their owners; every rank "
+        "gets all bases and preconditions every layer",
+        "SC20",
+        "2 (P-1)/P 4F + (P-1)/P 4F + 0",
+        choices={"workers": "all", "colocate": False, **_PUBLISHED},
+        settings=_EIGEN,
+    ),
+    "kfac-lw": Named(
+        "Factors are averaged everywhere; a layer's owner decomposes and preconditions it and "
+        "sends the result to all",
+        "SC20",
+        "2 (P-1)/P 4F + 0 + (P-1)/P 4N",
+        choices={"workers": 1, **_PUBLISHED},
+        settings=_EIGEN,
+    ),
+    "comm-opt": Named(
+        "K-FAC-opt with triangles and one message per stage",
+        "TPDS22",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all"},
+    ),
+    "mem-opt": Named(
+        "K-FAC-lw with triangles and one message per stage",
+        "TPDS22",
+        "2 (P-1)/P 4T + 0 + (P-1)/P 4N",
+        choices={"workers": 1},
+    ),
+    "hybrid": Named(
+        "A grid of ranks: some workers per layer get its bases, and each sends the preconditioned "
+        "gradient to some ranks; `workers` says how many",
+        "KAISA, SC21",
+        "2 (P-1)/P 4T + (w-1)/P 4F + (P-w)/P 4N",
+    ),
+    "owner-stepped": Named(
+        "Gradients and factors are reduced to a layer's owner, which decomposes, preconditions and "
+        "steps it; weights are gathered",
+        "CVPR19",
+        "(P-1)/P 4T + 0 + 0",
+        choices={"workers": 1, "reduction": "owners", "update": "owner"},
+    ),
+    "spd-kfac": Named(
+        "Factors are averaged beside the backward pass in messages of three layers, and small ones "
+        "decomposed everywhere",
+        "SPD-KFAC",
+        "2 (P-1)/P 4T + (P-1)/P 4F of the large ones + 0",
+        choices={
+            **{"workers": "all", "fusion": 3, "overlap": True},
+            **{"replicate_below": 128, "colocate": False},
+        },
+    ),
+    "dp-kfac": Named(
+        "An owner makes factors of its own share of the batch; nothing of them is sent",
+        "DP-KFAC",
+        "0 + 0 + (P-1)/P 4N",
+        same=False,
+        choices={"workers": 1, "reduction": "none"},
+    ),
+    "late": Named(
+        "COMM-OPT in which each rank averages factors of its own share over time; they are "
+        "averaged over ranks only before they are decomposed",
+        "mpikfac",
+        "0 + 2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "reduce_at": "bases"},
+    ),
+    "late-owner": Named(
+        "Owner-stepped, and factors are averaged over ranks only before they are decomposed",
+        "mpikfac",
+        "0 + (P-1)/P 4T + 0",
+        choices={
+            **{"workers": 1, "reduction": "owners", "update": "owner"},
+            "reduce_at": "bases",
+        },
+    ),
+    "staggered": Named(
+        "Late and owner-stepped, and each of five steps refreshes a share of the layers: no spike",
+        "mpikfac",
+        "0 + (P-1)/P 4T + 0",
+        choices={
+            **{"workers": 1, "reduction": "owners", "update": "owner"},
+            **{"reduce_at": "bases", "stagger": 5},
+        },
+    ),
+    "delayed": Named(
+        "COMM-OPT that decomposes in the background and uses bases one step later",
+        "LBANN",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "delay": 1},
+    ),
+    "comm-opt-bf16": Named(
+        "COMM-OPT in which factors, bases and gradients travel in bfloat16",
+        "mpikfac",
+        "2 (P-1)/P 2T + (P-1)/P 2F - 2 (P-1)/P 2N",
+        same=False,
+        choices={
+            **{"workers": "all", "factor_wire": "bfloat16", "basis_wire": "bfloat16"},
+            "gradient_wire": "bfloat16",
+        },
+    ),
+    "comm-opt-int8": Named(
+        "COMM-OPT in which factors and gradients travel in 8 bits with error feedback, and bases "
+        "in bfloat16",
+        "mpikfac",
+        "2 (P-1)/P 1.06T + (P-1)/P 2F - 2 (P-1)/P 2.94N",
+        same=False,
+        choices={
+            **{"workers": "all", "factor_wire": "int8", "basis_wire": "bfloat16"},
+            "gradient_wire": "int8",
+        },
+    ),
+    "event-driven": Named(
+        "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
+        "10 %, or its eigenvectors leave as much off the diagonal",
+        "mpikfac",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        choices={"workers": "all", "tolerance": 0.1},
+    ),
+    "eva": Named(
+        "Factors are squares of mean vectors, averaged everywhere; every rank preconditions every "
+        "layer and nothing is decomposed",
+        "Eva",
+        "2 (P-1)/P 4V + 0 + 0",
+        same=False,
+        choices={"workers": "all"},
+        settings={"solver": "rank-one", "basis_every": 1},
+    ),
+    "curvature-ranks": Named(
+        "COMM-OPT on all ranks but one, to which owners send factors and which sends back their "
+        "bases, to be used one step later; `P` ranks train",
+        "LBANN",
+        "2 (P-1)/P 4T + (4T/P + (P-1)/P 4F) + 0",
+        choices={"workers": "all", "delay": 1, "curvature_ranks": 1},
+    ),
+}
+"""Published ways to distribute K-FAC, and combinations of theirs."""
+
+
+def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
+    """The strategy of that name for so many ranks, and what else `KFAC` has to be given.
+
+        strategy, settings = mpikfac.named("kfac-opt", comm.size)
+        mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
+
+    Raises:
+        ValueError: there is no such strategy, or `choices` do not fit.
+    """
+    one_of("strategy", name, tuple(NAMED))
+    return NAMED[name].make(ranks, **choices), dict(NAMED[name].settings)

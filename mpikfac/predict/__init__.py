@@ -1,0 +1,32 @@
+"""The step times of a plan on a machine."""
+
+from __future__ import annotations
+
+from mpikfac.predict.costs import level_of
+from mpikfac.predict.machine import (
+    Level,
+    Machine,
+    Network,
+    Sample,
+    load_machine,
+    published_machines,
+)
+from mpikfac.predict.simulator import Job, Prediction, Step, cheapest, simulate
+from mpikfac.predict.tuning import choose, tuned
+
+__all__ = [
+    "Job",
+    "Level",
+    "Machine",
+    "Network",
+    "Prediction",
+    "Sample",
+    "Step",
+    "cheapest",
+    "choose",
+    "level_of",
+    "load_machine",
+    "published_machines",
+    "simulate",
+    "tuned",
+]

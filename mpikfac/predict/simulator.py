@@ -1,0 +1,381 @@
+"""Plays the steps of a plan on a machine: how long they take, and what of it is communication.
+
+Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few ranks stand for
+all: plans of thousands of ranks take seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from mpikfac.plan import Message, Plan
+from mpikfac.predict import costs
+from mpikfac.predict.machine import Machine
+
+# The stages of `KFAC.step`, and what comes before it, in order.
+STAGES = (
+    *("forward", "backward", "statistics", "reduce scales", "reduce statistics"),
+    *("decompose", "send factors", "receive bases", "publish bases"),
+    *("gradients", "reduce gradients"),
+    *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
+)
+BACKWARD = ("backward", "statistics")
+Name = TypeVar("Name", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        batch: images per rank.
+        stragglers: standard deviation of the logarithm of a rank's computing time.
+    """
+
+    model: str
+    batch: int
+    factor_every: int = 1
+    basis_every: int = 10
+    stragglers: float = 0.0
+
+
+class Event(NamedTuple):
+    """A part of a step on one rank.
+
+    Attributes:
+        kind: "compute"; "message", which computes nothing; "urgent" or "beside", a message that is
+            sent beside the computations that follow, urgent ones first; "wait", for urgent ones,
+            or "wait for all" of them.
+        ready: of a message beside the backward pass, after which part of that it is sent.
+        felt: seconds by which a message beside computations makes these longer.
+    """
+
+    stage: str
+    seconds: float
+    kind: Literal["compute", "message", "urgent", "beside", "wait", "wait for all"] = "compute"
+    ready: float = 1.0
+    felt: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kind of step.
+
+    Attributes:
+        seconds: all of it.
+        exposed: of these, seconds in which a rank waits for messages and computes nothing.
+        waiting: of these, seconds in which it waits for slower ranks to compute.
+        sent: bytes that a rank sends if collectives are rings.
+        stages: seconds by stage, those that are hidden included.
+    """
+
+    seconds: float
+    exposed: float
+    waiting: float
+    sent: float
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan's steps take on a machine.
+
+    Attributes:
+        mean: over all steps; its `stages` and `sent` too.
+        ordinary: a step without new factors.
+        factors: a step with new factors.
+        refresh: a step with new factors and new bases.
+        memory: bytes of the plan's arenas on the rank that holds most.
+    """
+
+    mean: Step
+    ordinary: Step
+    factors: Step
+    refresh: Step
+    memory: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it for JSON."""
+        return asdict(self)
+
+
+def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
+    """What the steps of `plan` take.
+
+    Raises:
+        ValueError: the machine has no times of the model or of the solver, or the job's numbers
+            are out of bounds.
+    """
+    _check(job)
+    looked_at = representatives(plan)
+    stagger = plan.strategy.stagger
+    if job.basis_every % stagger:
+        raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
+    parts = shares(job, stagger)
+    kinds = {
+        kind: _of_shares(plan, machine, job, looked_at, kind)
+        for kind, part in parts.items()
+        if part > 0 or kind != (False, True)  # the others are told of even if there are none
+    }
+    return Prediction(
+        mean=_mean([(step, parts[kind]) for kind, step in kinds.items()]),
+        ordinary=kinds[False, False],
+        factors=kinds[True, False],
+        refresh=kinds[True, True],
+        memory=max(sum(plan.memory(rank).values()) for rank in looked_at),
+    )
+
+
+def cheapest(
+    plans: Mapping[Name, Plan], machine: Machine, job: Job, memory: int | None = None
+) -> Name:
+    """The name of the plan whose mean step is shortest, of those within `memory` bytes per rank.
+
+    Raises:
+        ValueError: none is within it, or see `simulate`.
+    """
+    found = {name: simulate(plan, machine, job) for name, plan in plans.items()}
+    fitting = [name for name in found if memory is None or found[name].memory <= memory]
+    if not fitting:
+        least = min(prediction.memory for prediction in found.values())
+        raise ValueError(f"memory={memory} bytes are too few for any plan; the least is {least}")
+    return min(fitting, key=lambda name: found[name].mean.seconds)
+
+
+def representatives(plan: Plan) -> list[int]:
+    """Few ranks, among which are those that bound a step, and the last one, which may own nothing.
+
+    The one with the longest decompositions, those with most factors of their own and in their
+    column, and the one that preconditions most.
+    """
+    owners = sorted(set(plan.owners.values())) or [0]
+    squares = {rank: sum(plan.factors[n].work(2) for n in plan.owned(rank)) for rank in owners}
+    columns: dict[int, int] = {}
+    for rank, square in squares.items():
+        column = plan.position(rank)[1]
+        columns[column] = columns.get(column, 0) + square
+
+    def products(rank: int) -> int:
+        return sum(sum(plan.shapes[name].products()) for name in plan.preconditioned(rank))
+
+    return sorted(
+        {
+            max(owners, key=plan.load),
+            max(owners, key=squares.__getitem__),
+            max(owners, key=lambda rank: columns.get(plan.position(rank)[1], 0)),
+            max(owners, key=products),
+            plan.ranks - 1,
+        }
+    )
+
+
+def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
+    """Which part of all steps is of each kind: with new factors or not, with new bases or not."""
+    between = job.basis_every // stagger
+    factors, bases = 1 / job.factor_every, 1 / between
+    both = 1 / math.lcm(job.factor_every, between)
+    return {
+        (False, False): 1 - factors - bases + both,
+        (True, False): factors - both,
+        (False, True): bases - both,
+        (True, True): both,
+    }
+
+
+def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
+    """Seconds of all events, and of these those in which nothing is computed.
+
+    Messages go one after the other. Those beside computations may go on for `slack` seconds after
+    the last event, which are the next step's.
+    """
+    now = computed = 0.0
+    urgent = line = 0.0  # when urgent messages are through, and when all are
+    for event in events:
+        if event.kind == "compute":
+            now += event.seconds
+            computed += event.seconds
+        elif event.kind == "wait":
+            now = max(now, urgent)
+        elif event.kind == "wait for all":
+            now = max(now, line)
+        else:
+            line = max(now, line) + event.seconds
+            if event.kind != "beside":
+                urgent = max(now, urgent) + event.seconds
+            if event.kind == "message":
+                now = urgent
+            now += event.felt
+    end = max(now, urgent, line - slack)
+    return end, end - computed
+
+
+def sequence(
+    compute: Mapping[str, float], messages: Sequence[Event], overlap: bool = False
+) -> list[Event]:
+    """Computations and messages in the order of a step.
+
+    With `overlap` the backward pass comes in slices, after each of which some messages are ready.
+    """
+    found: list[Event] = []
+    sent = [message for message in messages if message.kind in ("urgent", "beside")]
+    if overlap and sent:
+        found.append(Event("forward", compute.get("forward", 0.0)))
+        found += _backward(compute, sent)
+        compute = {s: t for s, t in compute.items() if s not in (*BACKWARD, "forward")}
+        messages = [message for message in messages if message not in sent]
+    left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
+    for message in messages:
+        while left and STAGES.index(left[0].stage) < STAGES.index(message.stage):
+            found.append(left.pop(0))
+        found.append(message)
+    return found + left
+
+
+def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
+    """The backward pass, in slices, and its messages when they are ready."""
+    done = 0.0
+    for ready in sorted({1.0, *(message.ready for message in messages)}):
+        for stage in BACKWARD:
+            yield Event(stage, compute.get(stage, 0.0) * (ready - done))
+        done = ready
+        yield from (message for message in messages if message.ready == ready)
+
+
+def _of_shares(
+    plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
+) -> Step:
+    """The mean of the steps that refresh each share of the layers."""
+    turns = plan.shares[1:] if kind[1] else []
+    steps = [_step(plan, machine, job, ranks, kind, share) for share in turns or plan.shares[:1]]
+    return _mean([(step, 1 / len(steps)) for step in steps])
+
+
+def _step(
+    plan: Plan,
+    machine: Machine,
+    job: Job,
+    ranks: Sequence[int],
+    kind: tuple[bool, bool],
+    share: int | None,
+) -> Step:
+    statistics, refresh = kind
+    seen = {rank: plan.messages(rank, *kind, True, share) for rank in ranks}
+    timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
+    messages = max(timed, key=lambda events: sum(event.seconds for event in events))
+    parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
+    slowest = costs.expected_slowest(job.stragglers, plan.ranks)
+    compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
+    if refresh and plan.strategy.curvature_ranks:
+        beside = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
+        compute["decompose"] = _awaited(plan, machine, share, beside)
+    overlap = plan.strategy.overlap
+    if overlap:
+        messages.append(Event("reduce gradients", 0.0, "wait"))
+        if statistics and refresh:
+            messages.append(Event("decompose", 0.0, "wait for all"))
+        messages.sort(key=lambda event: STAGES.index(event.stage))
+    events = sequence(compute, messages, overlap)
+    seconds, exposed = play(events, compute["forward"] if overlap and not refresh else 0.0)
+    stages: dict[str, float] = {}
+    for event in events:
+        stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
+    return Step(
+        seconds,
+        exposed,
+        waiting=sum(compute.values()) * (1 - 1 / slowest),
+        sent=max(sum(message.wire for message in found) for found in seen.values()),
+        stages=stages,
+    )
+
+
+def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
+    kinds: dict[str, Any] = {}
+    if plan.strategy.overlap:
+        kinds = {"reduce gradients": "urgent"}
+        kinds |= {} if plan.late else {"reduce statistics": "beside"}
+    found = []
+    for message in messages:
+        seconds = costs.message_seconds(message, plan, rank, machine)
+        if kind := kinds.get(message.stage):
+            felt = (1 - machine.hidden) * seconds
+            found.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), felt))
+        else:
+            found.append(Event(message.stage, seconds, "message"))
+    return found
+
+
+def _ready(message: Message, plan: Plan, rank: int) -> float:
+    """Which part of the backward pass a message has to wait for, as if layers took equally long."""
+    gradients = message.stage == "reduce gradients"
+    layout = plan.gradients() if gradients else plan.statistics(rank)
+    layers = [layer.name for layer in plan.layers]
+    parents = (
+        name if gradients else name.rpartition(".")[0]
+        for name, offset in layout.offsets.items()
+        if any(start <= offset < stop for start, stop in message.spans)
+    )
+    first = min((layers.index(name) for name in parents if name in plan.shapes), default=0)
+    return 1 - first / len(layers)
+
+
+def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
+    """Seconds in which ranks wait for bases from curvature ranks, which have `delay` steps."""
+    loads = [0.0] * plan.strategy.curvature_ranks
+    for rank in sorted(set(plan.owners.values())):
+        seconds = costs.decompose_seconds(plan, rank, machine, share)
+        loads[plan.curvature_rank(rank)] += seconds
+    return max(0.0, max(loads) - plan.strategy.delay * step)
+
+
+def _computations(
+    plan: Plan,
+    rank: int,
+    machine: Machine,
+    job: Job,
+    kind: tuple[bool, bool],
+    share: int | None,
+) -> dict[str, float]:
+    """Seconds of each stage in which `rank` computes."""
+    network = machine.network(job.model, job.batch)
+    found = {
+        "forward": network.forward,
+        "backward": network.backward,
+        "gradients": network.gradients,
+        "optimizer": network.optimizer * costs.stepped_share(plan, rank),
+    }
+    if plan.layers:
+        found["precondition"] = costs.precondition_seconds(plan, rank, machine, network)
+        statistics, refresh = kind
+        if statistics:
+            found["statistics"] = costs.statistics_seconds(plan, rank, machine, network)
+        if refresh:
+            found["decompose"] = costs.decompose_seconds(plan, rank, machine, share)
+    return found
+
+
+def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
+    def mean(value: Callable[[Step], float]) -> float:
+        return sum(share * value(step) for step, share in kinds)
+
+    stages: dict[str, float] = {}
+    for step, share in kinds:
+        for name, seconds in step.stages.items():
+            stages[name] = stages.get(name, 0.0) + share * seconds
+    return Step(
+        mean(lambda step: step.seconds),
+        mean(lambda step: step.exposed),
+        mean(lambda step: step.waiting),
+        mean(lambda step: step.sent),
+        stages,
+    )
+
+
+def _check(job: Job) -> None:
+    for name in ("batch", "factor_every", "basis_every"):
+        if getattr(job, name) < 1:
+            raise ValueError(f"{name}={getattr(job, name)} must be a whole number of at least 1")
+    if not 0 <= job.stragglers <= 1:
+        raise ValueError(f"stragglers={job.stragglers} must be between 0 and 1")

@@ -1,0 +1,37 @@
+"""TODO solvers.ekfac."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mpikfac.numerics import Side, from_right, product
+
+
+def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:
+    """`sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
+
+    The inner sum is over positions. A side's vectors are rotated before it, or the sums' rows after
+    it: whichever are fewer.
+
+    Args:
+        a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
+        g: `[batch, shared, outputs]`, alike.
+        input_vectors: Q_A, as a gradient's side; empty for the identity.
+        output_vectors: Q_G.
+    """
+    shared, a_first, g_first = a.shape[-2], a.shape[-2] <= g.shape[-1], a.shape[-2] <= a.shape[-1]
+    a = _rotated(a, input_vectors) if a_first else a
+    g = _rotated(g, output_vectors) if g_first else g
+    if shared == 1:
+        return product(g.squeeze(-2).square().mT, a.squeeze(-2).square())
+    gradients = g.mT @ a
+    gradients = gradients if a_first else _rotated(gradients, input_vectors)
+    gradients = gradients if g_first else _rotated(gradients.mT, output_vectors).mT
+    return gradients.square().sum(-3)
+
+
+def _rotated(rows: Tensor, vectors: Side) -> Tensor:
+    """`rows Q` `[batch, rows, n]`, or of several groups."""
+    if not vectors:
+        return rows
+    return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)
