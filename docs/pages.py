@@ -1,7 +1,7 @@
 """Choose the pages of the site, and make the pages of the API reference.
 
 A page has the path of the file in the repository, so links between files work in both places. The
-reference has a page for the exported names of `mpikfac` and a page for each package in `mpikfac`.
+reference has a page for the exported names of `mpikfac`, and a page for each package in `mpikfac`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ SHOWN = (
     *("*.md", "docs/*.md", "docs/*.css", "docs/reports/*.html"),
     *("benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
 )
+MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -29,11 +30,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if path.suffix == ".py":
             file.dest_uri = f"{name}.txt"  # a browser shows text, but stores programs
         shown.append(file)
-    for path in [ROOT / "mpikfac", *(ROOT / "mpikfac").iterdir()]:
-        if (path / "__init__.py").exists():
-            package = ".".join(path.relative_to(ROOT).parts)
-            page = f"# {package}\n\n::: {package}\n"
-            if package == "mpikfac":
-                page += f"    options: {{members: {mpikfac.__all__}}}\n"
-            shown.append(File.generated(config, f"reference/{package}.md", content=page))
+    packages = [f"mpikfac.{path.parent.name}" for path in (ROOT / "mpikfac").glob("*/__init__.py")]
+    for name in ("mpikfac", *packages, *MODULES):
+        page = f"# {name}\n\n::: {name}\n"
+        if name == "mpikfac":
+            page += f"    options: {{members: {mpikfac.__all__}}}\n"
+        shown.append(File.generated(config, f"reference/{name}.md", content=page))
     return shown
