@@ -9,7 +9,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac.comm import Grid, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, agree, broadcast, together
 from mpikfac.engine import (
     Gradients,
     Troubles,
@@ -50,7 +50,7 @@ class DataParallel:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        comm: Any,
+        comm: Comm,
         parts: int | None = None,
         trace: Trace | None = None,
     ) -> None:
@@ -101,6 +101,15 @@ class DataParallel:
     def collect(self) -> None:
         """Takes one part of this rank's share of a batch; see `KFAC.collect`."""
         self.gradients.collect()
+
+    def discard(self) -> None:
+        """Forget the passes since the last step, of a batch without a step."""
+        self.gradients.discard()
+
+    @property
+    def communicators(self) -> list[Comm]:
+        """All communicators that steps use."""
+        return self.gradients.grid.communicators
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's share of the state, by name: model, optimizer and number of steps."""

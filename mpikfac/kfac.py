@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac.comm import Grid, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
 from mpikfac.engine import (
     Bases,
     Block,
@@ -38,18 +38,26 @@ from mpikfac.engine import (
     needed_state,
     report_others,
 )
-from mpikfac.layers import KINDS, Kinds, Layer, Rule, Votes, cover
-from mpikfac.numerics import LOSSES, Fisher, Loss, Normalization, all_finite, without_autocast
-from mpikfac.plan import Solver, Strategy, forward_only, make_plan, one_of, solvers_of, usual_rule
+from mpikfac.layers import Coverage, Layer, Votes, cover
+from mpikfac.numerics import LOSSES, Loss, all_finite, without_autocast
+from mpikfac.plan import (
+    SOLVERS,
+    Solver,
+    Strategy,
+    check_layers,
+    forward_only,
+    make_plan,
+    one_of,
+)
 from mpikfac.settings import (
+    SETTINGS,
+    Clip,
+    Damping,
     Estimator,
     Graft,
     LevenbergMarquardt,
     Schedule,
     Settings,
-    check_damping,
-    check_rounding,
-    check_solvers,
 )
 from mpikfac.trace import Trace
 
@@ -68,45 +76,27 @@ class KFAC:
     Collective over: world. The model becomes rank 0's; forward hooks are added to its layers.
 
     Args:
-        model: its layers of the kinds in `covers` are covered; the log lists what is not.
+        model: the log lists the parameters that K-FAC does not cover.
         optimizer: any torch optimizer over the model's parameters whose step needs no closure.
-        comm: the communicator of all ranks, but for curvature ranks.
-        strategy: who computes what; every rank preconditions every layer if None (COMM-OPT).
-        damping: Tikhonov damping, or a `LevenbergMarquardt` that follows `adapt`. It and the
-            intervals, decay and clips may be functions of the step.
-        factor_every: interval in steps between statistics.
-        basis_every: interval in steps between decompositions; a multiple of `stagger`.
-        decay: of the running average of factors, in [0, 1).
-        kl_clip: bound on a step's squared Fisher norm; None for no bound.
-        norm_clip: bound on the norm of all layers' directions together instead; None for no bound.
-        graft: "sgd" gives each layer's direction the length of its gradient [Agarwal et al. 2020],
-            "adam" that of Adam's step but for momentum, before any bound; None leaves it as it is.
-        solver: "inverse", damped inverses with the damping split between A and G, in which a change
-            of damping takes effect at the next decomposition; "eigen", eigenbases and all of the
-            damping; "ekfac", the same with eigenvalues of examples' gradients [George et al. 2018],
-            see `scales`; "unsplit-inverse", inverses with all of it added to each, as published
-            codes do; "rank-one", mean vectors whose squares stand for A and G, another estimator
-            [Zhang et al. 2023, Eva]: nothing is decomposed, and `basis_every=1` is the paper's.
-        relative_damping: the damping of each layer is `damping` times the mean eigenvalue of its
-            `G (x) A`; of each block, where factors fall into blocks.
-        normalization: scaling of factors, see `moments`.
-        start: an average starts at the "first" factor or at the "identity".
-        fisher: whose gradients make up G: those of the loss at the data's labels ("empirical"); at
-            labels that the model gives, drawn ones ("sampled") or all of them ("exact"), for which
-            `record` has to be called; or none, the identity is taken ("forward-only").
-        samples: how often labels are drawn.
-        subsample: estimate a batch's factors from every n-th of its examples.
-        statistics_dtype: round inputs of convolutions to it before they are multiplied.
-        factor_dtype: keep running averages of factors in it; sums over a batch stay as they are.
-        basis_dtype: keep decompositions in it, send them so, and multiply gradients by them in it.
-        skip: names of modules that are trained first-order.
-        covers: what each type of module is covered by, see `layers`: linear layers, convolutions
-            and embeddings; with `NORMS` normalisations, too; and modules of your own.
-        rule: from the whole factors of a layer to those that are kept: only their diagonals, or
-            blocks along these, or one of both; how positions that share a weight count; and which
-            solver a layer has, if not the run's.
-        curvature: what joins `comm` to curvature ranks, of `split`, if the strategy has some.
-        trace: what stages are timed by; a new one if None.
+        comm: the communicator of all ranks, or the `Team` of `split`, with curvature ranks.
+        strategy: who computes and sends what; every rank preconditions every layer if None
+            (COMM-OPT).
+        damping: a number, a schedule (a function of the step), a `Damping`, or a
+            `LevenbergMarquardt` that `adapt` changes.
+        factor_every: interval in steps between statistics, or a schedule.
+        basis_every: interval in steps between decompositions, or a schedule; a multiple of
+            `stagger`.
+        solver: "inverse": damped inverses with the damping split between A and G; a change of
+            damping takes effect at the next decomposition. "eigen": eigenbases and all of the
+            damping. "ekfac": the same with eigenvalues of the gradients of examples
+            [George et al. 2018]. "unsplit-inverse": inverses with all of the damping added to
+            each, as published codes do. "rank-one": mean vectors whose squares stand for A and G,
+            another estimator [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
+        clip: the length of a step: a `Clip`, the KL clip as a number, or None for no bound.
+        estimator: how factors are estimated.
+        coverage: the layers that K-FAC covers, and in what form.
+        basis_dtype: keep and send decompositions in the dtype, and multiply gradients in it.
+        trace: times the stages; a new trace if None.
 
     Raises:
         ValueError: a choice or a layer that cannot work, before any communication.
@@ -115,11 +105,12 @@ class KFAC:
     Attributes:
         plan: the communication plan.
         steps: completed steps.
-        votes: `[16]`, in the dtype of sums. What a rank writes there before a step travels beside
-            the gradients: after the step, all ranks find its mean over ranks. The last one is
-            taken by `step(scaler)`.
-        troubles: what was not finite.
-        intact: whether this rank's state is that after `steps` steps, and no later one's in part.
+        votes: `[16]`, in the dtype of sums. A rank writes numbers before a step; the numbers travel
+            with the gradients, and after the step all ranks find the mean over ranks.
+            `step(scaler)` takes the last number.
+        troubles: counts of numbers that were not finite.
+        intact: whether the state of this rank is the state after `steps` steps, and no part of the
+            state is of a later step.
         trace: seconds and bytes of every stage.
     """
 
@@ -127,54 +118,54 @@ class KFAC:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        comm: Any,
+        comm: Comm | Team,
         strategy: Strategy | None = None,
         *,
-        damping: float | Schedule | LevenbergMarquardt = 0.003,
+        damping: float | Schedule | Damping | LevenbergMarquardt = 0.003,
         factor_every: int | Schedule = 1,
         basis_every: int | Schedule = 10,
-        decay: float | Schedule = 0.95,
-        kl_clip: float | Schedule | None = 0.001,
-        norm_clip: float | Schedule | None = None,
-        graft: Graft | None = None,
         solver: Solver = "inverse",
-        relative_damping: bool = False,
-        normalization: Normalization = "expand",
-        start: Literal["first", "identity"] = "first",
-        fisher: Fisher = "empirical",
-        samples: int = 1,
-        subsample: int = 1,
-        statistics_dtype: torch.dtype | None = None,
-        factor_dtype: torch.dtype | None = None,
+        clip: Clip | float | None = 0.001,
+        estimator: Estimator | None = None,
+        coverage: Coverage | None = None,
         basis_dtype: torch.dtype | None = None,
-        skip: Iterable[str] = (),
-        covers: Kinds = KINDS,
-        rule: Rule = usual_rule,
-        curvature: Any = None,
         trace: Trace | None = None,
     ) -> None:
-        strategy = strategy or Strategy.comm_opt(comm.size)
+        team = comm if isinstance(comm, Team) else Team(comm)
+        if team.comm is None:
+            raise ValueError("this rank does not train; call mpikfac.serve(team) on it")
+        world = team.comm
+        strategy = strategy or Strategy.comm_opt(world.size)
         self.model, self.optimizer = model, optimizer
         self.trace = trace or Trace()
-        self.settings = Settings(damping, factor_every, basis_every, decay, kl_clip, norm_clip)
-        self.settings.due("basis_every", 0, strategy.stagger)  # refused here, not at some step
-        self.estimator = Estimator(
-            normalization, start, fisher, samples, subsample, statistics_dtype
+        self.estimator = estimator or Estimator()
+        damping = damping if isinstance(damping, Damping) else Damping(damping)
+        clip = clip if isinstance(clip, Clip) else Clip(clip)
+        self.settings = Settings(
+            damping.value, factor_every, basis_every, self.estimator.decay, clip.kl, clip.norm
         )
-        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
+        self.settings.due("basis_every", 0, strategy.refresh.stagger)  # refused before step 0
+        self._adaptive = damping.adapted
 
-        kept = (lambda layer: forward_only(rule(layer))) if fisher == "forward-only" else rule
-        self.layers, self.others = cover(model, skip, statistics_dtype, covers, kept)
+        self.layers, self.others = cover(
+            model, self._formed(coverage), self.estimator.statistics_dtype
+        )
         shapes = [layer.shape for layer in self.layers]
-        solvers = solvers_of(shapes, solver)
-        check_damping(damping, relative_damping, solvers, graft)
-        check_solvers(solvers, self.estimator, factor_dtype, basis_dtype)
+        factor_dtype = self.estimator.factor_dtype
+        one_of("basis_dtype", basis_dtype, (None, torch.bfloat16))
+        choices = {
+            **strategy.choices(),
+            **vars(self.estimator),
+            **{"ranks": world.size, "solver": solver, "basis_dtype": basis_dtype},
+            **{"relative": damping.relative, "adapted": damping.adapted, "graft": clip.graft},
+        }
+        check_layers([*SETTINGS, *SOLVERS], shapes, choices)
         dtype, device = common_type([*self.layers, *self.others])
         self.others.append(votes := Votes(dtype, device))
         self.votes = votes.tensor
         self.plan = make_plan(
             shapes,
-            comm.size,
+            world.size,
             strategy,
             [(other.name, tuple(other.tensor.shape)) for other in self.others],
             solver,
@@ -182,28 +173,34 @@ class KFAC:
             (factor_dtype or dtype).itemsize,
             (basis_dtype or dtype).itemsize,
         )
-        check_rounding(basis_dtype, self.plan.low_ranks(self.plan.factors), strategy.basis_wire)
-        check_joins(curvature, self.plan.strategy.curvature_ranks)
+        check_joins(team.link, strategy.refresh.curvature_ranks)
         groups_of(self.layers, optimizer)  # refused here, before any communication
 
         self._check_agreement(
-            comm,
-            relative_damping=relative_damping,
-            graft=graft,
-            adaptation=self._adaptive,
-            factor_dtype=factor_dtype,
+            world,
+            relative=damping.relative,
+            graft=clip.graft,
+            adapted=damping.adapted,
             basis_dtype=basis_dtype,
         )
-        broadcast(comm, [*model.parameters(), *model.buffers()])
-        self.grid = Grid(comm, self.plan.rows, self.trace, self.plan.strategy.ranks_per_node)
+        broadcast(world, [*model.parameters(), *model.buffers()])
+        self.grid = Grid(world, self.plan.rows, self.trace, strategy.transport.ranks_per_node)
         self.curvature = (
-            Curvature(self.plan, comm.rank, curvature, self.trace) if curvature else None
+            Curvature(self.plan, world.rank, team.link, self.trace) if team.link else None
         )
-        self._build(dtype, device, factor_dtype, basis_dtype, relative_damping, graft)
+        self._build(dtype, device, factor_dtype, basis_dtype, damping.relative, clip.graft)
         self._forget_curvature()
         self._begin(0)
-        if comm.rank == 0:
+        if world.rank == 0:
             report_others(self.others, optimizer)
+
+    def _formed(self, coverage: Coverage | None) -> Coverage:
+        """Return the coverage, with layers without G where nothing estimates G."""
+        coverage = coverage or Coverage()
+        if self.estimator.fisher != "forward-only":
+            return coverage
+        rule = coverage.rule
+        return dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
 
     def _build(
         self,
@@ -262,6 +259,11 @@ class KFAC:
     def kl_scale(self) -> Tensor:
         """What the last step was multiplied by, `[1]`, on the model's device."""
         return self.directions.scale
+
+    @property
+    def communicators(self) -> list[Comm]:
+        """All communicators that steps use."""
+        return self.grid.communicators
 
     # -- the main path ---------------------------------------------------------------------------
 
@@ -370,7 +372,11 @@ class KFAC:
                 `parts`, which are added up in order here.
         """
         strategy = self.plan.strategy
-        if self.gradients.owner_updates or strategy.overlap or strategy.parts is not None:
+        if (
+            self.gradients.owner_updates
+            or strategy.transport.overlap
+            or strategy.transport.parts is not None
+        ):
             raise ValueError(
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
                 "call step()"
@@ -430,7 +436,7 @@ class KFAC:
         Raises:
             ValueError: with `overlap`, where the backward pass has sent what it made.
         """
-        if self.plan.strategy.overlap:
+        if self.plan.strategy.transport.overlap:
             raise ValueError("with overlap=True a batch is sent as it is made; call step()")
         self.recorder.clear()
         self.scales.clear()
@@ -542,14 +548,14 @@ class KFAC:
 
     def _refreshes(self) -> bool:
         """Whether this step decomposes: all factors or a share of them."""
-        steps, stagger = self.steps, self.plan.strategy.stagger
+        steps, stagger = self.steps, self.plan.strategy.refresh.stagger
         return not self.bases.ready or self.settings.due("basis_every", steps, stagger)
 
     def _share(self) -> int | None:
         """The share of the layers that this step refreshes; None for all."""
-        if not self.bases.ready or self.plan.strategy.stagger == 1:
+        if not self.bases.ready or self.plan.strategy.refresh.stagger == 1:
             return None
-        return self.settings.turn("basis_every", self.steps, self.plan.strategy.stagger)
+        return self.settings.turn("basis_every", self.steps, self.plan.strategy.refresh.stagger)
 
     def _forget_curvature(self) -> None:
         """No statistics, no bases, and averages at their start."""
@@ -560,7 +566,7 @@ class KFAC:
         self.scales.forget()
         self.grid.encoded.forget()
 
-    def _check_agreement(self, comm: Any, **choices: object) -> None:
+    def _check_agreement(self, comm: Comm, **choices: Any) -> None:
         agree(
             comm,
             {

@@ -1,6 +1,6 @@
-"""Vectors and moments of a layer by brute force: one call of autograd for each output.
+"""Vectors and moments of a layer by brute force: a call of autograd for every output.
 
-Of the library it takes only which elements of a parameter and of an output are whose.
+The module takes only the layout of parameters and outputs from the library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from mpikfac import layers
 
 
 def matrices(layer, gradients):
-    """What these gradients of the parameters are as the layer's matrix."""
+    """Return gradients of the parameters as the layer's matrix."""
     for parameter, gradient in zip(layer.parameters, gradients):
         parameter.grad = gradient
     matrix = torch.empty(layer.shape.gradient, dtype=layer.parameters[0].dtype)
@@ -21,9 +21,9 @@ def matrices(layer, gradients):
 
 
 def vectors(layer, x):
-    """All `a` `[batch, shared, groups, inputs]`: derivatives of outputs by weight and bias.
+    """Return all `a` `[batch, shared, groups, inputs]`: derivatives of outputs by weight and bias.
 
-    An output's derivative is `a` in its own row of its own group, and 0 elsewhere.
+    An output's derivative is `a` in the output's own row and group, and 0 elsewhere.
     """
     y = layer.module(x)
     groups, outputs = layer.shape.groups, layer.shape.outputs
@@ -43,22 +43,23 @@ def vectors(layer, x):
 
 
 def rows(layer, g):
-    """All `g` `[batch, shared, groups, outputs]`."""
+    """Return all `g` `[batch, shared, groups, outputs]`."""
     if not isinstance(layer, layers.ConvLayer):
         g = g.movedim(-1, 1)
     return g.reshape(len(g), layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
 
 
 def squares(vectors):
-    """`sum(v v^T)` over all but the last two dimensions, without that of a single group."""
+    """Return `sum(v v^T)` over all but the last two dimensions; a single group has no dimension."""
     total = torch.einsum("...gi,...gj->gij", vectors, vectors)
     return total[0] if len(total) == 1 else total
 
 
 def own_gradients(module, x, g):
-    """What a normalisation scales, and gradients of scale and shift of which each example has own.
+    """Return a normalisation's unscaled values, and every example's gradients of scale and shift.
 
-    By autograd, from the gradient `g` at its outputs: `[batch, units, 1 or 2]`, of those trained.
+    The gradients come from autograd, with the gradient `g` at the outputs. The shape is `[batch,
+    units, 1 or 2]`, for the trained parameters.
     """
     given, first = dict(module.named_parameters()), next(module.parameters())
     own = {

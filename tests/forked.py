@@ -20,16 +20,16 @@ LEFT_ALONE = 9
 
 
 class Comm:
-    """A communicator over sockets that has the collectives which checkpoints use.
+    """A communicator over sockets, with the collectives that checkpoints use.
 
-    It sends by other system calls than those that write files, so that faults can tell them apart.
+    Messages and files use different system calls, so that faults can hit files alone.
     """
 
     def __init__(self, rank: int, size: int, peers: list[BinaryIO]) -> None:
         self.rank, self.size, self._peers = rank, size, peers
 
     def allgather(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank; a rank whose peer is gone leaves."""
+        """Return every rank's value, on every rank; a rank leaves if a peer is gone."""
         try:
             if self.rank == 0:
                 values = [value, *(pickle.load(peer) for peer in self._peers)]
@@ -41,16 +41,16 @@ class Comm:
             os._exit(LEFT_ALONE)
 
     def gather(self, value: Any) -> list[Any] | None:
-        """Every rank's value, on rank 0."""
+        """Return every rank's value, on rank 0."""
         values = self.allgather(value)
         return values if self.rank == 0 else None
 
     def bcast(self, value: Any) -> Any:
-        """Rank 0's value."""
+        """Return rank 0's value."""
         return self.allgather(value)[0]
 
     def scatter(self, values: Any) -> Any:
-        """Rank 0's value for this rank."""
+        """Return rank 0's value for this rank."""
         return self.bcast(values)[self.rank]
 
     def _send(self, value: Any) -> None:
@@ -60,13 +60,13 @@ class Comm:
 
 
 def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
-    """Processes of which each runs `body` with its communicator."""
+    """Return started processes; every process runs `body` with the process's communicator."""
     pairs = [socket.socketpair() for _ in range(ranks - 1)]
 
     def run(rank: int) -> None:
         mine = [pair[0] for pair in pairs] if rank == 0 else [pairs[rank - 1][1]]
         for end in (end for pair in pairs for end in pair if end not in mine):
-            end.close()  # or nobody sees that its owner is gone
+            end.close()  # otherwise nobody sees a dead owner
         body(Comm(rank, ranks, [end.makefile("rwb") for end in mine]))
 
     processes = [FORK.Process(target=run, args=(rank,)) for rank in range(ranks)]
@@ -79,9 +79,9 @@ def start(ranks: int, body: Callable[[Comm], None]) -> list[BaseProcess]:
 
 
 def traced(process: BaseProcess, log: Path, *options: str) -> subprocess.Popen[str]:
-    """strace on a process that waits, and on all that it will start; a context until they end.
+    """Return strace on a waiting process and all later children; a context until they end.
 
-    The test is skipped where there is no strace, or it may not trace.
+    The test is skipped without strace, or without permission to trace.
     """
     reason = "strace is not installed"
     if shutil.which("strace"):

@@ -12,13 +12,16 @@ from typing import IO
 
 import psutil
 
+TRAIN = str(Path(__file__).parents[1] / "apps" / "train_cnn.py")
+
 
 def launch(
     ranks: int, *args: str, timeout: float = 60, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Returns how `mpirun -n ranks python -m mpi4py args...` ended, with its output.
+    """Return the end of `mpirun -n ranks python -m mpi4py args...`, with the job's output.
 
-    MPIRUN and MPIRUN_FLAGS name the launcher and its options. `env` is added to the environment.
+    MPIRUN and MPIRUN_FLAGS name the launcher and the launcher's options. `env` is added to the
+    environment.
 
     Raises:
         subprocess.TimeoutExpired: after `timeout` seconds; no process of the job is left.
@@ -39,7 +42,7 @@ def launch(
 def start(
     ranks: int, *args: str, env: dict[str, str] | None = None, output: int | IO[str] = PIPE
 ) -> subprocess.Popen[str]:
-    """The job that `launch` waits for; what it prints goes to pipes, or together to `output`."""
+    """Start the job of `launch`; output goes to pipes, or together to `output`."""
     mpirun, flags = launcher()
     return subprocess.Popen(
         [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args],
@@ -52,14 +55,14 @@ def start(
 
 
 def processes(job: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The ranks of a job of Open MPI, in order."""
+    """Return the ranks of a job of Open MPI, in order."""
     ranks = psutil.Process(job.pid).children()
     return sorted(ranks, key=lambda rank: int(rank.environ()["OMPI_COMM_WORLD_RANK"]))
 
 
 def kill(job: subprocess.Popen[str]) -> None:
-    """Ends the job with all its ranks."""
-    # Open MPI gives each rank a process group of its own: killing the launcher's would miss them.
+    """End the job with all ranks."""
+    # Open MPI gives every rank an own process group: killing the launcher's group would miss ranks.
     family = psutil.Process(job.pid).children(recursive=True)
     for process in [psutil.Process(job.pid), *family]:
         with suppress(psutil.NoSuchProcess):
@@ -68,14 +71,14 @@ def kill(job: subprocess.Popen[str]) -> None:
 
 
 def launcher() -> tuple[str, list[str]]:
-    """Returns the mpirun that tests use, and its options."""
+    """Return the mpirun of the tests, and mpirun's options."""
     beside_python = Path(sys.executable).with_name("mpirun")
     mpirun = os.environ.get("MPIRUN") or str(beside_python if beside_python.exists() else "mpirun")
     return mpirun, os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
 
 
 def _environment() -> dict[str, str]:
-    """The defaults of jobs/common.sh, for tests that are started without it."""
+    """Return the defaults of jobs/common.sh, for tests started without jobs/common.sh."""
     defaults = {
         "OMP_NUM_THREADS": "1",
         "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -1,6 +1,6 @@
-"""What tests compare with: K-FAC from its definitions, by im2col and dense solves, in one process.
+"""The tests' reference: K-FAC from its definitions, by im2col and dense solves, in one process.
 
-Nothing here is fast, distributed, or taken from the library.
+No code in this file is fast, distributed, or taken from the library.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac_apps.dense import kronecker_solve, tikhonov_solve
+from mpikfac_apps.checking.reference import kronecker_solve, tikhonov_solve
 
 Batch = tuple[Tensor, Tensor]
 
 
 def kfac_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Every `Linear` and `Conv2d` by name."""
+    """Return every `Linear` and `Conv2d` by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
 
 
 def input_vectors(module: nn.Module, x: Tensor) -> Tensor:
-    """All vectors `a` `[vectors, inputs]` of an input, by im2col, with a 1 for a bias."""
+    """Return all vectors `a` `[vectors, inputs]` of an input, by im2col, with a 1 for a bias."""
     if isinstance(module, nn.Conv2d):
         columns = F.unfold(x, module.kernel_size, module.dilation, module.padding, module.stride)
         x = columns.transpose(1, 2)
@@ -33,16 +33,16 @@ def input_vectors(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def weight_vectors(module: nn.Module, x: Tensor) -> Tensor:
-    """All vectors `a` `[batch, positions, groups, inputs]`: what multiplies weights and bias.
+    """Return all vectors `a` `[batch, positions, groups, inputs]`: factors of weights and bias.
 
-    By autograd, of a convolution or transposed convolution with one output for each group: the
-    derivative of each output by its own weights.
+    The vectors come from autograd, for a convolution or transposed convolution with a single output
+    per group: an output's derivative by the output's own weights.
     """
     names = [name for name, _ in module.named_parameters()]
 
     def outputs(*given: Tensor) -> Tensor:
         y = torch.func.functional_call(module, dict(zip(names, given)), x)
-        return y.sum(1).flatten(1)  # of a weight, one output is the derivative's only term
+        return y.sum(1).flatten(1)  # a weight's derivative has a single output as only term
 
     jacobians = torch.autograd.functional.jacobian(outputs, tuple(module.parameters()))
     parts = [j.reshape(*j.shape[:2], module.groups, -1) for j in jacobians]
@@ -50,20 +50,20 @@ def weight_vectors(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def output_vectors(g: Tensor, outputs: int) -> Tensor:
-    """All vectors `g` `[vectors, outputs]` of the gradient at a layer's output."""
+    """Return all vectors `g` `[vectors, outputs]` of the gradient at a layer's output."""
     return (g.permute(0, 2, 3, 1) if g.dim() == 4 else g).reshape(-1, outputs)
 
 
 def calls(
     model: nn.Module, batch: Batch, loss: Callable[..., Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """All vectors `a` and `g` of every layer; leaves the gradients of the mean loss."""
+    """Return all vectors `a` and `g` of every layer; leave the gradients of the mean loss."""
     outputs: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         output.retain_grad()
         outputs.setdefault(name, []).append((input_vectors(module, inputs[0].detach()), output))
-        return output.clone()  # an in-place activation behind the layer leaves the kept one alone
+        return output.clone()  # in-place activations behind the layer keep the kept output
 
     modules = kfac_modules(model)
     hooks = [m.register_forward_hook(partial(keep, name)) for name, m in modules.items()]
@@ -80,7 +80,7 @@ def calls(
 
 
 def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """A and G of every layer: means over all vectors; leaves the gradients of the mean loss."""
+    """Return A and G of every layer: means over all vectors; leave gradients of the mean loss."""
     found = {}
     for name, (a, g) in calls(model, batch, loss).items():
         found[f"{name}.A"] = a.T @ a / len(a)
@@ -89,9 +89,10 @@ def factors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, Tensor]:
-    """Eva's vectors of every layer, as the means of inputs and of examples' own gradients.
+    """Return Eva's vectors of every layer, as the means of inputs and of examples' own gradients.
 
-    Gradients are multiplied by the root of the positions of an example, as G is by their number.
+    Gradients are multiplied by the root of an example's number of positions; G is multiplied by the
+    number of positions.
     """
     found = {}
     for name, (a, g) in calls(model, batch, loss).items():
@@ -102,7 +103,7 @@ def vectors(model: nn.Module, batch: Batch, loss=F.cross_entropy) -> dict[str, T
 
 
 def running_average(history: Sequence[Tensor], decay: float, start: str = "first") -> Tensor:
-    """Weighted mean of all factors so far, each `decay` times the weight of the next."""
+    """Return the weighted mean of all factors so far; the weight falls by `decay` per factor."""
     terms = [(decay**age, factor) for age, factor in enumerate(reversed(history))]
     if start == "identity":
         eye = torch.eye(len(history[0]), dtype=history[0].dtype)
@@ -111,18 +112,18 @@ def running_average(history: Sequence[Tensor], decay: float, start: str = "first
 
 
 def unsplit_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """`(G + damping I)^-1 gradient (A + damping I)^-1`."""
+    """Return `(G + damping I)^-1 gradient (A + damping I)^-1`."""
     damped_a, damped_g = (m + damping * torch.eye(len(m), dtype=m.dtype) for m in (a, g))
     return torch.linalg.solve(damped_g, gradient) @ torch.linalg.inv(damped_a)
 
 
 def rank_one_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """`(g g^T (x) a a^T + damping I)^-1 gradient`, with the product written out."""
+    """Return `(g g^T (x) a a^T + damping I)^-1 gradient`, with the product written out."""
     return kronecker_solve(gradient, torch.outer(a, a), torch.outer(g, g), damping)
 
 
 def relative_solve(solver: str, gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """That of a solver, damped in units of mean eigenvalues."""
+    """Return a solver's direction, damped in units of mean eigenvalues."""
     means = a.trace() / len(a), g.trace() / len(g)
     if solver == "eigen":
         return kronecker_solve(gradient, a, g, damping * means[0] * means[1])
@@ -141,7 +142,7 @@ SOLVES: dict[str, Callable[..., Tensor]] = {
 
 
 def gradient_matrix(module: nn.Module) -> Tensor:
-    """Gradients of weight and bias as one matrix `[outputs, inputs]`."""
+    """Return gradients of weight and bias as one matrix `[outputs, inputs]`."""
     parts = [module.weight.grad.flatten(1)]
     if module.bias is not None:
         parts.append(module.bias.grad[:, None])
@@ -149,7 +150,7 @@ def gradient_matrix(module: nn.Module) -> Tensor:
 
 
 def set_gradient(module: nn.Module, matrix: Tensor) -> None:
-    """The inverse of `gradient_matrix`."""
+    """Set gradients from a matrix: the inverse of `gradient_matrix`."""
     if module.bias is not None:
         module.bias.grad = matrix[:, -1].clone()
         matrix = matrix[:, :-1]
@@ -173,10 +174,10 @@ def train(
     relative_damping: bool = False,
     sources: Mapping[str, int] | None = None,
 ) -> list[float]:
-    """Trains on the joined shards of each step; returns the clip's factors.
+    """Train on the joined shards of every step; return the clip's factors.
 
     Args:
-        sources: the one shard from which each factor is computed; all of them if None.
+        sources: the shard from which a factor is computed, by factor; all shards if None.
     """
     history: list[dict[str, Tensor]] = []
     used: dict[str, Tensor] = {}
@@ -217,7 +218,7 @@ def _joined(shards: Sequence[Batch]) -> Batch:
 def _grafted(
     solve: Callable[..., Tensor], gradient: Tensor, a: Tensor, g: Tensor, damping: float
 ) -> Tensor:
-    """The direction that `solve` gives, at the gradient's length."""
+    """Return the direction of `solve`, at the gradient's length."""
     direction = solve(gradient, a, g, damping)
     return direction * (gradient.norm() / direction.norm())
 

@@ -1,8 +1,9 @@
-"""The small problem that tests train on, in float64: 12 images of 2 x 8 x 8 at every step."""
+"""The tests' small training problem, in float64: 12 images of 2 x 8 x 8 at every step."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import Strategy, divisors
+from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors
 
 SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
@@ -21,8 +22,25 @@ STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of st
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 
+CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft"}
+
+
+def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
+    """Return a `KFAC` for settings by name, without the values that group settings."""
+    values = {}
+    if "relative_damping" in settings:
+        damping = settings.pop("damping", 0.003)
+        values["damping"] = Damping(damping, settings.pop("relative_damping"))
+    if clip := {CLIP[name]: settings.pop(name) for name in CLIP if name in settings}:
+        values["clip"] = Clip(**clip)
+    for name, value in (("estimator", Estimator), ("coverage", Coverage)):
+        names = [field.name for field in dataclasses.fields(value)]
+        values[name] = value(**{n: settings.pop(n) for n in names if n in settings})
+    return KFAC(model, optimizer, comm, strategy, **values, **settings)
+
+
 def network() -> nn.Module:
-    """Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
+    """Return Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
     torch.manual_seed(1)
     norm = nn.BatchNorm2d(9)
     norm.running_mean.uniform_(-0.5, 0.5)
@@ -38,13 +56,13 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and weight decay, and another learning rate for the last layer."""
+    """Return SGD with momentum and weight decay, and another learning rate for the last layer."""
     groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
 def sgd_all(model: nn.Module) -> torch.optim.Optimizer:
-    """Momentum and weight decay, alike for all layers of any network."""
+    """Return SGD with momentum and weight decay, equal for all layers of any network."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
 
@@ -53,14 +71,14 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The images and labels of all ranks together."""
+    """Return the images and labels of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
     return images, torch.randint(0, 5, (EXAMPLES,), generator=generator)
 
 
 def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
-    """`batch(step)` dealt out to ranks."""
+    """Return `batch(step)`, dealt out to ranks."""
     images, labels = batch(step)
     return list(zip(images.chunk(ranks), labels.chunk(ranks)))
 
@@ -68,14 +86,14 @@ def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
 def strategies(
     ranks: int, reductions: Sequence[str] = ("everyone", "owners", "none")
 ) -> list[Strategy]:
-    """All ways to distribute K-FAC over so many ranks."""
+    """Return all ways to distribute K-FAC over `ranks` ranks."""
     updates = "everyone", "owner"
     choices = itertools.product(divisors(ranks), reductions, updates, (True, False))
     return [Strategy(w, r, update, colocate=together) for w, r, update, together in choices]
 
 
 def label(value: object) -> str | None:
-    """The name of a strategy in a test's name."""
+    """Return a strategy's part of a test's name."""
     if not isinstance(value, Strategy):
         return None
     owners = "together" if value.colocate else "apart"
@@ -83,14 +101,14 @@ def label(value: object) -> str | None:
 
 
 def whole_state(trainer, comm) -> dict[str, Any]:
-    """The state that the shares of all ranks make up."""
+    """Return the shares of all ranks as one state."""
     return {
         n: value for share in comm.allgather(trainer.state_dict()) for n, value in share.items()
     }
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
-    """Trains on this rank's shards; returns the model's whole state as one vector."""
+    """Train on this rank's shards; return the model's whole state as one vector."""
     for step in steps:
         images, labels = shards(step, comm.size)[comm.rank]
         trainer.optimizer.zero_grad()
@@ -100,8 +118,8 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 
 
 def planned(kfac, step: int) -> collections.Counter[str]:
-    """Bytes of a step by stage, of its plan."""
-    stagger = kfac.plan.strategy.stagger
+    """Return the planned bytes of a step, by stage."""
+    stagger = kfac.plan.strategy.refresh.stagger
     refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
     share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
     statistics = kfac.settings.due("factor_every", step)
@@ -113,5 +131,5 @@ def planned(kfac, step: int) -> collections.Counter[str]:
 
 
 def state(model: nn.Module) -> Tensor:
-    """All parameters and buffers as one vector."""
+    """Return all parameters and buffers as one vector."""
     return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])

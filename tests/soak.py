@@ -1,9 +1,10 @@
-"""Trains under random faults, restarting each time, and compares the end with a quiet run's.
+"""Trains under random faults, restarts every time, and compares the end with a quiet run's end.
 
     python tests/soak.py DIRECTORY [--minutes 30] [--every 20] [--seed 0]
 
-A start gets 1, 2 or 4 ranks and a fault after about so many seconds. Root fills a disk, too. The
-exit code is 0 if every start ended as its fault demands and both runs end with the same bits.
+A start gets 1, 2 or 4 ranks, and a fault after about `--every` seconds. As root, a fault may also
+fill a disk. The exit code is 0 if every start ended as the fault demands and both runs end with
+the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import torch
 
 import launch
 from mpikfac import latest_checkpoint, read_checkpoint
-from mpikfac_apps import train_cnn
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
@@ -64,7 +64,7 @@ def control_checkpoint(job: Job, run: Path, chance: random.Random) -> None:
 
 
 def damage(job: Job, run: Path, chance: random.Random) -> None:
-    """Spoils the newest checkpoint of several, and kills a rank."""
+    """Spoil the newest checkpoint of several, and kill a rank."""
     kill(job, run, chance)
     job.wait(PATIENCE)
     found = sorted((run / "checkpoints").glob("step-*[0-9]"))
@@ -83,7 +83,7 @@ def damage(job: Job, run: Path, chance: random.Random) -> None:
 
 
 def fill(job: Job, run: Path, chance: random.Random) -> None:
-    """Leaves no room on the disk for a while."""
+    """Leave no room on the disk for a while."""
     filler = run.parent / "filler"
     with suppress(OSError), open(filler, "wb", buffering=0) as file:
         while True:  # the run writes meanwhile
@@ -92,7 +92,7 @@ def fill(job: Job, run: Path, chance: random.Random) -> None:
     filler.unlink()
 
 
-# What a fault does to a run: it dies, it stops when asked, or it goes on.
+# A fault's effect on a run: the run dies, stops as asked, or goes on.
 DIES, STOPS, GOES_ON = "dies", "stops", "goes on"
 FAULTS: dict[str, tuple[Callable[[Job, Path, random.Random], None], str]] = {
     "kill -9": (kill, DIES),
@@ -106,10 +106,10 @@ FAULTS: dict[str, tuple[Callable[[Job, Path, random.Random], None], str]] = {
 
 
 class Soak:
-    """A run, its starts, and what became of them.
+    """A run, the run's starts, and the results of starts.
 
     Args:
-        disk: the directory that may be filled, if it is a disk of its own.
+        disk: the directory that may be filled, if the directory is a separate disk.
     """
 
     def __init__(self, disk: Path, logs: Path, faults: list[str], seed: int) -> None:
@@ -120,14 +120,14 @@ class Soak:
         self.count: Counter[str] = Counter()
         self.lost: defaultdict[str, list[int]] = defaultdict(list)
         self.took: defaultdict[str, list[float]] = defaultdict(list)
-        self.last = ("", 0)  # the fault that ended the last start, and the step it had got to
+        self.last = ("", 0)  # the fault that ended the last start, and the start's last step
 
     def tell(self, text: str) -> None:
-        """Prints a line of the log."""
+        """Print a line of the log."""
         print(f"{time.monotonic() - self.began:7.1f} s  {text}", flush=True)
 
     def chaos(self, deadline: float, every: float) -> None:
-        """Starts the run again and again, until the deadline."""
+        """Start the run again and again, until the deadline."""
         while time.monotonic() < deadline:
             with self.started(self.chance.choice([1, 2, 4])) as job:
                 while job.poll() is None and time.monotonic() < deadline:
@@ -141,8 +141,8 @@ class Soak:
                     self.complain(f"it ended with {job.returncode} though nothing was done")
 
     def inject(self, job: Job) -> None:
-        """Lets something happen, and checks that the job ends, or does not."""
-        alone = len(launch.processes(job)) == 1  # nobody could tell that the only rank is stopped
+        """Inject a fault, and check that the job ends, or continues, as expected."""
+        alone = len(launch.processes(job)) == 1  # nobody could report a stopped only rank
         name = self.chance.choice([name for name in self.faults if not alone or name != "SIGSTOP"])
         fault, effect = FAULTS[name]
         self.count[name] += 1
@@ -159,14 +159,12 @@ class Soak:
 
     @contextmanager
     def started(self, ranks: int, *more: str) -> Iterator[Job]:
-        """A start of the run, once it trains."""
+        """Yield a started run, once the run trains."""
         self.starts += 1
         log = self.logs / f"start-{self.starts}.txt"
         options = (*OPTIONS, f"--run_dir={self.run}", *more)
         with open(log, "w") as output, ExitStack() as stack:
-            job = stack.enter_context(
-                launch.start(ranks, train_cnn.__file__, *options, output=output)
-            )
+            job = stack.enter_context(launch.start(ranks, launch.TRAIN, *options, output=output))
             stack.callback(lambda: launch.kill(job) if job.poll() is None else None)
             while not (first := re.search(r"steps (\d+) to", log.read_text())):
                 if job.poll() is not None:
@@ -183,17 +181,17 @@ class Soak:
             yield job
 
     def complain(self, text: str) -> None:
-        """Notes what must not be."""
+        """Note an error."""
         self.wrong += 1
         self.tell(f"WRONG: {text}; see {self.logs}/start-{self.starts}.txt")
 
     def reached(self) -> int:
-        """The last step in the run's metrics."""
+        """Return the last step in the run's metrics."""
         steps = re.findall(rb'"step": (\d+),', (self.run / "metrics.jsonl").read_bytes())
         return int(steps[-1]) if steps else 0
 
     def table(self) -> str:
-        """Counts, seconds to the end and lost steps, by kind of fault."""
+        """Return counts, seconds to the end and lost steps, by kind of fault."""
         lines = [f"{'fault':20}{'times':>7}{'median s':>10}{'worst s':>9}{'lost steps':>12}"]
         for name in self.faults:
             took, lost = sorted(self.took[name]) or [0.0], sum(self.lost[name])
@@ -205,7 +203,7 @@ class Soak:
 
 @contextmanager
 def small_disk(place: Path) -> Iterator[bool]:
-    """A small file system at `place`; False where it cannot be mounted."""
+    """Mount a small file system at `place`; yield False if mounting fails."""
     place.mkdir(parents=True)
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "mpikfac-soak", str(place)]
     mounted = subprocess.run(mount, stderr=subprocess.DEVNULL).returncode == 0
@@ -217,35 +215,35 @@ def small_disk(place: Path) -> Iterator[bool]:
 
 
 def quiet(run: Path, steps: int) -> None:
-    """Trains so many steps undisturbed."""
+    """Train `steps` steps undisturbed."""
     options = (*OPTIONS, f"--run_dir={run}", f"--max_steps={steps}")
-    with launch.start(4, train_cnn.__file__, *options, output=subprocess.DEVNULL) as job:
+    with launch.start(4, launch.TRAIN, *options, output=subprocess.DEVNULL) as job:
         job.wait()
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """Names of what is trained that differ between the newest checkpoints of two runs."""
+    """Return names of trained items that differ between the newest checkpoints of two runs."""
     found, expected = (
         read_checkpoint(latest_checkpoint(run / "checkpoints")) for run in (one, other)
     )
     trained = {
         name
         for name in {*found, *expected}
-        # Each rank counts its own batches.
+        # Every rank counts own batches.
         if not name.startswith("run/") and not name.endswith("num_batches_tracked")
     }
     return sorted(name for name in trained if not same(found.get(name), expected.get(name)))
 
 
 def same(one: object, other: object) -> bool:
-    """Whether two items are equal to the last bit."""
+    """Return whether two items are equal to the last bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     return one == other
 
 
 def main() -> int:
-    """Runs it; the exit code."""
+    """Run the test; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--minutes", type=float, default=30)

@@ -1,4 +1,4 @@
-"""The launcher of the other tests: output, exit codes, and no process left behind."""
+"""The tests' launcher: output, exit codes, and no process left behind."""
 
 from __future__ import annotations
 

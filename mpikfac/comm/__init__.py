@@ -9,6 +9,7 @@ from __future__ import annotations
 from mpikfac.comm.agreement import agree, broadcast, clock_offset, summed, together
 from mpikfac.comm.buffers import SUMMABLE
 from mpikfac.comm.curvature_ranks import (
+    Team,
     arrivals,
     begin_receive,
     begin_send,
@@ -18,11 +19,13 @@ from mpikfac.comm.curvature_ranks import (
     told,
 )
 from mpikfac.comm.grid import Grid
-from mpikfac.comm.job import check_survivable, device, leaving, lost_a_rank, survivors, world
+from mpikfac.comm.job import Comm, check_survivable, device, leaving, lost_a_rank, survivors, world
 
 __all__ = [
     "SUMMABLE",
+    "Comm",
     "Grid",
+    "Team",
     "agree",
     "arrivals",
     "begin_receive",

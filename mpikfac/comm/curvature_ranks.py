@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -18,19 +19,35 @@ LEAVING = 2**15 - 1  # the highest tag that every MPI has
 LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do
 
 
-def split(
-    comm: MPI.Intracomm, curvature_ranks: int
-) -> tuple[MPI.Intracomm | None, MPI.Intercomm | None]:
-    """The communicator of the ranks that train, and what joins them to the others, the last ones.
+@dataclass(frozen=True)
+class Team:
+    """The ranks that train, and the link to the ranks that decompose for them.
 
-    The first is None on those others, the second everywhere if there are none of them:
+    Attributes:
+        comm: the communicator of the training ranks; None on a curvature rank.
+        link: joins training ranks and curvature ranks; None where all ranks train.
+    """
 
-        training, curvature = mpikfac.split(comm, curvature_ranks=1)
-        if training is None:
-            mpikfac.serve(curvature)
+    comm: MPI.Intracomm | None
+    link: MPI.Intercomm | None = None
+
+    @property
+    def size(self) -> int:
+        """The number of ranks that train."""
+        if self.comm is not None:
+            return self.comm.size
+        return 0 if self.link is None else self.link.remote_size
+
+
+def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
+    """Return the team of training ranks, and make the last ranks of `comm` curvature ranks.
+
+        team = mpikfac.split(comm, curvature_ranks=1)
+        if team.comm is None:
+            mpikfac.serve(team)
         else:
-            strategy = Strategy.comm_opt(training.size, delay=1, curvature_ranks=1)
-            kfac = KFAC(model, optimizer, training, strategy, curvature=curvature)
+            strategy = Strategy.comm_opt(team.size, delay=1, curvature_ranks=1)
+            kfac = KFAC(model, optimizer, team, strategy)
             ...
             kfac.close()
 
@@ -44,12 +61,12 @@ def split(
             f"curvature_ranks={curvature_ranks} must be less than the number of ranks ({comm.size})"
         )
     if curvature_ranks == 0:
-        return comm, None
+        return Team(comm)
     first = comm.size - curvature_ranks
     trains = comm.rank < first
-    team = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
-    curvature = team.Create_intercomm(0, comm, first if trains else 0)
-    return team if trains else None, curvature
+    own = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
+    link = own.Create_intercomm(0, comm, first if trains else 0)
+    return Team(own if trains else None, link)
 
 
 def tell(curvature: MPI.Intercomm, value: object) -> None:

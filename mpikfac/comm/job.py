@@ -15,6 +15,9 @@ from mpi4py import MPI
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 
+Comm = MPI.Intracomm
+"""A communicator of ranks that work together."""
+
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("PMI_SIZE", "PMI_RANK"),

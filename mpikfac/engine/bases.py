@@ -56,7 +56,7 @@ class Bases:
         """Decomposes in `dtype`. See `KFAC` for `kept_in`, its `basis_dtype`, and `relative`."""
         self.plan, self.dtype = plan, dtype
         self.rank = rank
-        self.delay = plan.strategy.delay
+        self.delay = plan.strategy.refresh.delay
         self._factors = plan.decomposed(rank)
         self.troubles = troubles
         self.relative = relative
@@ -150,7 +150,7 @@ class Bases:
         self, factors: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
         """The arena's blocks that change, by name, of one factor after the other."""
-        tolerance = self.plan.strategy.tolerance
+        tolerance = self.plan.strategy.refresh.tolerance
         for name, kept_packed in factors.items():
             packed = kept_packed.to(self.dtype)
             if tolerance and self.ready:

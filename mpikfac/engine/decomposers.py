@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mpikfac.comm import arrivals, begin_receive, begin_send, leave, tell, told
+from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
 from mpikfac.numerics import Arena
 from mpikfac.plan import Layout, Plan, added_to
 from mpikfac.solvers import decompositions
@@ -99,18 +99,20 @@ class Curvature:
         leave(self._curvature)
 
 
-def serve(curvature: Any, device: torch.device = CPU, trace: Trace | None = None) -> None:
-    """Decomposes on this curvature rank what training ranks ask for, until they are done.
+def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
+    """Decompose on this curvature rank for the training ranks, until all of them close.
 
     First come, first served; a rank has one request at a time, so none can crowd out another.
 
     Collective over: curvature.
 
     Args:
-        curvature: what joins training and curvature ranks, of `split`.
+        team: of `split`.
         device: where to decompose; the same numbers come of the same kind as the training ranks'.
         trace: takes seconds and bytes of its stages.
     """
+    if (curvature := team.link) is None:
+        raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
     plan, trace = told(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):

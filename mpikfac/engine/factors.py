@@ -66,7 +66,7 @@ class Factors:
         self._squares = Arena(plan.squares(rank), dtype, device)
         self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
         self._beside = None
-        if plan.strategy.overlap and not plan.late and (messages := self._messages[None]):
+        if plan.strategy.transport.overlap and not plan.late and (messages := self._messages[None]):
             layout, flat = self.statistics.layout, self.statistics.flat
             self._beside = grid.beside(messages, layout, flat, urgency=1)
         self._unsettled: tuple[float, int] | None = None

@@ -50,7 +50,7 @@ class Gradients:
         self._before = Arena(changing, dtype, device)
         self._beside = None
         self._hooks: list[RemovableHandle] = []
-        if plan.strategy.overlap and self._to_reduce:
+        if plan.strategy.transport.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
             self._beside = grid.beside(self._to_reduce, layout, flat, urgency=0)
             self._send_early()
@@ -140,7 +140,7 @@ class Gradients:
         """
         if scaler is None or not scaler.is_enabled():
             return None
-        if self.plan.strategy.overlap:
+        if self.plan.strategy.transport.overlap:
             raise ValueError(
                 "with overlap=True gradients are sent before their scale can be taken out; "
                 "step(scaler) needs overlap=False"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -42,26 +43,49 @@ NORMS: Kinds = dict.fromkeys(
 """Normalisations, for `covers={**KINDS, **NORMS}`."""
 
 
-def cover(
-    model: nn.Module,
-    skip: Iterable[str] = (),
-    statistics_dtype: torch.dtype | None = None,
-    covers: Kinds = KINDS,
-    rule: Rule = usual_rule,
-) -> tuple[list[Layer], list[Other]]:
-    """The layers that K-FAC covers and everything else that is trained, both in model order.
-
-    Covered are modules of the types in `covers`, except where nothing of them is trained or `skip`
-    names the module or a module that holds it. Modules that share their parameters are one layer.
+@dataclass(frozen=True)
+class Coverage:
+    """The layers that K-FAC covers, and in what form.
 
     Args:
-        statistics_dtype: what inputs of convolutions are rounded to before they are multiplied.
-        rule: from the whole factors of a layer to those that are kept.
+        skip: names of modules that are trained first-order, with all modules inside.
+        covers: the kind of layer for each type of module. `KINDS`: linear layers, convolutions,
+            embeddings and attention. `{**KINDS, **NORMS}`: normalisations, too. Modules of your own
+            are added in the same way, see `layers`.
+        rule: from the whole factors of a layer to the factors that are kept: diagonals or blocks
+            only, or one side only; how positions that share a weight count; the solver of the
+            layer, where it is not the solver of the run.
 
     Raises:
-        ValueError: a layer that cannot be covered exactly, or a name in `skip` that no module has.
+        ValueError: `skip` is a text and no sequence of names.
     """
-    skip = tuple(skip)
+
+    skip: Sequence[str] = ()
+    covers: Kinds = field(default_factory=lambda: KINDS)
+    rule: Rule = usual_rule
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, str):
+            raise ValueError(f"skip={self.skip!r} must be a sequence of names; try [{self.skip!r}]")
+
+
+def cover(
+    model: nn.Module,
+    coverage: Coverage | None = None,
+    statistics_dtype: torch.dtype | None = None,
+) -> tuple[list[Layer], list[Other]]:
+    """Return the layers that K-FAC covers and all other trained tensors, both in model order.
+
+    Modules that share parameters are one layer. A module without trained parameters is left out.
+
+    Args:
+        statistics_dtype: inputs of convolutions are rounded to the dtype before the product.
+
+    Raises:
+        ValueError: a layer that cannot be covered exactly, or a name in `skip` without a module.
+    """
+    coverage = coverage or Coverage()
+    skip, covers = tuple(coverage.skip), coverage.covers
     _check_skip(model, skip)
     layers: list[Layer] = []
     covering: dict[int, Layer] = {}  # by parameter
@@ -76,7 +100,7 @@ def cover(
         made = covers[type(module)](name, module)
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
-            layer.shape = _ruled(rule, layer.shape)
+            layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
     _check_shared(model, layers)
@@ -132,10 +156,10 @@ def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Othe
 
 
 def covered_shapes(
-    model: nn.Module, skip: Sequence[str] = (), covers: Kinds = KINDS, rule: Rule = usual_rule
+    model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """What `make_plan` asks of a model: layer shapes, and names and shapes of all that travels."""
-    layers, others = cover(model, skip, covers=covers, rule=rule)
+    """Return what `make_plan` asks of a model: layers, and names and shapes of other tensors."""
+    layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from mpikfac.plan.catalogue import NAMED, Named, named
+from mpikfac.plan.combinations import (
+    SOLVERS,
+    STRATEGY,
+    AtLeast,
+    Combination,
+    OneOf,
+    Same,
+    check,
+    check_layers,
+    shown,
+)
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import PIECE, PLACE, Codec, Message, message, shard_length
 from mpikfac.plan.plan import Plan, make_plan
@@ -19,7 +30,7 @@ from mpikfac.plan.shapes import (
     solvers_of,
     usual_rule,
 )
-from mpikfac.plan.strategy import Strategy, check_count, divisors, one_of
+from mpikfac.plan.strategy import Refresh, Strategy, Transport, Wires, check_count, divisors, one_of
 from mpikfac.plan.two_levels import BETWEEN_NODES, IN_NODE
 
 __all__ = [
@@ -30,18 +41,29 @@ __all__ = [
     "NAMED",
     "PIECE",
     "PLACE",
+    "SOLVERS",
+    "STRATEGY",
+    "AtLeast",
     "Codec",
+    "Combination",
     "FactorShape",
     "LayerShape",
     "Layout",
     "Message",
     "Named",
+    "OneOf",
     "Plan",
+    "Refresh",
+    "Same",
     "Shape",
     "Solver",
     "Strategy",
+    "Transport",
+    "Wires",
     "added_to",
+    "check",
     "check_count",
+    "check_layers",
     "count_of",
     "divisors",
     "few",
@@ -53,6 +75,7 @@ __all__ = [
     "one_of",
     "parent",
     "shard_length",
+    "shown",
     "solvers_of",
     "usual_rule",
 ]

@@ -33,7 +33,7 @@ class Holdings(Roles):
 
     def squares(self, rank: int) -> Layout:
         """The same as squares, if they travel in that form; else nothing."""
-        square = self.strategy.packing == "square"
+        square = self.strategy.transport.packing == "square"
         return self._factors(self.recorded(rank) if square else [], lambda f: f.block(2))
 
     def averages(self, rank: int) -> Layout:
@@ -114,7 +114,7 @@ class Holdings(Roles):
         """Factors and their counts: side by side, or all counts last where they travel apart."""
         blocks = self._matrices_of(factors, shape)
         counts: list[tuple[str, Shape]] = [(count_of(name), (1,)) for name, _ in blocks]
-        if self.strategy.factor_wire is not None:
+        if self.strategy.transport.wires.factor_wire is not None:
             return blocks + counts
         return [block for pair in zip(blocks, counts) for block in pair]
 

@@ -35,7 +35,7 @@ def place(
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
-    loads = [[0] * ranks for _ in range(strategy.stagger)]
+    loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):

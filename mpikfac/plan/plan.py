@@ -11,10 +11,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan import placement
+from mpikfac.plan.combinations import SOLVERS, check_layers
 from mpikfac.plan.layout import Layout, Shape
 from mpikfac.plan.layouts import Holdings
 from mpikfac.plan.messages import Codec, Kind, Message, across, gathers, in_order, message, sums
-from mpikfac.plan.shapes import BLOCKS, LayerShape, Solver, count_of, parent, solvers_of
+from mpikfac.plan.shapes import BLOCKS, LayerShape, Solver, count_of, parent
 from mpikfac.plan.strategy import Strategy, one_of
 from mpikfac.plan.two_levels import in_two_levels
 
@@ -80,11 +81,15 @@ class Plan(Holdings):
         """Sums of factors, of all layers or of one share of a refresh."""
         if self.strategy.reduction == "none":
             return []
-        layout = self.squares(rank) if self.strategy.packing == "square" else self.statistics(rank)
+        layout = (
+            self.squares(rank)
+            if self.strategy.transport.packing == "square"
+            else self.statistics(rank)
+        )
         kind = self._kind(share)
         # Averages over time make up for what a batch's factors lost; nothing does where the
         # averages themselves travel.
-        codec = self._codec(self.strategy.factor_wire, feedback=not self.late)
+        codec = self._codec(self.strategy.transport.wires.factor_wire, feedback=not self.late)
         kinds: list[tuple[Codec | None, Kind]] = [(codec, kind)]
         if codec is not None:  # but counts travel as they are
             kinds = [
@@ -105,14 +110,14 @@ class Plan(Holdings):
 
     def send_factors(self, rank: int, share: int | None = None) -> list[Message]:
         """Factors to the rank that decomposes them, where that is a curvature rank."""
-        if not self.strategy.curvature_ranks:
+        if not self.strategy.refresh.curvature_ranks:
             return []
         layout, peer = self.request(rank, share), self.curvature_rank(rank)
         return across("send factors", "Send", layout, peer, self.itemsize)
 
     def receive_bases(self, rank: int, share: int | None = None) -> list[Message]:
         """Their decompositions from there."""
-        if not self.strategy.curvature_ranks:
+        if not self.strategy.refresh.curvature_ranks:
             return []
         layout, peer = self.reply(rank, share), self.curvature_rank(rank)
         return across("receive bases", "Recv", layout, peer, self.itemsize)
@@ -122,13 +127,13 @@ class Plan(Holdings):
         if not self.publishes_bases:
             return []
         kind, layout = self._kind(share), self.bases(rank)
-        codec = self._codec(self.strategy.basis_wire, feedback=False)
+        codec = self._codec(self.strategy.transport.wires.basis_wire, feedback=False)
         size, of_block = self.basis_itemsize, lambda name: kind(parent(name))
         return self._gathers("publish bases", "column", layout, of_block, rank, size, codec)
 
     def reduce_gradients(self, rank: int) -> list[Message]:
         """Sums of all gradients."""
-        fused = self._fused() if self.strategy.overlap else {}
+        fused = self._fused() if self.strategy.transport.overlap else {}
         layout = self.gradients()
         return [
             message
@@ -141,7 +146,7 @@ class Plan(Holdings):
         if self.strategy.update == "owner":
             return []
         kind, layout = self._fused().__getitem__, self.directions(rank)
-        codec = self._codec(self.strategy.gradient_wire)
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
         size = self.itemsize
         return self._gathers("publish gradients", "row", layout, kind, rank, size, codec)
 
@@ -169,9 +174,11 @@ class Plan(Holdings):
     ) -> list[Message]:
         if self.parts_per_rank:
             return in_order(stage, layout, self.ranks, self.itemsize)
-        by_owners = self.strategy.sums == "alltoall" or (codec and not codec.summable)
+        by_owners = self.strategy.transport.sums == "alltoall" or (codec and not codec.summable)
         primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
-        if self.strategy.overlap:  # what is sent beside the backward pass is cut into pieces
+        if (
+            self.strategy.transport.overlap
+        ):  # what is sent beside the backward pass is cut into pieces
             primitive = None
         found = sums(stage, layout, kind, self.ranks, self.itemsize, primitive, codec)
         return self._in_levels(found, self.team(rank, "world"), rank, self.itemsize)
@@ -201,7 +208,7 @@ class Plan(Holdings):
         """What carries out a wire; bfloat16 loses too little for it to be kept."""
         if wire is None:
             return None
-        share = self.strategy.top_share if wire == "top-k" else 1.0
+        share = self.strategy.transport.wires.top_share if wire == "top-k" else 1.0
         return Codec(wire, share, feedback and wire != "bfloat16")
 
     def _encoded_and_others(self, kind: Kind) -> list[tuple[Codec | None, Kind]]:
@@ -210,7 +217,7 @@ class Plan(Holdings):
         What no layer covers travels as it is: votes are counts, running statistics are replaced
         and not added up, and together with the other parameters they are few.
         """
-        codec = self._codec(self.strategy.gradient_wire)
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
         if codec is None:
             return [(None, kind)]
         return [
@@ -220,7 +227,7 @@ class Plan(Holdings):
 
     def _kept_for_wires(self, rank: int) -> int:
         """Elements of what encoding lost, and of weights of which only changes travel."""
-        square = self.strategy.packing == "square"
+        square = self.strategy.transport.packing == "square"
         kept = self.gradients().size if self.publishes_changes else 0
         for messages, layout in (
             (self.reduce_statistics(rank), self.squares(rank) if square else self.statistics(rank)),
@@ -234,7 +241,7 @@ class Plan(Holdings):
 
     def _fused(self) -> dict[str, int]:
         """The message of a stage that each layer belongs to."""
-        fusion = self.strategy.fusion
+        fusion = self.strategy.transport.fusion
         if not isinstance(fusion, tuple):
             every = fusion or max(1, len(self.layers))
             return {layer.name: number // every for number, layer in enumerate(self.layers)}
@@ -279,35 +286,18 @@ def make_plan(
         ValueError: a choice that cannot work, with what would.
     """
     one_of("solver", solver, tuple(BLOCKS))
-    for layer in layers:
-        one_of(f"layer {layer.name!r}: solver", layer.solver, (None, *BLOCKS))
-        _check_rank(layer, layer.solver or solver, strategy)
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
     strategy.check_ranks(ranks)
-    solvers = solvers_of(layers, solver)
-    apart = not strategy.colocate and strategy.reduction != "everyone"
-    if apart and (whose := solvers.get("inverse")) is not None:
-        raise ValueError(
-            f"solver='inverse'{whose} balances the damping of A and G by both traces, so with "
-            f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
-            f"solver='eigen'"
-        )
-    unfit = strategy.packing == "square" or strategy.tolerance or strategy.curvature_ranks
-    if unfit and (whose := solvers.get("rank-one")) is not None:
-        raise ValueError(
-            f"solver='rank-one'{whose} has vectors, which are neither squares nor decomposed: it "
-            f"needs packing='triangle', tolerance=0 and curvature_ranks=0, not "
-            f"{strategy.packing!r}, {strategy.tolerance} and {strategy.curvature_ranks}"
-        )
-    if (whose := solvers.get("ekfac")) is not None:
-        _check_scales(ranks, strategy, whose)
-    if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
-        raise ValueError(
-            f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
-        )
+    for layer in layers:
+        one_of(f"layer {layer.name!r}: solver", layer.solver, (None, *BLOCKS))
+        if layer.rank is not None and layer.rank < 1:
+            raise ValueError(
+                f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None"
+            )
+    check_layers(SOLVERS, layers, strategy.choices() | {"ranks": ranks, "solver": solver})
     vectors = {layer.name for layer in layers if (layer.solver or solver) == "rank-one"}
-    shares_of = placement.deal(layers, vectors, strategy.stagger)
+    shares_of = placement.deal(layers, vectors, strategy.refresh.stagger)
     owners, columns_of = placement.place(layers, vectors, ranks, strategy, shares_of)
     updaters = {layer.name: owners[layer.factors[0].name] for layer in layers}
     others = tuple((name, tuple(shape)) for name, shape in others)
@@ -316,32 +306,3 @@ def make_plan(
     itemsizes = itemsize, factor_itemsize or itemsize, basis_itemsize or itemsize
     given = (tuple(layers), others, ranks, strategy, solver)
     return Plan(*given, *itemsizes, columns_of, owners, updaters, factors, shares_of)
-
-
-def _check_scales(ranks: int, strategy: Strategy, whose: str) -> None:
-    """Every rank rotates gradients of its own examples, all ranks into the same bases."""
-    needed: dict[str, object] = {
-        **{"workers": ranks, "reduction": "everyone", "update": "everyone", "parts": None},
-        **{"replicate_below": 0, "reduce_at": "factors", "overlap": False},
-    }
-    for name, value in needed.items():
-        if (chosen := getattr(strategy, name)) != value:
-            raise ValueError(
-                f"solver='ekfac'{whose} takes every rank's gradients in the bases of all layers, "
-                f"at each step with statistics: it needs {name}={value!r}, not {chosen!r}"
-            )
-
-
-def _check_rank(layer: LayerShape, solver: Solver, strategy: Strategy) -> None:
-    if layer.rank is not None and layer.rank < 1:
-        raise ValueError(f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None")
-    if layer.rank is not None and solver != "eigen":
-        raise ValueError(
-            f"rank={layer.rank} of layer {layer.name!r} keeps some eigenvectors only: it needs "
-            f"solver='eigen', not {solver!r}, or rank=None"
-        )
-    if layer.rank is not None and strategy.basis_wire is not None:
-        raise ValueError(
-            f"rank={layer.rank} of layer {layer.name!r} needs eigenvectors that are orthogonal, "
-            f"which basis_wire={strategy.basis_wire!r} does not leave them; use one of both"
-        )

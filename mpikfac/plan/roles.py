@@ -85,7 +85,7 @@ class Roles:
 
     def seat(self, team: range, rank: int) -> Seat | None:
         """Where `rank` sits in a team that sends in two levels."""
-        per_node = self.strategy.ranks_per_node
+        per_node = self.strategy.transport.ranks_per_node
         return None if per_node is None else seat(team, rank, per_node)
 
     def owned(self, rank: int) -> list[str]:
@@ -131,7 +131,7 @@ class Roles:
 
     def curvature_rank(self, rank: int) -> int:
         """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
-        return rank % self.strategy.curvature_ranks
+        return rank % self.strategy.refresh.curvature_ranks
 
     def solver_of(self, layer: str) -> Solver:
         """A layer's own solver, or the run's."""
@@ -161,7 +161,7 @@ class Roles:
     @property
     def parts_per_rank(self) -> int:
         """Parts of a batch that a rank takes one by one; 0 if it takes its share as a whole."""
-        return (self.strategy.parts or 0) // self.ranks
+        return (self.strategy.transport.parts or 0) // self.ranks
 
     def recorded(self, rank: int) -> list[str]:
         """Factors of which `rank` records statistics of its own batch."""
@@ -170,7 +170,7 @@ class Roles:
     @property
     def shares(self) -> list[int | None]:
         """The shares that refreshes are dealt out in, after None, which stands for all layers."""
-        stagger = self.strategy.stagger
+        stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
     def in_share(self, factor: str, share: int | None) -> bool:
@@ -180,7 +180,7 @@ class Roles:
     @property
     def late(self) -> bool:
         """Whether ranks average their own factors over time before they are averaged over ranks."""
-        return self.strategy.reduce_at == "bases"
+        return self.strategy.transport.reduce_at == "bases"
 
     def preconditioned(self, rank: int) -> list[str]:
         """Layers that `rank` preconditions, in model order."""
@@ -204,7 +204,7 @@ class Roles:
     def publishes_changes(self) -> bool:
         """Whether weights travel as what a step changed of them, which bears rounding."""
         owner = self.strategy.update == "owner" and self.ranks > 1
-        return owner and self.strategy.gradient_wire is not None
+        return owner and self.strategy.transport.wires.gradient_wire is not None
 
     @property
     def rescaled(self) -> list[str]:

@@ -111,7 +111,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """
     _check(job)
     looked_at = representatives(plan)
-    stagger = plan.strategy.stagger
+    stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:
         raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
     parts = shares(job, stagger)
@@ -268,10 +268,10 @@ def _step(
     parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
     slowest = costs.expected_slowest(job.stragglers, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
-    if refresh and plan.strategy.curvature_ranks:
+    if refresh and plan.strategy.refresh.curvature_ranks:
         beside = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
         compute["decompose"] = _awaited(plan, machine, share, beside)
-    overlap = plan.strategy.overlap
+    overlap = plan.strategy.transport.overlap
     if overlap:
         messages.append(Event("reduce gradients", 0.0, "wait"))
         if statistics and refresh:
@@ -293,7 +293,7 @@ def _step(
 
 def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
     kinds: dict[str, Any] = {}
-    if plan.strategy.overlap:
+    if plan.strategy.transport.overlap:
         kinds = {"reduce gradients": "urgent"}
         kinds |= {} if plan.late else {"reduce statistics": "beside"}
     found = []
@@ -323,11 +323,11 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
     """Seconds in which ranks wait for bases from curvature ranks, which have `delay` steps."""
-    loads = [0.0] * plan.strategy.curvature_ranks
+    loads = [0.0] * plan.strategy.refresh.curvature_ranks
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, share)
         loads[plan.curvature_rank(rank)] += seconds
-    return max(0.0, max(loads) - plan.strategy.delay * step)
+    return max(0.0, max(loads) - plan.strategy.refresh.delay * step)
 
 
 def _computations(

@@ -32,7 +32,7 @@ def choose(
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
-        if job.basis_every % strategy.stagger == 0:
+        if job.basis_every % strategy.refresh.stagger == 0:
             try:
                 chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
                 plans[name, strategy.workers] = make_plan(layers, ranks, chosen, others, solver)
@@ -74,10 +74,10 @@ def tuned(
         return strategy
     if strategy.replicate_below:
         below = replicated_below(strategy, layers, ranks, machine, solver)
-        strategy = replace(strategy, replicate_below=below)
-    if not strategy.overlap:
+        strategy = strategy.changed(replicate_below=below)
+    if not strategy.transport.overlap:
         return strategy
-    plan = make_plan(layers, ranks, replace(strategy, fusion=1), others, solver)
+    plan = make_plan(layers, ranks, strategy.changed(fusion=1), others, solver)
     network = machine.network(job.model, job.batch)
     backward = (network.backward + network.statistics) / len(layers)
     ready = [backward * (len(layers) - number) for number in range(len(layers))]
@@ -86,7 +86,7 @@ def tuned(
         return strategy
     seconds = [costs.message_seconds(message, plan, 0, machine) for message in sums]
     latency = costs.message_latency(plan, 0, machine)
-    return replace(strategy, fusion=merged(seconds, ready, latency))
+    return strategy.changed(fusion=merged(seconds, ready, latency))
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
@@ -122,7 +122,7 @@ def replicated_below(
 
     [SPD-KFAC, Shi et al. 2021]
     """
-    plan = make_plan(layers, ranks, replace(strategy, replicate_below=0), (), solver)
+    plan = make_plan(layers, ranks, strategy.changed(replicate_below=0), (), solver)
     solvers = plan.solvers(plan.factors)
     factors = {
         (factor.order, factor.rank or factor.order, solvers[name]): replace(factor, count=1)

@@ -107,11 +107,26 @@ def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> 
     return value
 
 
+def in_force(name: str, setting: float | Schedule, step: int, below: float = math.inf) -> float:
+    """Return the number of a setting at `step`: above 0, or with `below` at least 0 and below.
+
+    Raises:
+        ValueError: the number is out of its bounds; the text calls the setting `name`.
+    """
+    value = evaluate(setting, step, name)
+    shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
+    if value >= below:
+        raise ValueError(f"{shown} must be at least 0 and below {below:g}")
+    if below == math.inf and value == 0:
+        raise ValueError(f"{shown} must be positive")
+    return value
+
+
 @dataclass(frozen=True)
 class Settings:
-    """K-FAC's numbers, each plain or a schedule; see `KFAC` for what they mean.
+    """The numbers of K-FAC, plain or as schedules; `KFAC` says what the numbers mean.
 
-    They are checked at step 0 when this is made, and whenever they are asked for.
+    A setting is checked at step 0 when the value is made, and whenever a step asks for a number.
 
     Raises:
         ValueError: a number out of its bounds, by name.
@@ -128,24 +143,13 @@ class Settings:
         for name in ("damping", "decay", "kl_clip", "norm_clip"):
             if getattr(self, name) is not None:
                 self.at(name, 0)
-        if self.kl_clip is not None and self.norm_clip is not None:
-            raise ValueError(
-                f"kl_clip={self.kl_clip!r} and norm_clip={self.norm_clip!r} both bound the step; "
-                f"make one of them None"
-            )
         for name in ("factor_every", "basis_every"):
             self.due(name, 0)
 
     def at(self, name: str, step: int) -> float:
-        """The damping, decay or bound on the step in force at `step`."""
-        setting = getattr(self, name)
-        value = evaluate(setting, step, name)
-        shown = f"{name} at step {step}={value!r}" if callable(setting) else f"{name}={value!r}"
-        if name == "decay" and value >= 1:
-            raise ValueError(f"{shown} must be at least 0 and below 1")
-        if name != "decay" and value == 0:
-            raise ValueError(f"{shown} must be positive")
-        return value
+        """Return the damping, the decay or a bound on the step that is in force at `step`."""
+        below = 1.0 if name == "decay" else math.inf
+        return in_force(name, getattr(self, name), step, below)
 
     def due(self, name: str, step: int, turns: int = 1) -> bool:
         """Whether what happens every so many steps happens at `step`, or one of its `turns`.

@@ -1,6 +1,6 @@
-"""The training program, in which one rank misbehaves: faulty.py KIND PLACE RANK FILE OPTIONS...
+"""The training program with a misbehaving rank: faulty.py KIND PLACE RANK FILE OPTIONS...
 
-FILE then holds the time at which it did.
+FILE then holds the time of the fault.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ import numpy as np
 
 from mpikfac import comm
 from mpikfac.engine import bases, decomposers
-from mpikfac_apps import checkpoints, data, guard, models, train_cnn
+from mpikfac_apps.guard import guard
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import checkpoints, run, train
 
-# What a rank does there, and the call at which it misbehaves: the first step may take longer.
+# A place's function, and the number of the bad call: the first step may take longer.
 PLACES = {
     "start-up": (models, "build", 1),
-    "data": (data, "load", 1),
-    "forward": (train_cnn.F, "cross_entropy", 2),
+    "data": (datasets, "load", 1),
+    "forward": (run.F, "cross_entropy", 2),
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
     "curvature": (decomposers, "decompositions", 4),
     "checkpoint": (checkpoints.Saver, "save", 1),
-    "evaluation": (train_cnn.Run, "evaluate", 1),
+    "evaluation": (run.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),
 }
 
 
 def at(place: str, name: str, args: Sequence[Any]) -> bool:
-    """Whether a call of `name` is at that place: some have arguments that say so."""
+    """Return whether a call of `name` is at `place`; the arguments of some calls name the place."""
     if name == "exchange":
         return any(message.stage == place for message in args[1])
     return name != "enter" or place in args
@@ -63,7 +65,7 @@ KINDS: dict[str, Callable[[Any], object]] = {
 
 
 def main(kind: str, place: str, rank: str, file: str, *options: str) -> int:
-    """Trains until it happens."""
+    """Train until the fault."""
     owner, name, call = PLACES[place]
     original, calls = getattr(owner, name), count(1)
 
@@ -78,7 +80,7 @@ def main(kind: str, place: str, rank: str, file: str, *options: str) -> int:
 
     if comm.world().rank == int(rank):
         setattr(owner, name, faulty)
-    return train_cnn.main(options)
+    return train.main(options)
 
 
 if __name__ == "__main__":

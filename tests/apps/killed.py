@@ -1,4 +1,4 @@
-"""plain.py, in which a rank is killed SECONDS after it begins a step.
+"""plain.py, in which a rank is killed SECONDS after the beginning of a step.
 
 killed.py RANK STEP SECONDS OPTIONS...
 """
@@ -11,16 +11,17 @@ import sys
 from typing import Any
 
 import mpikfac
-from mpikfac_apps import models, train_cnn
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import train
 from plain import plain
 
 
-class Run(train_cnn.Run):
+class Run(train.Run):
     def step(self, number: int, *batch: Any) -> None:
         rank, step, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
         if (mpikfac.world().rank, number) == (rank, step):
             if seconds:
-                signal.setitimer(signal.ITIMER_REAL, seconds)  # the kernel ends it, as by kill -9
+                signal.setitimer(signal.ITIMER_REAL, seconds)  # killed by the kernel, as by kill -9
             else:
                 os.kill(os.getpid(), signal.SIGKILL)
         super().step(number, *batch)
@@ -28,5 +29,5 @@ class Run(train_cnn.Run):
 
 if __name__ == "__main__":
     models.MODELS["plain"] = plain
-    train_cnn.Run = Run
-    sys.exit(train_cnn.main(sys.argv[4:]))
+    train.Run = Run
+    sys.exit(train.main(sys.argv[4:]))

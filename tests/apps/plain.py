@@ -1,4 +1,4 @@
-"""The training program with a network without BatchNorm: its numbers do not depend on the ranks."""
+"""The training program with a network without BatchNorm: numbers do not depend on the ranks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import sys
 
 from torch import nn
 
-from mpikfac_apps import models, train_cnn
+from mpikfac_apps.problems import models
+from mpikfac_apps.problems.resnet import conv
+from mpikfac_apps.training import train
 
 
 def plain(classes: int, channels: int) -> nn.Module:
     return nn.Sequential(
-        models.conv(channels, 8, 3),
+        conv(channels, 8, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),
@@ -21,4 +23,4 @@ def plain(classes: int, channels: int) -> nn.Module:
 
 if __name__ == "__main__":
     models.MODELS["plain"] = plain
-    sys.exit(train_cnn.main(["--model=plain", *sys.argv[1:]]))
+    sys.exit(train.main(["--model=plain", *sys.argv[1:]]))

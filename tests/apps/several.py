@@ -1,6 +1,6 @@
 """Runs of the training program one after the other in one job: several.py RUNS.json
 
-RUNS.json holds `[ranks, options]` of each; the first so many ranks of the job take part in it.
+RUNS.json holds `[ranks, options]` of every run; the first `ranks` ranks of the job take part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import time
 from pathlib import Path
 
 import mpikfac
-from mpikfac_apps import config, models, train_cnn
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import train
 from plain import plain
 
 
@@ -21,11 +23,11 @@ def main() -> None:
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)
         if comm.rank < ranks:
-            train_cnn.train(team, config.parse(options, team.size))
+            train.train(team, parse(options, team.size))
         done = comm.Ibarrier()
         while (
             not done.Test()
-        ):  # in a Barrier, ranks that wait would take cores from those that train
+        ):  # in a Barrier, the waiting ranks would take cores from ranks that train
             time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""kill -9 at random moments while checkpoints are written one after the other."""
+"""kill -9 at random moments while a run writes checkpoint after checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KILLS = int(os.environ.get("MPIKFAC_SOAK_KILLS", "100" if SOAK else "5"))
 
 
 def check(found: Checkpoint | None, ranks: int, at_least: int) -> None:
-    """The checkpoint is one step's whole state, and not older than that was promised."""
+    """Check that the checkpoint is the whole state of one step, and not older than acknowledged."""
     assert found is not None and found.step >= at_least
     expected: dict[str, Any] = {}
     for rank in range(ranks):
@@ -34,7 +34,7 @@ def check(found: Checkpoint | None, ranks: int, at_least: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4] if SOAK else [1, 2])
 @pytest.mark.parametrize("body", [endless.save, endless.write])
 def test_a_killed_rank_costs_no_acknowledged_checkpoint(tmp_path, body, ranks) -> None:
-    """Oracle: the last step that a rank was told is written, and the whole state of one step."""
+    """Oracle: the last step acknowledged as written on a rank, and the whole state of one step."""
     chance = random.Random(ranks)
     acknowledged = FORK.Value("q", 0, lock=False)
 

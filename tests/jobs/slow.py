@@ -1,4 +1,4 @@
-"""The training program with half a second more in each step until there is a file `hurry`."""
+"""The training program, half a second slower in every step until a file `hurry` exists."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import train
+from mpikfac_apps.training.run import Run
 
-step = train_cnn.Run.step
+step = Run.step
 
 
-def slow_step(run: train_cnn.Run, *batch: Any) -> None:
+def slow_step(run: Run, *batch: Any) -> None:
     step(run, *batch)
     if not Path("hurry").exists():
         time.sleep(0.5)
 
 
 if __name__ == "__main__":
-    train_cnn.Run.step = slow_step
-    sys.exit(train_cnn.main())
+    Run.step = slow_step
+    sys.exit(train.main())

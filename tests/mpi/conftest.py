@@ -1,4 +1,4 @@
-"""Settings of the tests that run on several ranks (`mpirun -n 3 ... -m pytest -x tests/mpi`)."""
+"""Settings of the tests on several ranks (`mpirun -n 3 ... -m pytest -x tests/mpi`)."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ STDERR = pytest.StashKey[int]()
 
 @pytest.fixture
 def comm():
-    """The communicator of all ranks."""
+    """Return the communicator of all ranks."""
     return WORLD
 
 
 @pytest.fixture(autouse=True)
 def _time_limit(request):
-    # A rank that waits inside MPI sees no signal, so this thread prints where and ends the process.
+    # A rank that waits inside MPI sees no signal: a thread prints the place and ends the process.
     limit, stderr = SECONDS_PER_TEST, request.config.stash[STDERR]
     faulthandler.dump_traceback_later(limit, exit=True, file=stderr)
     yield

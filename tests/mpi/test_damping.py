@@ -1,4 +1,4 @@
-"""Damping and the length of a step are the same for every way to distribute them."""
+"""Damping and step length are the same for every distribution."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 def trainer(comm, strategy, **settings):
     model = problem.network()
     choices = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 @functools.cache
 def textbook(**settings):
-    """The model after training in one process on the joined batches, and the clip's factors."""
+    """Return the model after training in one process on joined batches, and the clip's factors."""
     model = problem.network()
     steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
     scales = oracles.train(model, problem.sgd(model), steps, **problem.SETTINGS | settings)
@@ -34,7 +34,7 @@ def textbook(**settings):
 
 
 def refused(strategy, solver):
-    """Whether the plan of that solver needs other owners."""
+    """Return whether the solver's plan needs other owners."""
     return solver == "inverse" and not strategy.colocate and strategy.reduction == "owners"
 
 
@@ -76,13 +76,13 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
 
 
 def adaptive(comm, strategy, **settings):
-    """K-FAC whose damping follows every step, from where it has to fall."""
+    """Return K-FAC whose damping follows every step, from a value that has to fall."""
     damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
     return trainer(comm, strategy, **{"damping": damping, "basis_every": 2, **settings})
 
 
 def run_adaptive(comm, kfac, steps):
-    """Trains; the model's state, and the ratios and dampings of all steps."""
+    """Train; return the model's state, and the ratios and dampings of all steps."""
     seen = []
     for step in steps:
         images, labels = problem.shards(step, comm.size)[comm.rank]
@@ -106,7 +106,7 @@ def assert_same_run(found, expected):
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strategy, solver):
-    """Oracle: one process on the joined batches; among ranks, to the last bit."""
+    """Oracle: a single process on the joined batches; among ranks, to the last bit."""
     if refused(strategy, solver):
         return
     steps, alone = range(6), comm.Split(comm.rank)
@@ -119,7 +119,7 @@ def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strateg
 
 @pytest.mark.parametrize("fewer", range(1, RANKS + 1))
 def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
-    """Oracle: the uninterrupted run; the restarted one is made with another damping."""
+    """Oracle: the uninterrupted run; the resumed run is made with another damping."""
     strategy = mpikfac.Strategy(1, "owners", "owner")
     kfac = adaptive(comm, strategy)
     run_adaptive(comm, kfac, range(3))

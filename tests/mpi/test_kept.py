@@ -39,16 +39,19 @@ STEPS = range(7)
 def trainer(comm, placement, **settings):
     model = problem.network()
     settings = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(**placement), **settings)
+    return problem.kfac(
+        model, problem.sgd(model), comm, Strategy().changed(**placement), **settings
+    )
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 @pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
 def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, placement, solver):
-    """Oracle: one process that keeps them so, with the joined batch; the plan.
+    """Oracle: a single process with the same dtypes, on the joined batch; the plan.
 
-    To rounding in bfloat16, as eigenvectors of the value 0 may be any: examples are few.
+    The numbers agree to rounding in bfloat16: with few examples, eigenvectors of eigenvalue 0 are
+    arbitrary.
     """
     start = problem.state(problem.network())
     kfac = trainer(comm, placement, solver=solver, **kept)
@@ -71,7 +74,7 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, pla
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), {"reduce_at": "bases"}])
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
-    """Oracle: the run that wrote it."""
+    """Oracle: the run that wrote the checkpoint."""
     first, second = (trainer(comm, placement, **KEPT["both"]) for _ in range(2))
     problem.run(first, comm, range(4))
     second.load_state_dict(problem.whole_state(first, comm))
@@ -82,7 +85,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 @pytest.mark.parametrize("placement", [{"workers": RANKS}, OWNERS])
 @pytest.mark.parametrize("towards", ["rounded", "exact"])
 def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
-    """Oracle: its numbers, rounded or as they are."""
+    """Oracle: the checkpoint's numbers, rounded or unchanged."""
     kept = [{}, KEPT["both"]] if towards == "rounded" else [KEPT["both"], {}]
     first, second = (trainer(comm, placement, **dtypes) for dtypes in kept)
     problem.run(first, comm, range(4))
