@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from mpi4py import MPI
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 MB = 1e6
 Body = Callable[[], Any]

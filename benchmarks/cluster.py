@@ -30,8 +30,11 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps import batches, calibrate, data, models, show_plan, simulate
-from mpikfac_apps.command import table
+from mpikfac_apps.planning import calibrate, simulate
+from mpikfac_apps.planning.facts import strategy_of
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.text import table
+from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
 STRATEGIES = [
@@ -80,7 +83,7 @@ class Images:
     """This rank's shards of CIFAR-10, one after the other."""
 
     def __init__(self, comm: Any, options: argparse.Namespace) -> None:
-        found = data.load("cifar10", options.data, 4096)
+        found = datasets.load("cifar10", options.data, 4096)
         device = torch.device("cpu")
         self.normalise = batches.Normalise(found.train_images, device)
         self.images, self.labels = found.train_images, found.train_labels
@@ -108,8 +111,8 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     if name == "sgd":
         trainer = mpikfac.DataParallel(model, optimizer, comm)
     else:
-        strategy, solver = simulate.strategy_of(name, comm.size, "inverse")
-        layers, others = show_plan.shapes_of(options.model)
+        strategy, solver = strategy_of(name, comm.size, "inverse")
+        layers, others = models.shapes_of(options.model)
         strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, solver)
         settings: Any = {"basis_every": options.basis_every, "solver": solver}
         trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **settings)

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import batches
 
 BF16 = torch.bfloat16
 WAYS = {
@@ -84,7 +85,7 @@ def trainer(**settings: Any) -> mpikfac.KFAC:
 
 def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of CIFAR-10, for one epoch."""
-    images = data.load("cifar10", path, 10_000)
+    images = datasets.load("cifar10", path, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(images.train_images, images.train_labels, 64, seed=0, augment=True)
     for step in itertools.count():

@@ -26,7 +26,8 @@ import mpikfac
 from mpikfac.numerics import triangles
 from mpikfac.solvers import eigen, eigenbasis
 from mpikfac.solvers.eigen import _by_iteration, leading_eigenbasis
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import batches
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
 SHARES = (16, 8, 4)  # of the order
@@ -71,7 +72,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
     skip = [name for name, _ in model.named_modules() if name and name not in LAYERS]
     skip = [name for name in skip if not any(layer.startswith(f"{name}.") for layer in LAYERS)]
     kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=0.03, skip=skip)
-    images = data.load("cifar10", options.data, 2_000)
+    images = datasets.load("cifar10", options.data, 2_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(images.train_images, images.train_labels, 32, seed=0, augment=True)
     for step in range(options.steps):

@@ -31,7 +31,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 MB = 1e6
 Finish = Callable[[], None]

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from cluster import Images
 
 import mpikfac
-from mpikfac_apps import models
-from mpikfac_apps.command import table
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import table
 
 STAGES = ("reduce statistics", "reduce gradients")
 AT_ONCE = 5  # steps

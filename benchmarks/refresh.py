@@ -26,7 +26,8 @@ from torch import Tensor
 import mpikfac
 from mpikfac.numerics import product, triangles
 from mpikfac.solvers import damped_inverse, eigenbasis, tikhonov_share
-from mpikfac_apps import batches, data, models
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import batches
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
@@ -65,7 +66,7 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
     model = models.build(options.model, classes=10).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), solver="inverse", damping=0.03)
-    images = data.load("cifar10", options.data, 10_000)
+    images = datasets.load("cifar10", options.data, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
         images.train_images, images.train_labels, options.batch, seed=0, augment=True

@@ -23,7 +23,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 FLOAT = 4  # bytes
 SGD, WHOLE, ADDED = "plain PyTorch SGD step", "K-FAC step", "all that SGD does not do"

@@ -15,7 +15,6 @@ with the others if Python finds it (package `kfac`).
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import platform
 import statistics
@@ -29,7 +28,7 @@ from mpi4py import MPI
 from torch import nn
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
@@ -106,7 +105,7 @@ def make_kinds(
             model, optimizer = fresh(options)
             settings = {"factor_every": factor_every, "basis_every": basis_every, "damping": 0.03}
             settings |= VARIANTS[variant]
-            chosen = dataclasses.replace(strategy, delay=settings.pop("delay", 0))
+            chosen = strategy.changed(delay=settings.pop("delay", 0))
             kfac = mpikfac.KFAC(model, optimizer, comm, chosen, **settings)
             kinds[f"{variant}: {kind}"] = step_of(model, optimizer, kfac.step)
             traces.setdefault(variant, kfac.trace)

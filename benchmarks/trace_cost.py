@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 STAGES = 20000  # timed by themselves, in one go
 

@@ -27,5 +27,5 @@ What to try next, from $ROOT:
   mpikfac train --help                                        # every option of a run
   $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 python -m mpi4py apps/train_cnn.py \\
       --config jobs/configs/cifar10_budget_kfac.yaml --data.path DIR   # ResNet-20 on CIFAR-10 in DIR
-  bash jobs/test.sh                                           # all tests, MPI ones at 1 to 4 ranks
+  bash jobs/test.sh                                           # tests: 5 minutes; --all: 15
 END

@@ -40,7 +40,8 @@ tests stopping tests/apps/test_stopping.py
 tests restart tests/apps/test_restart.py
 tests shrink tests/apps/test_shrink.py
 tests slurm tests/jobs/test_slurm.py
-stage chaos "$PYTHON" tests/soak.py "$LOGS/chaos" --minutes "${MINUTES:-30}"
+PYTHONPATH=$ROOT/tests${PYTHONPATH:+:$PYTHONPATH} \
+    stage chaos "$PYTHON" tests/programs/soak.py "$LOGS/chaos" --minutes "${MINUTES:-30}"
 
 echo
 echo "$summary"

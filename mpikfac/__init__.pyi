@@ -8,7 +8,9 @@ from .checkpoint import note_end as note_end
 from .checkpoint import note_start as note_start
 from .checkpoint import read_checkpoint as read_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
+from .comm import Comm as Comm
 from .comm import Grid as Grid
+from .comm import Team as Team
 from .comm import agree as agree
 from .comm import check_survivable as check_survivable
 from .comm import clock_offset as clock_offset
@@ -26,6 +28,7 @@ from .errors import ending as ending
 from .kfac import KFAC as KFAC
 from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
+from .layers import Coverage as Coverage
 from .layers import Layer as Layer
 from .layers import cover as cover
 from .layers import covered_shapes as covered_shapes
@@ -38,7 +41,10 @@ from .plan import LayerShape as LayerShape
 from .plan import Message as Message
 from .plan import Named as Named
 from .plan import Plan as Plan
+from .plan import Refresh as Refresh
 from .plan import Strategy as Strategy
+from .plan import Transport as Transport
+from .plan import Wires as Wires
 from .plan import divisors as divisors
 from .plan import forward_only as forward_only
 from .plan import lay_out as lay_out
@@ -59,7 +65,11 @@ from .predict import load_machine as load_machine
 from .predict import published_machines as published_machines
 from .predict import simulate as simulate
 from .predict import tuned as tuned
+from .settings import Clip as Clip
+from .settings import Damping as Damping
+from .settings import Estimator as Estimator
 from .settings import LevenbergMarquardt as LevenbergMarquardt
+from .settings import Schedule as Schedule
 from .settings import schedule as schedule
 from .solvers import Eigen as Eigen
 from .solvers import Ekfac as Ekfac

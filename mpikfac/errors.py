@@ -1,4 +1,4 @@
-"""The one exception type for users, and how a failing rank ends the job."""
+"""Define the exception for users' mistakes, and end the job if a rank fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 USAGE_ERROR = 2
 CRASH = 1
@@ -16,23 +16,36 @@ PATIENCE = 2.0
 
 
 class UserError(Exception):
-    """A mistake that the user can mend; its text says what, which value, and what would be right.
+    """Report a mistake that the user can mend; the text names the wrong value and right values.
 
-    Raised on every rank with the same text, so that one rank can print it and all can leave.
+    Every rank raises the same text: a single rank prints the text, and all ranks exit.
     """
 
 
-@contextmanager
-def ending(comm: Any, where: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """The whole job ends when the body fails on any rank; no rank is left waiting.
+class Ranks(Protocol):
+    """Describe the methods of a communicator that `ending` calls."""
 
-    A `UserError` (known to all ranks) is printed once as `mpikfac: ...` and every rank exits with
-    code 2. Anything else is printed by the rank it happened on, its traceback and then one line
-    that sums it up, and that rank aborts the job. Leaving by `SystemExit` counts as a failure too:
-    the other ranks would wait.
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def Ibarrier(self) -> Any: ...
+
+    def Abort(self, errorcode: int = 0) -> Any: ...
+
+
+@contextmanager
+def ending(comm: Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """End the whole job if the body fails on any rank; no rank is left waiting.
+
+    A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
+    code 2. After any other exception the failing rank prints the traceback and a summary of 1 line,
+    and aborts the job. `SystemExit` counts as a failure too: the remaining ranks would wait.
 
     Args:
-        where: what the rank is doing, such as "step 12", asked for when it fails.
+        where: returns what the rank is doing, such as "step 12"; called after a failure.
 
     Collective over: none.
     """
@@ -41,8 +54,8 @@ def ending(comm: Any, where: Callable[[], str] = lambda: "") -> Iterator[None]:
     except UserError as error:
         if comm.rank == 0:
             print(f"mpikfac: {error}", file=sys.stderr, flush=True)
-        # The first rank to leave may end the others, so they wait until rank 0 has printed.
-        if not _all_here(comm):
+        # The first rank to exit may end all ranks, so every rank waits until rank 0 has printed.
+        if not _all_arrived(comm):
             if comm.rank != 0:
                 print(f"mpikfac: rank {comm.rank} alone: {error}", file=sys.stderr, flush=True)
             comm.Abort(USAGE_ERROR)
@@ -51,18 +64,18 @@ def ending(comm: Any, where: Callable[[], str] = lambda: "") -> Iterator[None]:
         place = ", ".join(
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )
-        (what,) = traceback.format_exception_only(error)[-1:]
-        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(what.split())}\n"
-        # In one write with the end of its line: the launcher puts notes of its own between two.
+        (summary,) = traceback.format_exception_only(error)[-1:]
+        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(summary.split())}\n"
+        # A single write, end of line included: the launcher puts notes between two writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
         raise
 
 
-def _all_here(comm: Any) -> bool:
-    """Whether all ranks get here within `PATIENCE` seconds."""
+def _all_arrived(comm: Ranks) -> bool:
+    """Return whether all ranks arrive within `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
-    arrived = comm.Ibarrier()
-    while not (here := arrived.Test()) and time.monotonic() < deadline:
+    barrier = comm.Ibarrier()
+    while not (done := barrier.Test()) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return bool(here)
+    return bool(done)

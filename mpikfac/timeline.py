@@ -1,6 +1,6 @@
-"""The events of all ranks as one timeline: waiting, means by stage, and a picture for a browser.
+"""Join the events of all ranks to a timeline: waiting, means by stage, a picture for a browser.
 
-Pure functions of what `Trace` recorded. docs/trace.md describes the two formats.
+All functions are pure functions of a `Trace`'s events. docs/trace.md describes the two formats.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ Stages = dict[str, dict[str, float]]  # MEANS by stage
 
 
 class Recorded(NamedTuple):
-    """What one rank recorded.
+    """Hold the records of a rank.
 
     Attributes:
-        steps: start and end of each step, in seconds of the same clock as the events'.
-        events: what `Trace.events` held then.
+        steps: start and end by step, in seconds of the same clock as the events.
+        events: `Trace.events` of the steps.
     """
 
     steps: dict[int, tuple[float, float]]
     events: list[Event]
 
     def later(self, seconds: float) -> Recorded:
-        """The same by a clock that is ahead by so much."""
+        """Return the records with all times later by `seconds`."""
         steps = {n: (start + seconds, end + seconds) for n, (start, end) in self.steps.items()}
         events = [e._replace(start=e.start + seconds, end=e.end + seconds) for e in self.events]
         return Recorded(steps, events)
 
 
-# -- time by itself, and time in vain ------------------------------------------------------------
+# -- seconds of events alone, and waiting --------------------------------------------------------
 
 
 def self_seconds(events: Sequence[Event]) -> list[float]:
-    """Seconds of each event without those of the events inside it."""
+    """Return the seconds of every event without the seconds of inner events."""
     inside: defaultdict[tuple[str, int], float] = defaultdict(float)
     own = []
-    for event in events:  # what is inside an event has ended before it
+    for event in events:  # inner events end before the outer event
         seconds = event.end - event.start
         own.append(seconds - inside.pop((event.thread, event.depth + 1), 0.0))
         inside[event.thread, event.depth] += seconds
@@ -49,11 +49,11 @@ def self_seconds(events: Sequence[Event]) -> list[float]:
 
 
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
-    """Seconds of each event in which a member of its collective had not come to it yet, by rank.
+    """Return by rank and event the seconds before the last member arrived at the collective.
 
-    Starts and ends are by one clock. An event that sends nothing never waits, and of threads beside
-    the training it is not known: what they send is under way when the recording starts, and ranks
-    are not equally far with it.
+    Starts and ends are of the same clock. An event that sends nothing never waits. For background
+    threads waiting is unknown and counts as 0: messages are under way when the recording starts,
+    and ranks are not equally far.
     """
     named = [list(_collectives(events, rank, columns)) for rank, events in enumerate(ranks)]
     arrived: dict[tuple[str, ...], float] = {}
@@ -70,12 +70,13 @@ def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]
 
 
 def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[tuple[str, ...]]:
-    """A name for each event's collective that all its members give it.
+    """Yield for every event a name of the collective, equal on all members.
 
-    The n-th of one kind is the same on all of them, as they issue them in one order.
+    The n-th collective of a kind is the same on all members, because all members issue collectives
+    in the same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    teams["curvature"] = f"{rank}"  # no member of a team waits there for another
+    teams["curvature"] = f"{rank}"  # ranks do not wait for one another in messages to curvature
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
         kind = event.thread, event.name, event.over, teams[event.over.partition(" ")[0]]
@@ -87,10 +88,10 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
 
 
 def stage_means(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
-    """What each stage takes in a step, on every rank: the content of `stages.json`.
+    """Return every stage's mean seconds, calls, bytes and waiting per step: for `stages.json`.
 
-    A stage's seconds leave out those of stages inside it, so that they add up to the step's; what
-    no stage takes is "other".
+    A stage's seconds leave out inner stages, so that all stages add up to the step; seconds outside
+    of all stages are "other".
     """
     waits = waiting([recorded.events for recorded in ranks], columns)
     rows = [_rank_means(recorded, waited) for recorded, waited in zip(ranks, waits)]
@@ -119,9 +120,9 @@ def _rank_means(recorded: Recorded, waited: Sequence[float]) -> dict[str, Any]:
 
 
 def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
-    """`stage_means` as rows of cells: means over ranks, and the slowest rank's time.
+    """Return `stage_means` as rows of cells: means over ranks, and the slowest rank's time.
 
-    Waiting is taken out of the stages, and is a row of its own.
+    Waiting is subtracted from the stages, and has its own row.
     """
     step, ranks = means["seconds"], means["ranks"]
     training = _by_stage([rank["stages"] for rank in ranks])
@@ -132,15 +133,15 @@ def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
     rows += [["waiting", f"{waited * 1e3:.2f}", f"{waited / step:.1%}", "", "", ""]]
     rows += [_cells("step", step, step, slowest, waited, sent)]
     for thread in dict.fromkeys(thread for rank in ranks for thread in rank["beside"]):
-        beside = _by_stage([rank["beside"].get(thread, {}) for rank in ranks])
+        sending = _by_stage([rank["beside"].get(thread, {}) for rank in ranks])
         rows += [
-            _row(f"beside, {thread}: {stage}", totals, step) for stage, totals in beside.items()
+            _row(f"beside, {thread}: {stage}", totals, step) for stage, totals in sending.items()
         ]
     return rows
 
 
 def _by_stage(ranks: Sequence[Stages]) -> dict[str, list[dict[str, float]]]:
-    """Each stage's means on all ranks, 0 where a rank does not have it."""
+    """Return by stage the means of all ranks, 0 on a rank without the stage."""
     names = dict.fromkeys(stage for stages in ranks for stage in stages)
     return {
         name: [stages.get(name, dict.fromkeys(MEANS, 0.0)) for stages in ranks] for name in names
@@ -168,10 +169,11 @@ def _mean(totals: Iterable[Mapping[str, float]], key: str) -> float:
 
 
 def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
-    """The timeline in Chrome's trace format, which Perfetto reads: a process for each rank.
+    """Return the timeline in Chrome's trace format for Perfetto: a process per rank.
 
-    Its rows are the steps, the training, and threads beside it; times are in microseconds from the
-    first step on. Where a rank waits in a collective, "waiting" lies inside it.
+    A process has rows for the steps, the training, and background threads. Times are in
+    microseconds from the first step on. If a rank waits in a collective, "waiting" lies inside the
+    collective.
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)
@@ -184,13 +186,13 @@ def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
 
 
 def _slices(recorded: Recorded, waited: Sequence[float], rank: int) -> Iterator[dict[str, Any]]:
-    beside = sorted({event.thread for event in recorded.events} - {""})
-    for row, name in enumerate(["steps", "training", *beside]):
+    background = sorted({event.thread for event in recorded.events} - {""})
+    for row, name in enumerate(["steps", "training", *background]):
         yield _label("thread_name", rank, row, name)
     for step, (start, end) in recorded.steps.items():
         yield _slice(f"step {step}", rank, 0, start, end)
     for event, wait in zip(recorded.events, waited):
-        row = ["", *beside].index(event.thread) + 1
+        row = ["", *background].index(event.thread) + 1
         sent = {"over": event.over, "bytes": event.bytes} if event.over else {}
         yield _slice(event.name, rank, row, event.start, event.end) | {"args": sent}
         if wait:

@@ -1,4 +1,4 @@
-"""Seconds, calls and bytes of every stage of a step, as plain records."""
+"""Record seconds, calls and bytes of every stage of a step, as plain records."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ COMMUNICATION = (
     "clip",
     "publish weights",
 )
-"""Stages that communicate; the others only compute."""
+"""Stages that communicate; all other stages only compute."""
 
 
 class Event(NamedTuple):
-    """A stage that ran once.
+    """Describe a single run of a stage.
 
     Attributes:
-        start: seconds of `time.perf_counter`, on this rank unless said otherwise.
-        over: communicator of its collective, "world", "column" or "row", or a part of one with its
-            number, as "world in node 3"; "curvature" of messages to curvature ranks and from there;
-            "" if nothing is sent.
-        bytes: what this rank handed to MPI.
-        depth: stages around it on its thread.
-        thread: "" for the training itself, otherwise the name of the thread beside it.
+        start: seconds of `time.perf_counter`, on this rank unless stated otherwise.
+        over: communicator of the stage's collective: "world", "column" or "row", or a numbered part
+            like "world in node 3"; "curvature" for messages to and from curvature ranks; "" if the
+            stage sends nothing.
+        bytes: bytes that this rank passed to MPI.
+        depth: number of stages around the stage on the same thread.
+        thread: "" for the training itself, otherwise the name of the background thread.
     """
 
     name: str
@@ -48,29 +48,30 @@ class Event(NamedTuple):
 
 
 class Trace:
-    """What each stage cost on this rank since the last `clear`.
+    """Record the cost of every stage on this rank since the last `clear`.
 
-    Once CUDA is in use, a stage is timed by events on the current stream: from when the GPU comes
-    to it until it is done with it. The step does not wait for that; who reads `seconds` does.
+    Once CUDA is in use, a stage is timed by events on the current stream, from the moment when the
+    GPU begins the stage's work to the moment when the work is done. The step does not wait for the
+    GPU; reading `seconds` does.
 
-    Threads started by Python have stages of their own beside those of the thread that made the
-    trace.
+    Stages on background threads, started by Python, are counted apart from stages on the thread
+    that made the trace.
 
     Args:
         events: record from the start, see `record`.
 
     Attributes:
-        calls: times each stage ran; as "decompositions", factors that this rank decomposed.
-        sent: bytes handed to MPI by stage.
+        calls: number of runs by stage; "decompositions": factors that this rank decomposed.
+        sent: bytes passed to MPI by stage.
         current: the innermost stage of the training that runs now, or "".
-        beside: seconds by stage on other threads.
+        background: seconds by stage on background threads.
     """
 
     def __init__(self, events: bool = False) -> None:
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.current = ""
-        self.beside: defaultdict[str, float] = defaultdict(float)
+        self.background: defaultdict[str, float] = defaultdict(float)
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[Event] = []
         self._recording = events
@@ -82,25 +83,25 @@ class Trace:
 
     @property
     def seconds(self) -> defaultdict[str, float]:
-        """Seconds by stage, those of stages inside it included."""
-        self._settle()
+        """Return seconds by stage, seconds of inner stages included."""
+        self._synchronize()
         return self._seconds
 
     @property
     def events(self) -> list[Event]:
-        """Stages that ran while `record` was on, in the order of their ends."""
-        self._settle()
+        """Return the stages that ran while `record` was on, ordered by end."""
+        self._synchronize()
         return self._events
 
     def record(self, on: bool) -> None:
-        """Starts or stops to keep events, between two steps; waits for stages on a GPU."""
-        self._settle()
+        """Start or stop keeping events, between two steps; wait for stages on a GPU."""
+        self._synchronize()
         self._recording = on
         self._origin = None
 
     @contextmanager
     def stage(self, name: str, over: str = "", bytes: int = 0) -> Iterator[None]:
-        """Adds the body's time to stage `name`, and the `bytes` that it sends `over` members."""
+        """Add the body's time to stage `name`, and the `bytes` sent `over` a communicator."""
         thread = self._thread()
         outer, depth = self.current, self._depths[thread]
         self._depths[thread] += 1
@@ -126,20 +127,20 @@ class Trace:
                 self.current = outer
 
     def communication_seconds(self) -> float:
-        """Seconds in stages that communicate, waiting for other ranks included."""
+        """Return the seconds in stages that communicate, waiting for other ranks included."""
         seconds = self.seconds
         return sum(seconds[name] for name in COMMUNICATION if name in seconds)
 
     def clear(self) -> None:
-        """Forgets everything recorded so far."""
+        """Drop all records."""
         with self._lock:
-            for times in (self._seconds, self.beside, self.calls, self.sent):
+            for times in (self._seconds, self.background, self.calls, self.sent):
                 times.clear()
             self._events.clear()
             self._running.clear()
 
     def _thread(self) -> str:
-        """The present thread as events name it."""
+        """Return the current thread's name in events."""
         thread = threading.current_thread()
         # Torch runs a GPU's backward pass on a thread of its own, while the training waits for it.
         if thread is self._home or isinstance(thread, threading._DummyThread):
@@ -147,7 +148,7 @@ class Trace:
         return thread.name
 
     def _gpu_origin(self) -> _Origin | None:
-        """What places the GPU's times on the host's clock, while events are recorded."""
+        """Return a GPU event with the host's time, while events are recorded; else None."""
         if self._recording and self._origin is None:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -156,7 +157,7 @@ class Trace:
         return self._origin
 
     def _finish(self, done: Event | _Running) -> None:
-        """Counts a stage that the host is through with."""
+        """Count a stage that the host has left."""
         event = done if isinstance(done, Event) else done.event
         with self._lock:
             self.calls[event.name] += 1
@@ -168,15 +169,15 @@ class Trace:
                 self._running.append(done)
                 self._collect()
 
-    def _settle(self) -> None:
-        """Waits until the GPU is through with all stages."""
+    def _synchronize(self) -> None:
+        """Wait until the GPU has finished all stages."""
         with self._lock:
             for running in self._running:
                 running.end.synchronize()
             self._collect()
 
     def _collect(self) -> None:
-        """Takes the times of stages that the GPU is done with, so that few events are kept."""
+        """Take the times of stages that the GPU has finished, to keep few events."""
         while self._running and self._running[0].end.query():
             event, start, end, origin = self._running.popleft()
             began = origin.seconds + origin.event.elapsed_time(start) / 1e3 if origin else 0.0
@@ -184,21 +185,21 @@ class Trace:
             self._add(event._replace(start=began, end=ended), origin is not None)
 
     def _add(self, event: Event, keep: bool) -> None:
-        seconds = self.beside if event.thread else self._seconds
+        seconds = self.background if event.thread else self._seconds
         seconds[event.name] += event.end - event.start
         if keep:
             self._events.append(event)
 
 
 class _Origin(NamedTuple):
-    """An event on the GPU, and what the host's clock showed then."""
+    """Hold an event on the GPU, and the host's time of the event."""
 
     event: torch.cuda.Event
     seconds: float
 
 
 class _Running(NamedTuple):
-    """A stage that the GPU may not be through with; the event's times are still to come."""
+    """Hold a stage that the GPU may not have finished; `event` has no times yet."""
 
     event: Event
     start: torch.cuda.Event

@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread per process, property tests that draw the same examples."""
+"""Settings of all tests: one thread per process, property tests with constant examples."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ SIGTERM = signal.getsignal(signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def former_signals():
-    """A run that is complete ignores SIGTERM; what a later test starts would, too."""
+    """Restore SIGTERM. Finished runs ignore SIGTERM; processes of later tests would inherit it."""
     signal.signal(signal.SIGTERM, SIGTERM)

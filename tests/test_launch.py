@@ -1,4 +1,4 @@
-"""The launcher of the other tests: output, exit codes, and no process left behind."""
+"""The tests' launcher: output, exit codes, and no process left behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import uuid
 import psutil
 import pytest
 
-from launch import launch
+from support.launch import launch
 
 
 def test_output_and_environment_of_all_ranks():
@@ -20,7 +20,7 @@ def test_output_and_environment_of_all_ranks():
 
 def test_one_failing_rank_ends_the_job():
     program = "from mpi4py import MPI; c = MPI.COMM_WORLD; assert c.rank == 0; c.barrier()"
-    ended = launch(2, "-c", program, timeout=30)
+    ended = launch(2, "-c", program)
     assert ended.returncode != 0
     assert "AssertionError" in ended.stderr
 
@@ -28,7 +28,7 @@ def test_one_failing_rank_ends_the_job():
 def test_a_job_that_hangs_is_killed_with_all_its_ranks():
     mark = f"mark_{uuid.uuid4().hex}"
     with pytest.raises(subprocess.TimeoutExpired) as hung:
-        launch(2, "-c", f"import time; print('{mark}', flush=True); time.sleep(60)", timeout=4)
+        launch(2, "-c", f"import time; print('{mark}', flush=True); time.sleep(60)", timeout=8)
     assert hung.value.__notes__[0].count(mark) == 2
     alive = psutil.process_iter(["cmdline"])
     assert not [p for p in alive if mark in " ".join(p.info["cmdline"] or [])]

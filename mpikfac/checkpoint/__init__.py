@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent: HDF5 shards, a manifest, restarts."""
+"""Write and read checkpoints, complete or absent: HDF5 shards, a manifest, restarts."""
 
 from __future__ import annotations
 

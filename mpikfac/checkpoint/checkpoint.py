@@ -1,6 +1,6 @@
-"""The run's state to and from checkpoints, by all ranks together.
+"""Write the run's state to checkpoints, and read checkpoints, by all ranks together.
 
-Each rank writes its share as one file; the checkpoint counts once all of them are on disk.
+Every rank writes its share as a file; the checkpoint counts once all files are on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,27 +23,28 @@ from mpikfac.checkpoint import durable
 from mpikfac.checkpoint.manifest import Checkpoint, make_manifest, read_checkpoint
 from mpikfac.checkpoint.restarts import TRIES, starts_from
 from mpikfac.checkpoint.shard import Value, checksum, describe, write_shard
-from mpikfac.comm import agree, together
+from mpikfac.comm import Comm, agree, together
 from mpikfac.errors import UserError
 
-PATIENCE = 5.0  # seconds until a file that rank 0 sees must be seen by all
+PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
 log = logging.getLogger("mpikfac")
 
 
 def save_checkpoint(
-    comm: Any, root: str | Path, items: Mapping[str, Value], step: int, keep: int = 2
+    comm: Comm, root: str | Path, items: Mapping[str, Value], step: int, keep: int = 2
 ) -> Path:
-    """Writes the items of all ranks as `root/step-<step>` and returns that path.
+    """Write the items of all ranks as `root/step-<step>` and return the path.
 
-    An item that several ranks hold is equal on all of them and stored once. A checkpoint of the
-    same step is replaced. On failure temporary files are removed and older ones are untouched.
+    An item held by several ranks must be equal on the ranks, and is stored once. A checkpoint of
+    the same step is replaced. On failure temporary files are removed and older checkpoints are
+    untouched.
 
     Args:
         root: a directory on a file system that all ranks share; made if missing.
         items: this rank's share, by name; the ranks' shares together are the checkpoint.
             A `bool` comes back as an `int`.
-        keep: how many checkpoints to keep, up to this step; later ones are never deleted.
+        keep: how many checkpoints to keep, up to this step; later checkpoints are never deleted.
 
     Collective over: comm.
 
@@ -60,13 +61,13 @@ def save_checkpoint(
 
 
 class CheckpointWriter:
-    """Writes checkpoints beside the training, one at a time.
+    """Write checkpoints in the background of the training, at most 1 at a time.
 
-    Files are written by a thread on each rank, which never communicates. On that rank's host, the
-    copies of its share stay for the next time.
+    On every rank a thread writes the files; the thread never communicates. The copies of the
+    rank's share stay in host memory, as buffers for the next checkpoint.
     """
 
-    def __init__(self, comm: Any, root: str | Path, keep: int = 2) -> None:
+    def __init__(self, comm: Comm, root: str | Path, keep: int = 2) -> None:
         self.comm, self.root, self.keep = comm, Path(root), keep
         self._thread = ThreadPoolExecutor(1, "mpikfac-checkpoint")
         self._copies: dict[str, Tensor] = {}
@@ -75,24 +76,25 @@ class CheckpointWriter:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint was begun and is not committed; the same on all ranks."""
+        """Return whether a checkpoint was begun and is not committed; the same on all ranks."""
         return self._begun is not None
 
     @property
     def written(self) -> bool:
-        """Whether this rank's part of what is pending is on disk, or has failed."""
+        """Return whether this rank's part of the pending checkpoint is on disk, or has failed."""
         return self.pending and self._shard.done()
 
     def begin(self, items: Mapping[str, Value], step: int) -> None:
-        """Begins what `save_checkpoint` does; the items may change as soon as this returns.
+        """Begin a checkpoint as `save_checkpoint` does; items may change once `begin` returns.
 
-        A checkpoint that is still pending is committed first.
+        A checkpoint still pending is committed first.
 
         Collective over: comm.
 
         Raises:
             ValueError: `step` is negative or `keep` is below 1.
-            UserError: as `save_checkpoint`, or the pending one failed; then none is begun.
+            UserError: as `save_checkpoint`; or the pending checkpoint failed, and no new checkpoint
+                is begun.
         """
         self.commit()
         begun = _begin(self.comm, self.root, items, step, self.keep)
@@ -101,12 +103,12 @@ class CheckpointWriter:
         self._begun = begun
 
     def commit(self) -> Path | None:
-        """Waits for all ranks' parts and returns the checkpoint's path; None if none is pending.
+        """Wait for all ranks' parts and return the checkpoint's path; None if none is pending.
 
         Collective over: comm.
 
         Raises:
-            UserError: writing failed on some rank; its files are removed.
+            UserError: writing failed on some rank; the checkpoint's files are removed.
         """
         if self._begun is None:
             return None
@@ -117,7 +119,9 @@ class CheckpointWriter:
         return final
 
     def abandon(self) -> None:
-        """Waits for this rank's part of what is pending, and forgets it, as other ranks are gone.
+        """Wait for this rank's part of the pending checkpoint and drop the checkpoint.
+
+        For runs that have lost ranks: the lost ranks' parts never come.
 
         Collective over: none.
         """
@@ -126,7 +130,7 @@ class CheckpointWriter:
             wait([self._shard])
 
     def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
-        """The items with tensors copied to the host, into the buffers of the last time."""
+        """Return the items, with tensors copied to the host into the last checkpoint's buffers."""
         kept, self._copies = self._copies, {}
         for name, value in items.items():
             if isinstance(value, Tensor):
@@ -136,31 +140,32 @@ class CheckpointWriter:
         return {**items, **self._copies}
 
 
-def load_checkpoint(comm: Any, path: str | Path) -> Checkpoint:
-    """The items of all ranks that wrote the checkpoint, to be read when they are asked for.
+def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
+    """Return the items of all ranks that wrote the checkpoint; an item is read on first access.
 
-    Any number of ranks may read. The path that rank 0 passes counts.
+    Any number of ranks may read. Only rank 0's path counts.
 
     Collective over: comm.
 
     Raises:
-        UserError: there is no complete checkpoint of this format, or its manifest is damaged.
+        UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
     """
     found = None
     with together(comm, f"reading checkpoint {path}"):
         if comm.rank == 0:
             found = read_checkpoint(path)
-    return comm.bcast(found)
+    return cast(Checkpoint, comm.bcast(found))
 
 
-def find_checkpoint(comm: Any, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
-    """The newest checkpoint under `root` of which every file is right; None if there is none.
+def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
+    """Return the newest undamaged checkpoint under `root`, after checking all files; or None.
 
-    One that is damaged, or after which two starts in a row committed no newer one, is passed over
-    with a warning. If all have been tried in vain, the newest of them is taken again.
+    A damaged checkpoint is skipped with a warning. So is a checkpoint from which 2 starts in a
+    row committed no newer checkpoint. If all undamaged checkpoints have been tried in vain, the
+    newest undamaged checkpoint is taken again.
 
     Args:
-        skip: names of directories to pass over.
+        skip: names of directories to leave out.
 
     Collective over: comm.
 
@@ -173,37 +178,37 @@ def find_checkpoint(comm: Any, root: str | Path, skip: Collection[str] = ()) -> 
             complete = [path for path in durable.complete(Path(root)) if path.name not in skip]
     paths = comm.bcast(complete[::-1])
     _wait_for_files(comm, paths)
-    passed: list[str] = []
-    tired: list[Checkpoint] = []
+    skipped: list[str] = []
+    tried: list[Checkpoint] = []
     for path in paths:
         try:
             checkpoint = load_checkpoint(comm, path)
             _check(comm, checkpoint)
         except UserError as error:
-            passed.append(str(error))
+            skipped.append(str(error))
             continue
         starts = comm.bcast(starts_from(checkpoint) if comm.rank == 0 else None)
         if starts < TRIES:
-            return _chosen(comm, checkpoint, passed)
-        passed.append(f"{path}: the last {starts} starts from it committed no newer checkpoint")
-        tired.append(checkpoint)
-    if tired:
-        return _chosen(comm, tired[0], passed)
-    if passed:
-        raise UserError(f"no checkpoint in {root} can be read: {'; '.join(passed)}")
+            return _chosen(comm, checkpoint, skipped)
+        skipped.append(f"{path}: the last {starts} starts from it committed no newer checkpoint")
+        tried.append(checkpoint)
+    if tried:
+        return _chosen(comm, tried[0], skipped)
+    if skipped:
+        raise UserError(f"no checkpoint in {root} can be read: {'; '.join(skipped)}")
     return None
 
 
 @dataclass
 class _Begun:
-    """A checkpoint whose temporary directory is made."""
+    """Hold a checkpoint whose temporary directory is made."""
 
     final: Path
     step: int
-    names: list[str]  # what this rank writes
-    sums: dict[str, int]  # of the items that other ranks hold, too
-    room: str
-    held: list[dict[str, dict[str, Any]]]  # known to rank 0, as are the shares
+    names: list[str]  # items that this rank writes
+    sums: dict[str, int]  # checksums of the items that other ranks hold, too
+    space: str
+    held: list[dict[str, dict[str, Any]]]  # `held` and `shares` are known to rank 0 alone
     shares: list[list[str]]
 
     @property
@@ -211,7 +216,7 @@ class _Begun:
         return f"writing checkpoint {self.final}"
 
 
-def _begin(comm: Any, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
+def _begin(comm: Comm, root: Path, items: Mapping[str, Value], step: int, keep: int) -> _Begun:
     if step < 0 or keep < 1:
         raise ValueError(f"step={step} must be at least 0 and keep={keep} at least 1")
     agree(comm, {"root": str(root), "step": step, "keep": keep})
@@ -225,23 +230,23 @@ def _begin(comm: Any, root: Path, items: Mapping[str, Value], step: int, keep: i
             begun.shares = _assign(begun.held)
             counts = Counter(name for described in begun.held for name in described)
             shared = {name for name, count in counts.items() if count > 1}
-            begun.room = _room(begun)
-            with _told(begun.room):
+            begun.space = _space(begun)
+            with _naming(begun.space):
                 durable.begin(begun.final)
     begun.names = comm.scatter(begun.shares)
-    shared, begun.room = comm.bcast((shared, begun.room))
+    shared, begun.space = comm.bcast((shared, begun.space))
     begun.sums = {name: checksum(value) for name, value in items.items() if name in shared}
     return begun
 
 
-def _finish(comm: Any, begun: _Begun, write: Callable[[], dict[str, Any] | None]) -> Path:
-    """Commits the checkpoint as soon as `write` is done on all ranks."""
+def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None]) -> Path:
+    """Commit the checkpoint as soon as `write` is done on all ranks."""
     final = begun.final
     try:
-        with together(comm, begun.doing), _told(begun.room):
+        with together(comm, begun.doing), _naming(begun.space):
             shard = write()
-        written = comm.gather((shard, begun.sums))
-        with together(comm, begun.doing), _told(begun.room):
+        written = comm.gather((shard, begun.sums)) or []
+        with together(comm, begun.doing), _naming(begun.space):
             if comm.rank == 0:
                 shards, sums = zip(*written)
                 _compare(sums)
@@ -255,7 +260,7 @@ def _finish(comm: Any, begun: _Begun, write: Callable[[], dict[str, Any] | None]
 
 
 def _prune(final: Path, keep: int) -> None:
-    """Deletes older checkpoints; where that fails the new one is good all the same."""
+    """Delete older checkpoints; only warn on a failure, because the new checkpoint is complete."""
     try:
         durable.prune(final, keep)
     except OSError as error:
@@ -267,13 +272,13 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 
 
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
-    """The value in host memory, in `buffer` if it fits; a GPU's copy may still be under way."""
+    """Copy the value to host memory, to `buffer` if sizes fit; a GPU may still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
         buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
     return buffer.copy_(value, non_blocking=True)
 
 
-def _room(begun: _Begun) -> str:
+def _space(begun: _Begun) -> str:
     needed = sum(
         described[name]["bytes"]
         for described, names in zip(begun.held, begun.shares)
@@ -283,16 +288,16 @@ def _room(begun: _Begun) -> str:
 
 
 @contextmanager
-def _told(room: str) -> Iterator[None]:
-    """What the system refuses is raised together with the bytes needed and free."""
+def _naming(space: str) -> Iterator[None]:
+    """Add the bytes needed and free to the text of an `OSError` of the body."""
     try:
         yield
     except OSError as error:
-        raise OSError(f"{error}; {room}") from error
+        raise OSError(f"{error}; {space}") from error
 
 
 def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
-    """Which names each rank writes: the least loaded of an item's holders, largest items first."""
+    """Return every rank's names to write: largest items first, to an item's least loaded holder."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
         for name, found in described.items():
@@ -314,20 +319,20 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 
 
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:
-    """Raises ValueError if ranks hold other bytes of an item."""
+    """Raise ValueError if ranks hold different bytes of the same item."""
     first: dict[str, tuple[int, int]] = {}
     for rank, found in enumerate(sums):
         for name, value in found.items():
-            one, expected = first.setdefault(name, (rank, value))
+            holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 raise ValueError(
-                    f"item {name!r} has other values on rank {rank} than on rank {one}; "
+                    f"item {name!r} has other values on rank {rank} than on rank {holder}; "
                     f"what several ranks hold must be equal"
                 )
 
 
-def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
-    """Returns when all ranks see the files that rank 0 sees; network file systems may lag."""
+def _wait_for_files(comm: Comm, checkpoints: Sequence[Path]) -> None:
+    """Wait until all ranks see the files that rank 0 sees; network file systems may lag."""
     seen: dict[str, int] = {}
     with together(comm, "looking for checkpoints"):
         if comm.rank == 0:
@@ -345,7 +350,7 @@ def _wait_for_files(comm: Any, checkpoints: Sequence[Path]) -> None:
 
 
 def _files(directories: Sequence[Path]) -> dict[str, int]:
-    """Bytes of the directories' files, by path."""
+    """Return the bytes of the directories' files, by path."""
     return {
         str(file): file.lstat().st_size
         for directory in directories
@@ -354,15 +359,15 @@ def _files(directories: Sequence[Path]) -> dict[str, int]:
     }
 
 
-def _check(comm: Any, checkpoint: Checkpoint) -> None:
-    """Reads every file of the checkpoint, each on one rank, and raises UserError on all."""
+def _check(comm: Comm, checkpoint: Checkpoint) -> None:
+    """Check every file of the checkpoint on a single rank; raise UserError on all ranks."""
     with together(comm, f"reading checkpoint {checkpoint.path}"):
         for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
             checkpoint.check(shard)
 
 
-def _chosen(comm: Any, checkpoint: Checkpoint, passed: Sequence[str]) -> Checkpoint:
+def _chosen(comm: Comm, checkpoint: Checkpoint, skipped: Sequence[str]) -> Checkpoint:
     if comm.rank == 0:
-        for reason in passed:
+        for reason in skipped:
             log.warning("%s; going on from %s", reason, checkpoint.path)
     return checkpoint

@@ -1,11 +1,11 @@
-"""Checkpoint directories: each has its final name only when all of it is on disk.
+"""Make checkpoint directories; a directory gets its final name once all content is on disk.
 
-    root/.step-000000120.partial    being written, or left by a run that was killed
+    root/.step-000000120.partial    being written, or left by a killed run
     root/step-000000120             complete
-    root/step-000000100.replaced    complete; a newer checkpoint of that step was about to follow
-    root/.step-000000080.deleted    being deleted, or left by a run that was killed
+    root/step-000000100.replaced    complete; a newer checkpoint of step 100 was about to follow
+    root/.step-000000080.deleted    being deleted, or left by a killed run
 
-All functions are for one rank, except `partial`, `read` and `write`. Collective over: none.
+Call all functions on a single rank, except `partial`, `read` and `write`. Collective over: none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ AHEAD = 2**23  # bytes after which the system is asked to begin to write to the 
 
 
 def begin(final: Path) -> None:
-    """Makes the temporary directory of `final`, and removes those that killed runs left."""
+    """Make the temporary directory of `final`, and remove the leftovers of killed runs."""
     for leftover in final.parent.glob(".step-*.partial"):
         shutil.rmtree(leftover)
     missing = [path for path in final.parents if not path.exists()]
@@ -34,10 +34,10 @@ def begin(final: Path) -> None:
 
 
 def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
-    """The file holds the blocks one after the other, on disk; returns its bytes.
+    """Write the blocks to the file in order, down to the disk, and return the file's bytes.
 
     Raises:
-        OSError: with the file's name.
+        OSError: writing failed; the error has the file's name.
     """
     try:
         with open(path, "wb") as file:
@@ -45,22 +45,22 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
             for block in blocks:
                 file.write(block)
                 if (end := file.tell()) - begun >= AHEAD:
-                    # The disk writes what is there while the rest is made; fsync waits for less.
+                    # The disk writes the finished blocks while the rest is made; fsync waits less.
                     os.posix_fadvise(file.fileno(), begun, end - begun, os.POSIX_FADV_DONTNEED)
                     begun = end
             file.flush()
             os.fsync(file.fileno())
             return file.tell()
     except OSError as error:
-        error.filename = str(path)  # the system names it only where it could not be opened
+        error.filename = str(path)  # the system names the file only if opening failed
         raise
 
 
 def read(path: Path) -> io.BufferedReader:
-    """The file, open; what is no plain file could lead out of its directory, or never end.
+    """Open a regular file: a link could lead out of the directory, a pipe could never end.
 
     Raises:
-        OSError: it is a link, a pipe, a device, or cannot be opened.
+        OSError: `path` is a link, a pipe or a device, or cannot be opened.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError("it is a link, or no file")
@@ -68,7 +68,7 @@ def read(path: Path) -> io.BufferedReader:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """The file holds `content`, on disk; after a kill that, or what it held before."""
+    """Replace the file's content on disk; a killed run leaves the new or the old content."""
     new = path.with_name(f".{path.name}.new")
     write(new, [content])
     os.replace(new, path)
@@ -76,7 +76,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def commit(final: Path, manifest: bytes) -> None:
-    """Gives the temporary directory, whose other files are written, its manifest and its name."""
+    """Write the manifest, and rename the temporary directory to `final`; shards are written."""
     write(partial(final) / MANIFEST, [manifest])
     _sync(partial(final))
     if final.exists():
@@ -87,17 +87,17 @@ def commit(final: Path, manifest: bytes) -> None:
 
 
 def abandon(final: Path) -> None:
-    """Removes the temporary directory of `final`, if it can be removed."""
+    """Remove the temporary directory of `final`; ignore errors."""
     shutil.rmtree(partial(final), ignore_errors=True)
 
 
 def free(path: Path) -> int:
-    """Bytes that are free where `path` is, or will be."""
+    """Return the free bytes on the file system of `path`; `path` need not exist."""
     return shutil.disk_usage(next(found for found in [path, *path.parents] if found.exists())).free
 
 
 def prune(final: Path, keep: int) -> None:
-    """Deletes what `final` replaced and, of the older ones, all but the last `keep` - 1."""
+    """Delete the checkpoint replaced by `final`, and older checkpoints but the last `keep` - 1."""
     found = complete(final.parent)
     older = [path for path in found[: found.index(final)] if path != _replaced(final)]
     for leftover in final.parent.glob(".step-*.deleted"):
@@ -107,7 +107,7 @@ def prune(final: Path, keep: int) -> None:
 
 
 def complete(root: Path) -> list[Path]:
-    """The complete checkpoints under `root`, oldest first."""
+    """Return the complete checkpoints under `root`, oldest first."""
     found = {}
     for path in root.iterdir() if root.exists() else ():
         match = re.fullmatch(r"step-(\d{9,})(\.replaced)?", path.name)
@@ -117,7 +117,7 @@ def complete(root: Path) -> list[Path]:
 
 
 def partial(final: Path) -> Path:
-    """The temporary directory in which `final` is made."""
+    """Return the temporary directory in which `final` is made."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -134,7 +134,7 @@ def _sync(directory: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Takes the name away first: what is half deleted must not look complete."""
+    """Delete a checkpoint; rename first, so that a half deleted directory never looks complete."""
     doomed = path.with_name(f".{path.name}.deleted")
     for found in (doomed, path):
         if found.exists():

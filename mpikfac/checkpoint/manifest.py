@@ -1,9 +1,9 @@
-"""What a checkpoint holds, and its reading by one rank; no MPI.
+"""Describe a checkpoint's content in a manifest, and read checkpoints on a rank, without MPI.
 
     step-000000120/shard-0.h5, shard-1.h5, ..., manifest.json
 
-The manifest names every item's shard, dtype and shape, every shard's size and BLAKE3, and ends
-with one of itself.
+The manifest names every item's shard, dtype and shape, and every shard's size and BLAKE3. The
+last entry is the manifest's own BLAKE3.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FORMAT, VERSION = "mpikfac checkpoint", 2
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
-    """The newest complete checkpoint under `root`, or None; ask on one rank and broadcast.
+    """Return the newest complete checkpoint under `root`, or None; ask on a rank and broadcast.
 
     Collective over: none.
     """
@@ -33,29 +33,30 @@ def latest_checkpoint(root: str | Path) -> Path | None:
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
-    """The checkpoint in the directory `path`; its items are read when they are asked for.
+    """Return the checkpoint in the directory `path`; an item is read on first access.
 
     Collective over: none.
 
     Raises:
-        UserError: there is no complete checkpoint of this format, or its manifest is damaged.
+        UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
     """
     return Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
 
 
 class Checkpoint(Mapping[str, Value]):
-    """A checkpoint's items by name; tensors come on the CPU.
+    """Map the names of a checkpoint's items to values; tensors come on the CPU.
 
-    Reading is local to a rank and lazy: the first item of a shard reads that file, whose bytes are
-    kept as long as this object. Let `together` surround it, so that a damaged file ends all ranks.
+    Reading is local to a rank and lazy: the first item of a shard reads the whole file, and the
+    bytes are kept as long as this object. Read inside `together`, so that a damaged file ends all
+    ranks.
 
     Attributes:
         step: how many steps the run had taken.
-        digest: BLAKE3 of the manifest, and so of all that the checkpoint holds.
+        digest: BLAKE3 of the manifest, and so of the checkpoint's whole content.
         shards: `size` in bytes and `digest` of every file.
 
     Raises:
-        UserError: the item is not in the checkpoint, or its file is missing or damaged.
+        UserError: the item is not in the checkpoint, or the item's file is missing or damaged.
     """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
@@ -76,8 +77,8 @@ class Checkpoint(Mapping[str, Value]):
         return name in self._items
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The item, or `default` if the checkpoint has none of that name."""
-        return self[name] if name in self else default  # noqa: SIM401 (it would call itself)
+        """Return the item, or `default` if the checkpoint has no item of the name."""
+        return self[name] if name in self else default  # noqa: SIM401 (`get` would call itself)
 
     def __getitem__(self, name: str) -> Value:
         if name not in self:
@@ -92,14 +93,17 @@ class Checkpoint(Mapping[str, Value]):
             raise UserError(f"{self.path / file}, item {name!r}: {error}") from error
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """`shard`, `dtype`, `shape` and `bytes` of every item, and the `value` of plain numbers."""
+        """Return every item's `shard`, `dtype`, `shape` and `bytes`; also a plain number's `value`.
+
+        A dictionary by the item's name.
+        """
         return dict(self._items)
 
     def check(self, file: str) -> None:
-        """Returns if this one of `shards` is what was written; HDF5 does not parse it.
+        """Check that a file of `shards` is unchanged since writing; HDF5 does not parse the file.
 
         Raises:
-            UserError: it is missing, or of another size or content.
+            UserError: the file is missing, or size or content differ.
         """
         check_shard(self.path / file, **self.shards[file])
 
@@ -110,12 +114,12 @@ def make_manifest(
     shares: Sequence[Sequence[str]],
     shards: Sequence[dict[str, Any] | None],
 ) -> bytes:
-    """The manifest's text.
+    """Return the manifest's text.
 
     Args:
-        held: descriptions of the items that each rank holds, by name.
-        shares: names of the items that each rank wrote.
-        shards: `size` and `digest` of the file of each rank; None: it wrote nothing.
+        held: by rank, descriptions of the items that the rank holds, by name.
+        shares: by rank, names of the items that the rank wrote.
+        shards: by rank, `size` and `digest` of the rank's file; None: the rank wrote no file.
     """
     files = [f"shard-{rank}.h5" for rank in range(len(shards))]
     manifest = {
@@ -135,7 +139,7 @@ def make_manifest(
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         with durable.read(path) as file:
-            manifest = json.load(file)
+            manifest: dict[str, Any] = json.load(file)
         form, version = manifest["format"], manifest["version"]
     except FileNotFoundError:
         raise UserError(f"{path} is missing; this is no complete checkpoint") from None
@@ -158,7 +162,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _check_form(manifest: Mapping[str, Any]) -> None:
-    """Raises if the manifest is not as `make_manifest` makes it; a digest is no proof of that."""
+    """Raise if the manifest differs in form from `make_manifest`; a right digest is no proof."""
     numbers = [manifest["step"]]
     for file, shard in manifest["shards"].items():
         if not re.fullmatch(r"shard-\d+\.h5", file):

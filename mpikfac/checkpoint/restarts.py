@@ -1,9 +1,9 @@
-"""Crash loops: how many starts in a row went on from a checkpoint without committing a newer one.
+"""Detect crash loops: count starts in a row from a checkpoint without a newer checkpoint.
 
     root/starts.json    [{"step": 120, "digest": "...", "starts": 2}]
 
-A checkpoint after which a run dies again and again is not tried a third time while there is
-another one. All functions are for one rank.
+If 2 starts from a checkpoint have died, a third start takes another checkpoint if possible. Call
+all functions on a single rank.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ log = logging.getLogger("mpikfac")
 
 
 def note_start(checkpoint: Checkpoint) -> None:
-    """Counts a start that goes on from the checkpoint; call it on one rank.
+    """Count a start resumed from the checkpoint; call on a single rank.
 
-    Starts from older ones are forgotten: one of them has led to this checkpoint. A disk on which
-    nothing can be written does not stop the run.
+    Counts of older checkpoints are dropped: a start from an older checkpoint has led to this
+    checkpoint. A full or read-only disk does not stop the run.
 
     Collective over: none.
     """
@@ -41,7 +41,7 @@ def note_start(checkpoint: Checkpoint) -> None:
 
 
 def note_end(root: str | Path) -> None:
-    """Forgets all starts, as the run came to an orderly end; call it on one rank.
+    """Drop all counts, as the run came to an orderly end; call on a single rank.
 
     Collective over: none.
     """
@@ -49,7 +49,7 @@ def note_end(root: str | Path) -> None:
 
 
 def starts_from(checkpoint: Checkpoint) -> int:
-    """How many starts in a row went on from the checkpoint and committed no newer one."""
+    """Return how many starts in a row resumed from the checkpoint and committed no newer one."""
     counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}
     return counts.get(checkpoint.digest, 0)
 
@@ -60,5 +60,5 @@ def _read(root: Path) -> list[tuple[int, str, int]]:
         return [
             (int(start["step"]), str(start["digest"]), int(start["starts"])) for start in record
         ]
-    except (OSError, KeyError, TypeError, ValueError):  # none yet, or damaged: count from now on
+    except (OSError, KeyError, TypeError, ValueError):  # no record yet, or damaged
         return []

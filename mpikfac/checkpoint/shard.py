@@ -1,8 +1,8 @@
-"""One rank's items as an HDF5 file, and back; the only importer of h5py.
+"""Write a rank's items as an HDF5 file, and read the file; no other module imports h5py.
 
-libhdf5 crashes on a full disk and does not notice damage by itself, so it never sees the disk. To
-write, it lays the file out in memory, without the values, which then go from where they are to the
-file by plain writes. To read, it parses bytes whose BLAKE3 was found right.
+libhdf5 crashes on a full disk and does not notice damage, so libhdf5 never accesses the disk. To
+write, libhdf5 lays the file out in memory without the values; plain writes then copy the values
+from tensors to the file. To read, libhdf5 parses bytes in memory, after a check of the BLAKE3.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ STORED = {name: np.dtype(name) for name in SAME} | {
     "float": np.dtype("float64"),
 }
 PAGE = 2**12
-PIECE = 2**22  # bytes that are hashed and written at a time, while they are in cache
+PIECE = 2**22  # bytes that are hashed and written at a time, while in cache
 
 
 def describe(name: str, value: Value) -> dict[str, Any]:
-    """The item's dtype, shape and bytes; of a number also its value.
+    """Return the item's dtype, shape and bytes; for a number also the value.
 
     Raises:
         ValueError: the item cannot be stored.
@@ -66,9 +66,9 @@ def describe(name: str, value: Value) -> dict[str, Any]:
 
 
 def checksum(value: Value) -> int:
-    """Equal for equal values: of a tensor the sum of its elements' bit patterns.
+    """Return a checksum of the value; for a tensor, the sum of the elements' bit patterns.
 
-    That takes a pass over memory and no copy, however the tensor is strided.
+    The sum takes a single pass over memory and no copy, for tensors of any strides.
     """
     if not isinstance(value, Tensor):
         return zlib.crc32(_content(value))
@@ -78,7 +78,7 @@ def checksum(value: Value) -> int:
 
 
 def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
-    """The file holds the items, on disk; returns its `size` in bytes and its `digest`, BLAKE3."""
+    """Write the items to the file on disk; return `size` in bytes and `digest` (BLAKE3)."""
     digest = blake3()
 
     def hashed() -> Iterator[bytes | memoryview]:
@@ -91,10 +91,10 @@ def write_shard(path: Path, items: Mapping[str, Value]) -> dict[str, Any]:
 
 
 def check_shard(path: Path, size: int, digest: str) -> None:
-    """Returns if the file is what was written.
+    """Check that the file has the size and content of the written shard.
 
     Raises:
-        UserError: it is missing, or of another size or content.
+        UserError: the file is missing, or size or content differ.
     """
     with _opened(path, size) as file:
         found = hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
@@ -102,10 +102,10 @@ def check_shard(path: Path, size: int, digest: str) -> None:
 
 
 def read_shard(path: Path, size: int, digest: str) -> h5py.File:
-    """The HDF5 file in memory, its bytes checked before libhdf5 parses them.
+    """Return the HDF5 file in memory, after checking the bytes before libhdf5 parses any.
 
     Raises:
-        UserError: it is missing, or of another size or content.
+        UserError: the file is missing, or size or content differ.
     """
     with _opened(path, size) as file:
         content = file.read()
@@ -114,10 +114,10 @@ def read_shard(path: Path, size: int, digest: str) -> h5py.File:
 
 
 def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
-    """The item's value, if its dataset is what the manifest says, whole, and inside the file.
+    """Return the item's value from its dataset in the file.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the dataset differs from the manifest, is not whole, or lies outside the file.
     """
     kind, shape = item["dtype"], tuple(item["shape"])
     link = file.get(_key(name), getlink=True)
@@ -134,15 +134,17 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
         raise ValueError("is larger than its file")
     array = dataset[()]
     if kind == "str":
-        return array.ljust(item["bytes"], b"\0").decode()  # numpy drops NULs at the end
+        text: str = array.ljust(item["bytes"], b"\0").decode()  # numpy drops NULs at the end
+        return text
     if kind in ("int", "float"):
-        return array.item()
+        number: int | float = array.item()
+        return number
     flat = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
     return flat.view(getattr(torch, kind)).reshape(shape)
 
 
 class _Image:
-    """A file in memory that takes none where HDF5 writes nothing: the values stay out of it."""
+    """Behave like a file, in memory; pages never written by HDF5, as values are, take no memory."""
 
     def __init__(self) -> None:
         self.size = self._at = 0
@@ -172,10 +174,10 @@ class _Image:
         self.size = size
 
     def flush(self) -> None:
-        pass  # HDF5 wants to call it
+        pass  # h5py calls flush()
 
     def _parts(self, count: int) -> Iterator[tuple[bytearray, slice]]:
-        """The next `count` bytes as slices of pages; moves past them."""
+        """Yield the next `count` bytes as slices of pages, and move the position."""
         stop = self._at + count
         while self._at < stop:
             number, start = divmod(self._at, PAGE)
@@ -185,7 +187,7 @@ class _Image:
 
 
 def _blocks(items: Mapping[str, Value]) -> Iterator[bytes | memoryview]:
-    """The shard's bytes from first to last; values are taken one at a time, where they are."""
+    """Yield the shard's bytes from first to last; a value is read from its tensor when due."""
     image = _Image()
     places = _lay_out(image, items)
     image.seek(0)
@@ -199,7 +201,7 @@ def _blocks(items: Mapping[str, Value]) -> Iterator[bytes | memoryview]:
 
 
 def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]:
-    """Makes the HDF5 file without its values; returns where each of them belongs, in order."""
+    """Make the HDF5 file without values; return the values' offsets and names, in order."""
     places = []
     plain = h5p.create(h5p.DATASET_CREATE)
     plain.set_layout(h5d.CONTIGUOUS)
@@ -211,13 +213,13 @@ def _lay_out(image: _Image, items: Mapping[str, Value]) -> list[tuple[int, str]]
             dtype, shape = _form(items[name])
             kind, space = h5t.py_create(dtype, logical=True), h5s.create_simple(shape)
             dataset = h5d.create(file.id, _key(name).encode(), kind, space, dcpl=plain)
-            if (offset := dataset.get_offset()) is not None:  # None: no element, no place
+            if (offset := dataset.get_offset()) is not None:  # None: a dataset without elements
                 places.append((offset, name))
     return sorted(places)
 
 
 def _key(name: str) -> str:
-    """The dataset's name: "/" would make groups, in which names can collide with parts of names."""
+    """Return the dataset's name, "/" quoted: item "a" would collide with the group of "a/b"."""
     return quote(name, safe="")
 
 
@@ -230,7 +232,7 @@ def _form(value: Value) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _content(value: Value) -> memoryview:
-    """The value's bytes, not copied where it lies in host memory in one piece."""
+    """Return the value's bytes, without a copy if the value is contiguous in host memory."""
     if isinstance(value, Tensor):
         return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     dtype, _ = _form(value)

@@ -1,7 +1,8 @@
-"""Everything that communicates, and the only importer of mpi4py.
+"""Communicate between ranks; no other folder imports mpi4py.
 
 The training calls blocking collectives only, because Open MPI makes no progress on non-blocking
-collectives unless it is called. Overlapped messages and messages of curvature ranks do not block.
+collectives outside of calls of MPI. Overlapped messages and messages of curvature ranks do not
+block.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from mpikfac.comm.agreement import agree, broadcast, clock_offset, summed, together
 from mpikfac.comm.buffers import SUMMABLE
 from mpikfac.comm.curvature_ranks import (
+    Team,
     arrivals,
     begin_receive,
     begin_send,
@@ -18,11 +20,13 @@ from mpikfac.comm.curvature_ranks import (
     told,
 )
 from mpikfac.comm.grid import Grid
-from mpikfac.comm.job import check_survivable, device, leaving, lost_a_rank, survivors, world
+from mpikfac.comm.job import Comm, check_survivable, device, leaving, lost_a_rank, survivors, world
 
 __all__ = [
     "SUMMABLE",
+    "Comm",
     "Grid",
+    "Team",
     "agree",
     "arrivals",
     "begin_receive",

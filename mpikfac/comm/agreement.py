@@ -1,4 +1,4 @@
-"""What all ranks come to share: an error, settings, values, a clock."""
+"""Bring ranks to agreement: on an error, settings, values, a clock."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from mpikfac.comm.buffers import MAX_COUNT, pieces
 from mpikfac.errors import UserError
 
-CLOCK_READINGS = 50  # of which the quickest counts: on a busy machine most are slow
+CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most are slow
 
 
 @contextmanager
 def together(comm: MPI.Intracomm, doing: str) -> Iterator[None]:
-    """A failure of the body on any rank becomes the same `UserError` on every rank.
+    """Raise a failure of the body on any rank as the same `UserError` on every rank.
 
-    Catches what files and data raise (`OSError`, `ValueError`, `UserError`); the lowest failing
+    Catches the errors of files and data (`OSError`, `ValueError`, `UserError`); the lowest failing
     rank's text, after `doing`, is raised everywhere.
 
     Collective over: comm.
@@ -37,12 +37,12 @@ def together(comm: MPI.Intracomm, doing: str) -> Iterator[None]:
 
 
 def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
-    """Returns if every rank holds the same `values`.
+    """Check that every rank holds the same `values`.
 
     Collective over: comm.
 
     Raises:
-        UserError: the first key whose value differs, both values, and the ranks that hold them.
+        UserError: values differ; the text names the first differing key, both values and ranks.
     """
     mine = {key: repr(value) for key, value in values.items()}
     first, *rest = comm.allgather(mine)
@@ -56,7 +56,7 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
 
 
 def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
-    """The sum over ranks of each of a few numbers, added in order: the same bits on all ranks.
+    """Return the sums over ranks of a few numbers, added in rank order: same bits on all ranks.
 
     Collective over: comm.
     """
@@ -64,7 +64,7 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 
 
 def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
-    """Every rank's tensors become rank 0's.
+    """Copy rank 0's tensors to every rank.
 
     Collective over: comm.
     """
@@ -79,15 +79,15 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:
-    """Seconds to add to this rank's `time.perf_counter` to get rank 0's, at this moment.
+    """Return the seconds to add to this rank's `time.perf_counter` to get rank 0's, at present.
 
-    Wrong by half the time of a message there and back at most, the quickest of several.
+    The error is at most half the round trip time of the quickest of several messages.
 
     Collective over: comm.
     """
     clock = array("d", [0.0])
     if comm.rank == 0:
-        for rank in range(1, comm.size):  # one after the other: nobody's message has to wait
+        for rank in range(1, comm.size):  # rank by rank: no message has to wait for another rank's
             for _ in range(CLOCK_READINGS):
                 comm.Recv(clock, source=rank)
                 clock[0] = time.perf_counter()

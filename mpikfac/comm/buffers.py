@@ -1,7 +1,7 @@
-"""What MPI reads and writes: numbers that it can sum, in pieces, in the host's memory or not.
+"""Provide the buffers that MPI reads and writes, in the host's memory or on a device.
 
-A buffer is a NumPy array, or a tensor on a device. Device buffers go to MPI directly when it is
-CUDA-aware, otherwise through pinned host memory.
+A buffer is a NumPy array, or a tensor on a device. Device buffers go directly to a CUDA-aware MPI,
+otherwise through pinned host memory.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from mpikfac.trace import Trace
 
-# mpi4py sends a dtype unknown to MPI as bytes, and sums of those are garbage without an error.
+# mpi4py sends a dtype unknown to MPI as bytes; sums of bytes are garbage without an error.
 SUMMABLE = (torch.float32, torch.float64)
 MAX_COUNT = 2**31 - 1  # elements in one message; Open MPI before 6 refuses more
 
 
 def check_summable(flat: Tensor) -> None:
-    """Returns if MPI adds up what is sent of `flat`.
+    """Check that MPI can add up elements of `flat`.
 
     Raises:
-        ValueError: its dtype is none that MPI knows, or it is not contiguous.
+        ValueError: MPI does not know the dtype, or `flat` is not contiguous.
     """
     if flat.dtype not in SUMMABLE:
         allowed = ", ".join(map(str, SUMMABLE))
@@ -34,32 +34,32 @@ def check_summable(flat: Tensor) -> None:
 
 
 def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
-    """Views of the elements from `start` to `stop`, of at most `count` each."""
+    """Yield views of the elements from `start` to `stop`, at most `count` elements per view."""
     for offset in range(start, stop, count):
         yield buffer[offset : min(offset + count, stop)]
 
 
-def settle(buffer: Any) -> None:
-    """Waits for what fills a device buffer: DLPack hands over the pointer alone."""
+def synchronize(buffer: Any) -> None:
+    """Wait for the kernels that fill a device buffer: DLPack passes on the pointer alone."""
     if isinstance(buffer, Tensor) and buffer.is_cuda:
         torch.cuda.current_stream(buffer.device).synchronize()
 
 
 class Buffers:
-    """Buffers of one thread, which it keeps: copies on the host, and room to work in."""
+    """Keep a thread's buffers: copies on the host, and working memory."""
 
     def __init__(self, trace: Trace, direct: bool) -> None:
-        """`direct`: MPI takes device buffers."""
+        """Keep no buffer at first; `direct`: MPI takes device buffers."""
         self._trace = trace
         self._direct = direct
         self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
-        """What MPI may read and write in place of `flat`; copies are part of the stage."""
-        ours = summed and flat.dtype not in SUMMABLE  # such sums are made on the host
+        """Yield a buffer for MPI to read and write in place of `flat`; copies are in the stage."""
+        ours = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
         if flat.is_cuda and self._direct and not ours:
-            settle(flat)
+            synchronize(flat)
             yield flat
             return
         with self.on_host(flat, stage) as buffer:
@@ -67,7 +67,7 @@ class Buffers:
 
     @contextmanager
     def on_host(self, flat: Tensor, stage: str) -> Iterator[Any]:
-        """The same in the host's memory."""
+        """Yield a buffer in the host's memory in place of `flat`."""
         if not flat.is_cuda:
             yield flat.numpy()
             return
@@ -79,7 +79,7 @@ class Buffers:
             flat.copy_(host)
 
     def joined(self, buffer: Any, spans: Sequence[tuple[int, int]]) -> Any:
-        """All spans in one piece, without a copy where they are."""
+        """Return all spans in one piece, without a copy if the spans are contiguous."""
         first, last = spans[0][0], spans[-1][1]
         count = sum(stop - start for start, stop in spans)
         if last - first == count:
@@ -88,11 +88,11 @@ class Buffers:
         for start, stop in spans:
             joined[end : end + stop - start] = buffer[start:stop]
             end += stop - start
-        settle(joined)
+        synchronize(joined)
         return joined
 
     def like(self, buffer: Any, use: str, count: int, pinned: bool = False) -> Any:
-        """A kept buffer of the same kind as `buffer`, `[count]`, one for each use."""
+        """Return a kept buffer `[count]` of the same kind as `buffer`; every use has its own."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
         kept = self._scratch.get((use, buffer.dtype))

@@ -1,4 +1,4 @@
-"""MPI's blocking collectives on buffers, in pieces, as a plan's messages ask for them."""
+"""Call MPI's blocking collectives on buffers, piece by piece, as a plan's messages ask."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, settle
+from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, synchronize
 from mpikfac.plan import PIECE, Message
 
 
 def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
-    if len(part):  # MPI may ask for the sum of nothing, of which torch makes no tensor
+    if len(part):  # MPI may ask for a sum of 0 elements; torch.frombuffer refuses an empty buffer
         one, other = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
         other += one
 
@@ -22,7 +22,7 @@ BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
 
 
 def _op(message: Message) -> MPI.Op:
-    """What adds up; MPI knows no bfloat16 and takes it for whole numbers."""
+    """Return the operation that adds; MPI knows no bfloat16 and takes the bits for integers."""
     return BFLOAT16_SUM if message.codec else MPI.SUM
 
 
@@ -44,7 +44,7 @@ def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers:
         own = buffers.like(buffer, "sum", stop - start)
         comm.Reduce_scatter(buffers.joined(buffer, message.spans), own, counts, _op(message))
         buffer[start:stop] = own
-        settle(buffer)
+        synchronize(buffer)
     else:
         for owner, span in enumerate(message.spans):
             _reduce_to(owner, comm, buffer, span, _op(message))
@@ -62,7 +62,7 @@ def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffe
         total[:] = parts[:count]
         for other in range(1, comm.size):
             total += parts[other * count : (other + 1) * count]
-        settle(buffer)
+        synchronize(buffer)
 
 
 def _allgatherv(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
@@ -102,15 +102,15 @@ PRIMITIVES = {
     "Allgatherv": _allgatherv,
     "Bcast": _bcast,
 }
-"""What carries out a message, by the name that plans give it."""
+"""The functions that carry out a message, by the name of the primitive in a plan."""
 SUMS = ("Allreduce", "Reduce", "Reduce_scatter")
-"""Those of them that add up numbers of any codec that MPI can add up."""
+"""Primitives in which MPI adds up, also numbers compressed to bfloat16."""
 COPIES = ("Allgatherv", "Bcast")
-"""Those of them that hand on numbers as they are, of whatever dtype."""
+"""Primitives that copy numbers of any dtype."""
 
 
-def handed(message: Message, rank: int) -> int:
-    """Elements of a message that member `rank` hands to MPI."""
+def sent_elements(message: Message, rank: int) -> int:
+    """Return how many elements of a message member `rank` gives to MPI."""
     if message.primitive == "Bcast" and rank != message.root:
         return 0
     spans = message.spans[rank : rank + 1] if message.primitive == "Allgatherv" else message.spans
@@ -118,7 +118,7 @@ def handed(message: Message, rank: int) -> int:
 
 
 def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
-    """`total` becomes the sum of all ranks' `parts` `[n, len(total)]`, both on the host.
+    """Set `total` to the sum of all ranks' `parts` `[n, len(total)]`, both on the host.
 
     Collective over: comm.
     """

@@ -1,12 +1,13 @@
-"""What joins ranks that train and curvature ranks: an inter-communicator, and messages over it.
+"""Connect training ranks and curvature ranks by an inter-communicator.
 
-Factors and bases do not block on their way; they move on while both sides are in some call of MPI.
+Factors and bases travel in non-blocking messages; data move while both sides are in calls of MPI.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -15,22 +16,38 @@ from torch import Tensor
 from mpikfac.comm.buffers import MAX_COUNT, pieces
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI has
-LOOK_EVERY = 1e-3  # seconds between two looks for a message, of a rank that has nothing else to do
+LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank
 
 
-def split(
-    comm: MPI.Intracomm, curvature_ranks: int
-) -> tuple[MPI.Intracomm | None, MPI.Intercomm | None]:
-    """The communicator of the ranks that train, and what joins them to the others, the last ones.
+@dataclass(frozen=True)
+class Team:
+    """Hold the communicator of the training ranks, and the link to the curvature ranks.
 
-    The first is None on those others, the second everywhere if there are none of them:
+    Attributes:
+        comm: the communicator of the training ranks; None on a curvature rank.
+        link: joins training ranks and curvature ranks; None if all ranks train.
+    """
 
-        training, curvature = mpikfac.split(comm, curvature_ranks=1)
-        if training is None:
-            mpikfac.serve(curvature)
+    comm: MPI.Intracomm | None
+    link: MPI.Intercomm | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of training ranks."""
+        if self.comm is not None:
+            return self.comm.size
+        return 0 if self.link is None else self.link.remote_size
+
+
+def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
+    """Return the team of training ranks, and make the last ranks of `comm` curvature ranks.
+
+        team = mpikfac.split(comm, curvature_ranks=1)
+        if team.comm is None:
+            mpikfac.serve(team)
         else:
-            strategy = Strategy.comm_opt(training.size, delay=1, curvature_ranks=1)
-            kfac = KFAC(model, optimizer, training, strategy, curvature=curvature)
+            strategy = Strategy.comm_opt(team.size, delay=1, curvature_ranks=1)
+            kfac = KFAC(model, optimizer, team, strategy)
             ...
             kfac.close()
 
@@ -44,16 +61,16 @@ def split(
             f"curvature_ranks={curvature_ranks} must be less than the number of ranks ({comm.size})"
         )
     if curvature_ranks == 0:
-        return comm, None
+        return Team(comm)
     first = comm.size - curvature_ranks
     trains = comm.rank < first
-    team = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
-    curvature = team.Create_intercomm(0, comm, first if trains else 0)
-    return team if trains else None, curvature
+    own = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
+    link = own.Create_intercomm(0, comm, first if trains else 0)
+    return Team(own if trains else None, link)
 
 
 def tell(curvature: MPI.Intercomm, value: object) -> None:
-    """Gives all curvature ranks training rank 0's `value`, for which they call `told`.
+    """Send training rank 0's `value` to all curvature ranks; curvature ranks call `told`.
 
     Collective over: curvature.
     """
@@ -61,7 +78,7 @@ def tell(curvature: MPI.Intercomm, value: object) -> None:
 
 
 def told(curvature: MPI.Intercomm) -> Any:
-    """What training rank 0 tells this curvature rank.
+    """Return the value that training rank 0 passes to `tell`; for curvature ranks.
 
     Collective over: curvature.
     """
@@ -69,9 +86,9 @@ def told(curvature: MPI.Intercomm) -> Any:
 
 
 def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], object]:
-    """Starts to send `flat`, on the host; returns what waits until it is sent.
+    """Start to send `flat`, on the host; return a function that waits until `flat` is sent.
 
-    It must not change until then. Collective over: none.
+    `flat` must not change until the function returns. Collective over: none.
     """
     parts = pieces(flat.numpy(), 0, len(flat), MAX_COUNT)
     requests = [comm.Isend(part, dest=to, tag=tag) for part in parts]
@@ -79,7 +96,7 @@ def begin_send(comm: MPI.Comm, flat: Tensor, to: int, tag: int) -> Callable[[], 
 
 
 def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callable[[], object]:
-    """Starts to receive `flat`, on the host; returns what waits until it is there.
+    """Start to receive `flat`, on the host; return a function that waits until `flat` is received.
 
     Collective over: none.
     """
@@ -89,10 +106,10 @@ def begin_receive(comm: MPI.Comm, flat: Tensor, source: int, tag: int) -> Callab
 
 
 def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
-    """Source and tag of each message that comes, in turn, until all training ranks `leave`.
+    """Yield source and tag of every arriving message, until all training ranks `leave`.
 
-    It has to be received before the next one is asked for. Between two looks the rank sleeps: in a
-    call of MPI it would keep a core busy, perhaps one of a rank that trains.
+    The caller has to receive a message before asking for the next message. Between two looks the
+    rank sleeps: waiting inside MPI would keep a core busy, perhaps the core of a training rank.
 
     Collective over: none.
     """
@@ -108,9 +125,10 @@ def arrivals(curvature: MPI.Intercomm) -> Iterator[tuple[int, int]]:
 
 
 def leave(curvature: MPI.Intercomm) -> None:
-    """Ends the curvature ranks' `arrivals`, once all training ranks have called this.
+    """End the curvature ranks' `arrivals`, once all training ranks have called `leave`.
 
-    Message by message: Open MPI's Ibarrier between two groups lets some go before all have come.
+    Sends plain messages, because Open MPI's Ibarrier between two groups releases some ranks before
+    all ranks have come.
 
     Collective over: none.
     """

@@ -1,7 +1,7 @@
-"""Collectives of encoded numbers: MPI passes on bytes, and ranks add up what they decode.
+"""Carry out collectives of encoded numbers: MPI copies bytes, and ranks add up decoded numbers.
 
-All ranks that get a number decode the same bytes, the one that it comes from included, and add up
-parts in the order of ranks: they hold the same bits.
+All ranks that get a number, its sender included, decode the same bytes and add up parts in the
+order of ranks. So all ranks hold the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from mpikfac.comm.buffers import settle
+from mpikfac.comm.buffers import synchronize
 from mpikfac.numerics import add_decoded, encode
 from mpikfac.plan import Codec, Message, shard_length
 
@@ -20,33 +20,34 @@ Span = tuple[int, int]
 
 
 class Encoded:
-    """What carries out messages with a codec, but for sums that MPI makes itself.
+    """Carry out messages with a codec, except sums that MPI itself adds up.
 
     Attributes:
-        lost: by stage, what encoding lost of its arena and what is yet to be sent.
+        lost: by stage, the residuals of the stage's arena: errors of the encoding, to be sent in
+            the next message.
     """
 
     def __init__(self, direct: bool) -> None:
-        """`direct`: MPI takes device buffers."""
+        """Begin without residuals; `direct`: MPI takes device buffers."""
         self._direct = direct
         self.lost: dict[str, Tensor] = {}
 
     def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
-        """Sends what the message says of `flat`.
+        """Send the message's spans of `flat`.
 
         Collective over: comm.
         """
         assert message.codec is not None
-        handed = PRIMITIVES[message.primitive](self, comm, message, message.codec, flat)
-        assert handed == message.bytes
+        sent = PRIMITIVES[message.primitive](self, comm, message, message.codec, flat)
+        assert sent == message.bytes
 
     def forget(self) -> None:
-        """Drops what was lost: ranks go on as after a restart."""
+        """Set the residuals to zero: ranks then train on as after a restart."""
         for lost in self.lost.values():
             lost.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Each member adds up one shard and sends the sum to all, encoded as the parts are."""
+        """Sum by shards: every member adds up a shard, encodes the sum and sends the sum to all."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
         mine = self._encoded(flat, span, message.stage, codec)
@@ -57,7 +58,8 @@ class Encoded:
             add_decoded(total, part, codec)
         missing = torch.zeros_like(total) if codec.feedback else None
         shard = encode(total, codec, missing)
-        if missing is not None:  # this rank adds it to its next part
+        # Only the total of all ranks' residuals matters: this rank keeps the error of the sum too.
+        if missing is not None:
             start = min(span[0] + comm.rank * length, span[1])
             lost = self.lost[message.stage][start : min(start + length, span[1])]
             lost += missing[: len(lost)]
@@ -66,7 +68,7 @@ class Encoded:
         return parts.numel() + len(shard)
 
     def _to_all(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Every member gets all parts of a span and adds them up."""
+        """Sum on all members: every member gets all parts of the span and adds up the parts."""
         (span,) = message.spans
         mine = self._encoded(flat, span, message.stage, codec)
         parts = self._passed(comm.Allgather, mine, comm.size * len(mine))
@@ -74,7 +76,7 @@ class Encoded:
         return len(mine)
 
     def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Each member gets all parts of its span and adds them up."""
+        """Sum on owners: every member gets all parts of its own span and adds up the parts."""
         mine = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
         counts = [len(part) for part in mine]
         own = [counts[comm.rank]] * comm.size
@@ -87,7 +89,7 @@ class Encoded:
         return sum(counts)
 
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Every member gets all spans."""
+        """Send every member's span to all members."""
         counts = [codec.size(stop - start, flat.element_size()) for start, stop in message.spans]
         mine = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
 
@@ -100,7 +102,7 @@ class Encoded:
         return len(mine)
 
     def _broadcast(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
-        """Every member gets the root's span."""
+        """Send the root's span to all members."""
         (span,) = message.spans
         mine = flat.new_empty(0, dtype=torch.uint8)
         if comm.rank == message.root:
@@ -108,7 +110,7 @@ class Encoded:
 
         def broadcast(sent: Tensor, received: Tensor) -> None:
             received[: len(sent)] = sent
-            settle(received)
+            synchronize(received)
             comm.Bcast(received, message.root)
 
         size = codec.size(span[1] - span[0], flat.element_size())
@@ -116,22 +118,22 @@ class Encoded:
         return len(mine)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
-        """A span of `flat` as it travels; what that loses is kept for the next time."""
-        here = slice(*span)
+        """Return a span of `flat` as bytes; with feedback, the error is kept as a residual."""
+        part = slice(*span)
         if not codec.feedback:
-            return encode(flat[here], codec)
+            return encode(flat[part], codec)
         if stage not in self.lost:
             self.lost[stage] = torch.zeros_like(flat)
-        return encode(flat[here], codec, self.lost[stage][here])
+        return encode(flat[part], codec, self.lost[stage][part])
 
     def _passed(
         self, collective: Callable[[Tensor, Tensor], object], sent: Tensor, size: int
     ) -> Tensor:
-        """What `collective(sent, received)` puts into `received`, `[size]` bytes."""
+        """Call `collective(sent, received)` and return `received`, `[size]` bytes."""
         place = sent.device if self._direct else torch.device("cpu")
         received = torch.empty(size, dtype=torch.uint8, device=place)
         readable = sent.to(place)
-        settle(readable)
+        synchronize(readable)
         collective(readable, received)
         return received.to(sent.device)
 
@@ -143,11 +145,11 @@ PRIMITIVES = {
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
-"""What carries out a message, by the name that plans give it."""
+"""The methods that carry out a message, by the name of the primitive in a plan."""
 
 
 def _decode(flat: Tensor, span: Span, parts: Iterable[Tensor], codec: Codec) -> None:
-    """A span of `flat` becomes the sum of what was encoded."""
+    """Set a span of `flat` to the sum of the decoded parts."""
     total = flat[slice(*span)].zero_()
     for part in parts:
         add_decoded(total, part, codec)

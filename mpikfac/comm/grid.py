@@ -1,4 +1,4 @@
-"""The ranks as a grid, and collectives on arenas."""
+"""Arrange the ranks as a grid, and carry out collectives on arenas."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import Buffers, check_summable
-from mpikfac.comm.collectives import COPIES, PRIMITIVES, SUMS, handed, sum_in_order
+from mpikfac.comm.collectives import COPIES, PRIMITIVES, SUMS, sent_elements, sum_in_order
 from mpikfac.comm.encoded import Encoded
 from mpikfac.comm.job import check_nodes, cuda_aware
-from mpikfac.comm.overlap import Beside, ProgressThread
+from mpikfac.comm.overlap import OverlappedSums, ProgressThread
 from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
 from mpikfac.trace import Trace
 
 
 class Grid:
-    """The ranks as `rows` x `columns`, with a communicator for each direction.
+    """Arrange the ranks as `rows` x `columns`, with a communicator per column and per row.
 
     Rank r sits at row `r // columns`, column `r % columns`. Collective over: world.
 
     Attributes:
-        world: all ranks; statistics and gradients are reduced over it.
-        column: the gradient workers of one layer group; bases are published in it.
-        row: one rank of every column; preconditioned gradients are published in it.
-        encoded: what sends numbers that travel encoded, and keeps what that loses.
+        world: all ranks; statistics and gradients are reduced over the world.
+        column: the gradient workers of a layer group; bases are published in the column.
+        row: a rank of every column; preconditioned gradients are published in the row.
+        encoded: sends compressed messages, and keeps the errors of the compression.
 
     Raises:
-        UserError: ranks that should share a node do not.
+        UserError: ranks do not share a node as `ranks_per_node` demands.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Grid:
             self._teams[name], team.name = team, name
         if ranks_per_node is not None:
             check_nodes(self.world, ranks_per_node)
-            self._teams |= self._levels(self.world.rank // ranks_per_node)
+            self._teams |= self._two_levels(self.world.rank // ranks_per_node)
         self.trace = trace
         direct = cuda_aware()
         self.encoded = Encoded(direct)
@@ -53,12 +53,12 @@ class Grid:
 
     @property
     def communicators(self) -> list[MPI.Intracomm]:
-        """All its communicators."""
+        """All communicators of the grid."""
         progress = [self._progress.comm] if self._progress is not None else []
         return [*self._teams.values(), *progress]
 
-    def _levels(self, node: int) -> dict[str, MPI.Intracomm]:
-        """The parts of each communicator that `levels` speaks of."""
+    def _two_levels(self, node: int) -> dict[str, MPI.Intracomm]:
+        """Split every communicator into a part inside the node and a part between nodes."""
         parts: dict[str, MPI.Intracomm] = {}
         for name, team in self._teams.items():
             inside = cast(MPI.Intracomm, team.Split(node))
@@ -69,18 +69,18 @@ class Grid:
         return parts
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Sends what the messages say of `flat`, one after the other.
+        """Send the messages' spans of `flat`, message by message.
 
-        Summed elements become sums over all ranks, on every rank or on the message's root;
-        gathered ones those of the member that they come from, or where they travel encoded what all
-        members decode, that one too. What a rank neither owns nor gets is undefined.
+        After a sum, every rank or the message's root holds sums over all ranks. After a gather
+        every rank holds the owner's values; if the values were compressed, the owner too keeps the
+        decoded values. Elements that a rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
         """
         if not messages:
             return
         if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
-            self._exchange(messages, flat.view(torch.int16))  # a type that MPI knows
+            self._exchange(messages, flat.view(torch.int16))  # MPI knows 16-bit integers
             return
         check_summable(flat)
         self._exchange_rounded([m for m in messages if m.codec and m.primitive in SUMS], flat)
@@ -92,7 +92,7 @@ class Grid:
         self._exchange([message for message in messages if not message.codec], flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Sums in bfloat16: MPI adds up a rounded copy."""
+        """Sum in bfloat16: MPI adds up a rounded copy."""
         if not messages:
             return
         with self.trace.stage(messages[0].stage):
@@ -104,49 +104,50 @@ class Grid:
                     flat[start:stop] = rounded[start:stop]
 
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
-        """Numbers as MPI takes them."""
+        """Send uncompressed numbers, of a type that MPI knows."""
         if not messages:
             return
         summed = any(message.primitive not in COPIES for message in messages)
         with self._buffers.of(flat, messages[0].stage, summed) as buffer:
             for message in messages:
                 comm = self._teams[message.over]
-                sent = handed(message, comm.rank) * flat.element_size()
+                sent = sent_elements(message, comm.rank) * flat.element_size()
                 with self.trace.stage(message.stage, comm.name, sent):
                     PRIMITIVES[message.primitive](comm, buffer, message, self._buffers)
 
     def sum_in_order(self, parts: Tensor, flat: Tensor, stage: str) -> None:
-        """`flat` becomes the sum of all ranks' `parts` `[n, len(flat)]`, from rank 0's first on.
+        """Set `flat` to the sum of all ranks' `parts` `[n, len(flat)]`, added in rank order.
 
-        The sum passes from rank to rank, and the last one sends it to all. Each element is added up
-        in one order, which does not depend on how the parts are spread over ranks.
+        The sum begins with rank 0's first part and passes from rank to rank; the last rank
+        broadcasts the result. The order of addition does not depend on how the parts are spread
+        over ranks.
 
         Collective over: world.
         """
         check_summable(flat)
         several = self.world.size > 1
         with self.trace.stage(stage, "world" if several else "", flat.nbytes if several else 0):
-            parts, total = parts.cpu(), flat.cpu()  # themselves where they are on the host
+            parts, total = parts.cpu(), flat.cpu()  # no copies if the tensors are on the host
             sum_in_order(self.world, parts, total)
             flat.copy_(total)
 
-    def beside(
+    def overlapped(
         self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
-    ) -> Beside:
-        """What sends the messages of `flat`, sums over the world, beside the computation.
+    ) -> OverlappedSums:
+        """Return a sender of the messages of `flat`: sums over the world, during the computation.
 
-        Collective over: world; in the same order on all ranks, before any of them is sent.
+        Collective over: world; in the same order on all ranks, before any message is sent.
 
         Raises:
-            ValueError: MPI does not allow it.
+            ValueError: MPI does not allow threads to call MPI.
         """
         check_summable(flat)
         if self._progress is None:
             self._progress = ProgressThread(self.world, self.trace, flat.is_cuda)
-        return self._progress.beside(messages, layout, flat, urgency)
+        return self._progress.overlapped(messages, layout, flat, urgency)
 
     def close(self) -> None:
-        """Ends the thread that sends beside the computation, if there is one, once all is sent.
+        """End the thread of overlapped sums, if the grid has a thread, once all sums are sent.
 
         Collective over: world.
         """

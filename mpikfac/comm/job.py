@@ -1,4 +1,4 @@
-"""What a rank finds out before it trains: whether ranks are one job, its node, its GPU, its MPI."""
+"""Examine the job: the launcher, nodes, GPUs, abilities of the MPI library, and ranks that died."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from mpi4py import MPI
 
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
+
+Comm: TypeAlias = MPI.Intracomm
+"""A communicator of ranks that work together, such as the communicator of a run."""
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -24,12 +27,12 @@ LAUNCHERS = (
 
 
 def world() -> MPI.Intracomm:
-    """The communicator of all ranks, after checking that the launcher made one job of them.
+    """Return the communicator of all ranks, after checking that the ranks form one job.
 
     Collective over: none.
 
     Raises:
-        SystemExit: code 2 where a launcher started N jobs of size 1; the first of them says why.
+        SystemExit: code 2 if a launcher started N jobs of size 1; the first job prints why.
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
@@ -55,10 +58,10 @@ def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
 
 
 def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
-    """This rank's device: one GPU for each rank of a node, shared in turn if there are fewer.
+    """Return this rank's device; ranks of a node take GPUs in turn, and share if GPUs are fewer.
 
     Args:
-        kind: "cpu", "cuda", or "auto" for CUDA where there is some.
+        kind: "cpu", "cuda", or "auto" for CUDA where torch finds a GPU.
 
     Collective over: comm.
     """
@@ -73,11 +76,11 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
 
 
 def cuda_aware() -> bool:
-    """Whether MPI takes device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides its answer."""
+    """Return whether MPI takes device buffers; MPIKFAC_CUDA_AWARE=0 or 1 overrides MPI's answer."""
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
-    if not torch.cuda.is_available():  # the library's answer is true wherever a driver loads
+    if not torch.cuda.is_available():  # MPI's answer is true wherever a CUDA driver loads
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
@@ -86,7 +89,7 @@ def cuda_aware() -> bool:
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:
-    """The lowest of the ranks that share memory with this one.
+    """Return the lowest rank among the ranks that share memory with this rank.
 
     Collective over: comm.
     """
@@ -97,12 +100,14 @@ def lowest_in_node(comm: MPI.Intracomm) -> int:
 
 
 def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
-    """Returns if ranks of one `r // ranks_per_node` share memory; a node may hold several such.
+    """Check that ranks with the same `r // ranks_per_node` share memory.
+
+    A node may hold several groups of `ranks_per_node` ranks.
 
     Collective over: comm.
 
     Raises:
-        UserError: they do not.
+        UserError: a group's ranks are on different nodes.
     """
     nodes = comm.allgather(lowest_in_node(comm))
     for rank, node in enumerate(nodes):
@@ -115,12 +120,12 @@ def check_nodes(comm: MPI.Intracomm, ranks_per_node: int) -> None:
 
 
 def check_survivable() -> None:
-    """Returns if the job outlives a rank, so that the others can go on.
+    """Check that the job survives the death of a rank, and the remaining ranks can train on.
 
     Collective over: none.
 
     Raises:
-        ValueError: MPI or the way it was started does not allow it; what to do.
+        ValueError: MPI, or the command that started MPI, ends the job; the text says what to do.
     """
     if _survives():
         return
@@ -132,15 +137,17 @@ def check_survivable() -> None:
 
 
 def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
-    """Whether the error says or stems from that a rank has died, or that others have found so.
+    """Return whether the error comes from the death of a rank.
+
+    An error also counts if another rank has found the death and revoked the communicator.
 
     Collective over: none.
     """
     if isinstance(error, MPI.Exception):
         signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
         return error.Get_error_class() in signs
-    # Open MPI may return from a collective in which a rank died as if all were well; what it
-    # received then is anything, and the word of the death comes later.
+    # If a rank dies in a collective, Open MPI may return without an error. The received values
+    # are then undefined, and Open MPI reports the death later.
     deadline = time.monotonic() + PATIENCE
     while not (lost := comm.Is_revoked() or comm.Get_failed().size > 0):
         if isinstance(error, UserError) or time.monotonic() > deadline:
@@ -150,11 +157,12 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
 
 
 def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Intracomm:
-    """A communicator of the ranks that are left, in their order; to be called by all of them.
+    """Return a communicator of the remaining ranks, in the old order.
 
-    Ranks that still wait in `comm` or in one of `communicators` are woken with an error.
+    Every remaining rank has to call `survivors`. Ranks still waiting in `comm` or in one of
+    `communicators` are woken with an error.
 
-    Collective over: the ranks of comm that are left.
+    Collective over: the remaining ranks of comm.
     """
     for part in communicators:
         part.Revoke()
@@ -163,11 +171,12 @@ def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Int
 
 
 def leaving(code: int) -> int:
-    """The exit code `code`, with MPI ended: a rank that then leaves with it ends no other one.
+    """End MPI and return the exit code `code`; a rank may then exit without ending other ranks.
 
-    Where ranks were lost the process ends without MPI, which may wait for them for ever.
+    After the death of a rank the process exits without finalizing MPI: MPI may wait for the dead
+    rank for ever.
 
-    Collective over: the ranks that are left.
+    Collective over: the remaining ranks.
     """
     if _survives() and MPI.COMM_WORLD.Get_failed().size:
         atexit.register(_leave_without_mpi, code)
@@ -183,4 +192,4 @@ def _leave_without_mpi(code: int) -> None:
 
 
 def _survives() -> bool:
-    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (its name is like this)
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (Open MPI's spelling)

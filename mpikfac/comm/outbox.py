@@ -1,9 +1,9 @@
-"""Messages that are sent beside the computation, the most urgent one first.
+"""Send overlapped messages, the most urgent message first.
 
-Ranks come to have a message ready at different times and in different orders, but have to send all
-of them in one order. So a thread on each asks the others, before each piece of a message, what all
-have ready, and takes the most urgent of that: a message that comes late overtakes those that were
-begun, piece by piece.
+Messages become ready at different times and in different orders on different ranks, but all ranks
+have to send messages in the same order. Before every piece of a message, the threads of all ranks
+find the messages ready on all ranks, and send a piece of the most urgent common message. So a late
+urgent message overtakes messages already under way, between 2 pieces.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-PAUSE = 1e-4  # seconds between two looks at what others do
+PAUSE = 1e-4  # seconds between two looks at the other ranks' messages
 
 Piece = Callable[[], None]
 
 
 @dataclass
 class Letter:
-    """A message on its way: what sends its pieces, in order."""
+    """Hold a message under way: the functions that send the remaining pieces, in order."""
 
     urgency: int
     pieces: list[Piece]
@@ -28,14 +28,18 @@ class Letter:
 
 
 class Outbox:
-    """A thread that sends, in the same order on all ranks.
+    """Run a thread that sends messages in the same order on all ranks.
 
-    Messages have a number from 0 on, which means the same message on every rank; the lower its
-    urgency, the sooner it is sent.
+    Messages are numbered from 0 on; a number means the same message on every rank. Messages of
+    lower `urgency` are sent sooner.
     """
 
     def __init__(self, in_common: Callable[[Sequence[int]], list[int]]) -> None:
-        """`in_common` gives the numbers that are ready on all ranks; collective, as pieces are."""
+        """Start the thread.
+
+        Args:
+            in_common: returns the numbers that are ready on all ranks; collective, as pieces are.
+        """
         self._in_common = in_common
         self._letters: dict[int, Letter] = {}
         self._changed = threading.Condition()
@@ -45,10 +49,11 @@ class Outbox:
         self._thread.start()
 
     def put(self, number: int, urgency: int, pieces: Sequence[Piece]) -> None:
-        """Message `number` is ready on this rank.
+        """Mark message `number` as ready on this rank.
 
         Raises:
             RuntimeError: the outbox is closed.
+            ValueError: the message is already under way.
         """
         letter = Letter(urgency, list(pieces))
         with self._changed:
@@ -57,15 +62,15 @@ class Outbox:
             if number in self._letters:
                 raise ValueError(f"message {number} is on its way already")
             self._letters[number] = letter
-            if self._error is not None:  # nobody is left to send it: `wait` says why
+            if self._error is not None:  # the thread has ended: `wait` raises its error
                 letter.sent.set()
             self._changed.notify_all()
 
     def wait(self, number: int) -> None:
-        """Returns when message `number`, which was put here, is sent on this rank.
+        """Wait until message `number`, put in before, is sent on this rank.
 
         Raises:
-            Exception: what the thread met.
+            Exception: the error that ended the thread.
         """
         letter = self._letters[number]
         letter.sent.wait()
@@ -75,7 +80,7 @@ class Outbox:
             del self._letters[number]
 
     def close(self) -> None:
-        """Ends the thread, once all is sent."""
+        """End the thread, once all messages are sent."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -88,14 +93,14 @@ class Outbox:
                     self._send(min(common, key=lambda number: (ready[number].urgency, number)))
                 else:
                     time.sleep(PAUSE)
-        except BaseException as error:  # it is for the thread that waits
+        except BaseException as error:  # raised again by `wait`, in the training's thread
             with self._changed:
                 self._error = error
                 for letter in self._letters.values():
                     letter.sent.set()
 
     def _ready(self) -> dict[int, Letter]:
-        """Messages that are not sent, waiting until there are some; none when it is closed."""
+        """Wait for unsent messages; return none if all are sent and the outbox is closed."""
 
         def unsent() -> dict[int, Letter]:
             return {n: letter for n, letter in self._letters.items() if not letter.sent.is_set()}
@@ -105,7 +110,7 @@ class Outbox:
             return unsent()
 
     def _send(self, number: int) -> None:
-        """Sends one piece."""
+        """Send the next piece of message `number`."""
         letter = self._letters[number]
         letter.pieces.pop(0)()
         if not letter.pieces:

@@ -1,8 +1,9 @@
-"""Sums over the world that are sent beside the computation, by a thread that calls MPI.
+"""Send overlapped sums over the world: a thread calls MPI during the computation.
 
-Open MPI makes no progress on what does not block unless it is called. The thread does that, and
-sleeps in between: it would poll a core that belongs to the computation. Its buffers are the host's,
-as Open MPI crashes in non-blocking reductions of device buffers.
+Open MPI makes no progress on non-blocking collectives outside of calls of MPI. The thread tests
+for progress, and sleeps between 2 tests: polling would take a core from the computation. The
+thread's buffers are on the host, because Open MPI crashes in non-blocking reductions of device
+buffers.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from mpikfac.comm.outbox import PAUSE, Outbox
 from mpikfac.plan import Layout, Message
 from mpikfac.trace import Trace
 
-# Like `PIECE`, for messages beside the computation: how soon an urgent one can overtake.
+# Elements of a piece of an overlapped message; an urgent message can overtake between 2 pieces.
 SMALL_PIECE = 2**18
 
 
-class Beside:
-    """Messages of one arena that are sent beside the computation, each when its blocks are ready.
+class OverlappedSums:
+    """Send an arena's messages during the computation: a message goes when its blocks are ready.
 
     Collective over: world, in any order and at any time.
     """
@@ -49,10 +50,10 @@ class Beside:
         self.ready_blocks: set[str] = set()
 
     def ready(self, block: str) -> None:
-        """A block has its value, which must not change until `wait`.
+        """Mark a block as ready; the block's value must not change until `wait`.
 
         Raises:
-            RuntimeError: it was ready before.
+            RuntimeError: the block was ready before.
         """
         if block in self.ready_blocks:
             raise RuntimeError(
@@ -66,7 +67,7 @@ class Beside:
             self._send(index)
 
     def wait(self) -> None:
-        """Returns when all messages are sent; all blocks have to be ready."""
+        """Wait until all messages are sent; all blocks have to be ready."""
         for index in self._missing:
             self._wait(index)
         self._missing = Counter(self._message_of.values())
@@ -74,7 +75,7 @@ class Beside:
 
 
 class ProgressThread:
-    """The thread that sends sums over the world beside the computation.
+    """Run the thread that sends overlapped sums over the world.
 
     Collective over: world.
 
@@ -82,11 +83,11 @@ class ProgressThread:
         comm: all ranks, for this thread alone.
 
     Raises:
-        ValueError: MPI does not allow threads to call it.
+        ValueError: MPI does not allow threads to call MPI.
     """
 
     def __init__(self, world: MPI.Intracomm, trace: Trace, cuda: bool) -> None:
-        """`cuda`: what it sends is on a GPU."""
+        """Start the thread; `cuda`: the arenas are on a GPU."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
@@ -96,12 +97,12 @@ class ProgressThread:
         self._numbered = 0
         self._outbox = Outbox(self._in_common)
 
-    def beside(
+    def overlapped(
         self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
-    ) -> Beside:
-        """What sends the messages of `flat`.
+    ) -> OverlappedSums:
+        """Return a sender of the messages of `flat`.
 
-        Collective over: world; in the same order on all ranks, before any of them is sent.
+        Collective over: world; in the same order on all ranks, before any message is sent.
         """
         first = self._numbered
         self._numbered += len(messages)
@@ -113,17 +114,17 @@ class ProgressThread:
             with self._trace.stage(messages[index].stage):
                 self._outbox.wait(first + index)
 
-        return Beside(messages, layout, send, wait)
+        return OverlappedSums(messages, layout, send, wait)
 
     def close(self) -> None:
-        """Ends the thread, once all is sent.
+        """End the thread, once all messages are sent.
 
         Collective over: world.
         """
         self._outbox.close()
 
     def _in_common(self, numbers: Sequence[int]) -> list[int]:
-        """Those of the outbox's `numbers` that all ranks have."""
+        """Return the message numbers that all ranks have among their outbox's `numbers`."""
         mine = bytearray(self._numbered)
         for number in numbers:
             mine[number] = 1
@@ -131,7 +132,7 @@ class ProgressThread:
         return [number for number, everywhere in enumerate(mine) if everywhere]
 
     def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
-        """What sends a message piece by piece on the outbox's thread."""
+        """Return functions that send a message piece by piece on the outbox's thread."""
         ready = torch.cuda.Event() if flat.is_cuda else None
         if ready is not None:
             ready.record()
@@ -161,6 +162,6 @@ class ProgressThread:
 
 
 def _sleep_until(done: MPI.Request) -> None:
-    """Returns when it is, calling MPI now and then."""
+    """Wait for the request, calling MPI every `PAUSE` seconds."""
     while not done.Test():
         time.sleep(PAUSE)

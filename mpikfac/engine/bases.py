@@ -102,9 +102,9 @@ class Bases(Part):
 
     def _task(self, factor: Factor) -> Task:
         (layer,) = (layer for layer in self.plan.layers if layer.name == factor.layer)
-        other = layer.side("G" if factor.side == "A" else "A")
         blocks = {block.kind: self.arena[block.name] for block in factor.blocks}
-        return Task(factor, self.solvers[factor.solver.name], blocks, layer.side(factor.side), other)
+        own, other = layer.side(factor.side), layer.side("G" if factor.side == "A" else "A")
+        return Task(factor, self.solvers[factor.solver.name], blocks, own, other)
 
     def _hold(self, layer: PlannedLayer) -> Held:
         a, g = ({kind: self._side(layer, s, kind) for kind in layer.solver.blocks} for s in "AG")
@@ -136,11 +136,12 @@ class Bases(Part):
             factors: packed, by name.
         """
         self.share = share
-        at_once = self.plan.strategy.delay == 0 or not self.ready
-        self._due = step if at_once else step + self.plan.strategy.delay
+        at_once = self.plan.strategy.refresh.delay == 0 or not self.ready
+        self._due = step if at_once else step + self.plan.strategy.refresh.delay
         tasks = [task for task in self._tasks if share in (None, task.factor.share)]
         means = MeanEigenvalues(factors, self.site.dtype)
-        added = {t.factor.name: self._added(t, means, damping) for t in tasks if t.solver.form.damped}
+        damped = (task for task in tasks if task.factor.solver.damped)
+        added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
         if self._curvature:
             self._made = self._curvature.start(packed, added, share)
@@ -195,9 +196,9 @@ class Bases(Part):
 
     def _added(self, task: Task, means: MeanEigenvalues, damping: float) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`."""
-        found = Means(means.of((task.factor,)))
-        if task.factor.solver.both and task.other:
-            found = Means(found.factor, means.of(task.side), means.of(task.other))
+        both = task.factor.solver.both and task.other
+        ratio = means.of(task.side) / means.of(task.other) if both else None
+        found = Means(means.of((task.factor,)), ratio)
         return task.solver.added(found, damping, self.relative)
 
     def _blocks(
@@ -212,7 +213,7 @@ class Bases(Part):
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
         """Return the blocks of a factor that change: all, or few if the older blocks still fit."""
-        tolerance = self.plan.strategy.tolerance
+        tolerance = self.plan.strategy.refresh.tolerance
         if tolerance and self.ready:
             blocks = {kind: block.to(self.site.dtype) for kind, block in task.blocks.items()}
             renewed, misfit = task.solver.renew(unfold_triangle(packed), blocks, added)

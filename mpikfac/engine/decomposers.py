@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mpikfac.comm import arrivals, begin_receive, begin_send, leave, tell, told
+from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena
 from mpikfac.plan import Layout, Plan, RankPlan
@@ -104,18 +104,20 @@ class Curvature:
         leave(self._curvature)
 
 
-def serve(curvature: Any, device: torch.device = CPU, trace: Trace | None = None) -> None:
-    """Decompose on this curvature rank what training ranks ask for, until training ends.
+def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
+    """Decompose on this curvature rank for the training ranks, until all of them close.
 
     First come, first served; a rank has one request at a time, so no rank can crowd out another.
 
     Collective over: curvature.
 
     Args:
-        curvature: joins training and curvature ranks, from `split`.
+        team: from `split`.
         device: where to decompose; a device of the training ranks' kind gives the same numbers.
         trace: takes seconds and bytes of the stages.
     """
+    if (curvature := team.link) is None:
+        raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
     (plan, solvers), trace = told(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):

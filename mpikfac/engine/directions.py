@@ -60,7 +60,7 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
-        self._adam = self._squares() if settings.graft == "adam" else None
+        self._adam = self._squares() if settings.clip.graft == "adam" else None
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
         self._bound = self.plan.clip()
@@ -77,7 +77,7 @@ class Directions(Part):
             self.bases.damp(self.settings.at("damping", step))
             for job in self._jobs:
                 job.direction.copy_(job.solver.direction(job.gradient, job.held))
-                if self.settings.graft:
+                if self.settings.clip.graft:
                     self._graft(job)
 
     def publish(self) -> None:
@@ -100,12 +100,12 @@ class Directions(Part):
 
         Collective over: world if no rank holds all directions, else none.
         """
-        if not self.settings.clipped or not self.gradients.layers:
+        if not self.settings.bound or not self.gradients.layers:
             return
-        by_norm = self.settings.norm_clip is not None
+        by_norm = self.settings.bound == "norm_clip"
         square = self._square() if by_norm else self._along_gradient(2)
         self.site.grid.exchange(self._bound, square)
-        bound = self.settings.at("norm_clip" if by_norm else "kl_clip", step)
+        bound = self.settings.at(self.settings.bound, step)
         self.scale = clip_scale(square, bound**2 if by_norm else bound)
         self.arena.flat *= self.scale
 
@@ -132,14 +132,15 @@ class Directions(Part):
     def state_dict(self) -> dict[str, Any]:
         """Return averages of grafting, and the damping if the damping is adapted."""
         kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._adam or {}).items()}
-        adaptive = self.settings.adaptive
+        adaptive = self.settings.damping.adapted
         return kept | ({"damping": adaptive.damping} if adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names that all ranks together have in a state of `names`."""
         if self._adam is None:
             return set()
-        return {f"graft/{n}" for layer in self.plan.layers for n in (layer.name, count_of(layer.name))}
+        names = [layer.name for layer in self.plan.layers]
+        return {f"graft/{n}" for name in names for n in (name, count_of(name))}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """Return what this rank takes from a state of `names`, each with a value of its kind."""
@@ -152,8 +153,8 @@ class Directions(Part):
         self.expected.zero_()
         for name, value in (self._adam or {}).items():
             value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
-        if self.settings.adaptive and "damping" in names:
-            self.settings.adaptive.damping = state["damping"]
+        if self.settings.damping.adapted and "damping" in names:
+            self.settings.damping.adapted.damping = state["damping"]
 
     # -- details ---------------------------------------------------------------------------------
 

@@ -110,9 +110,10 @@ class Factors(Part):
         self._messages = {s: self.plan.reduce_statistics(s) for s in self.plan.shares}
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
         self._beside = None
-        if self.plan.strategy.overlap and not self.plan.late and (messages := self._messages[None]):
+        overlap = self.plan.strategy.transport.overlap and not self.plan.late
+        if overlap and (messages := self._messages[None]):
             layout, flat = self.statistics.layout, self.statistics.flat
-            self._beside = self.grid.beside(messages, layout, flat, urgency=1)
+            self._beside = self.grid.overlapped(messages, layout, flat, urgency=1)
         self.overlap = self._beside is not None
         self._unsettled: tuple[float, int] | None = None
         self._starts_at_identity = identity

@@ -69,9 +69,9 @@ class Gradients:
         self._changing = slots_in(self._before, layers, site)
         self._beside = None
         self._hooks: list[RemovableHandle] = []
-        if site.plan.strategy.overlap and self._to_reduce:
+        if site.plan.strategy.transport.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
-            self._beside = site.grid.beside(self._to_reduce, layout, flat, urgency=0)
+            self._beside = site.grid.overlapped(self._to_reduce, layout, flat, urgency=0)
             self._send_early()
         self.keep()
 
@@ -161,7 +161,7 @@ class Gradients:
         """
         if scaler is None or not scaler.is_enabled():
             return None
-        if self.plan.strategy.overlap:
+        if self.plan.strategy.transport.overlap:
             raise ValueError(
                 "with overlap=True gradients are sent before their scale can be taken out; "
                 "step(scaler) needs overlap=False"

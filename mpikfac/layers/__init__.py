@@ -1,9 +1,18 @@
-"""Each supported module as matrices, and all other tensors that travel with the gradients."""
+"""Describe supported modules as matrices, and uncovered tensors sent with the gradients."""
 
 from __future__ import annotations
 
 from mpikfac.layers.convolution.layer import ConvLayer
-from mpikfac.layers.coverage import KINDS, NORMS, Kinds, Rule, cover, covered_shapes, find_uncovered
+from mpikfac.layers.coverage import (
+    KINDS,
+    NORMS,
+    Coverage,
+    Kinds,
+    Rule,
+    cover,
+    covered_shapes,
+    find_uncovered,
+)
 from mpikfac.layers.embedding import EmbeddingLayer
 from mpikfac.layers.layer import Layer
 from mpikfac.layers.normalization import NormLayer
@@ -14,6 +23,7 @@ __all__ = [
     "NORMS",
     "VOTES",
     "ConvLayer",
+    "Coverage",
     "EmbeddingLayer",
     "Kinds",
     "Layer",

@@ -1,7 +1,7 @@
-"""The projections of `MultiheadAttention`, which it computes without modules of their own.
+"""Cover the projections of `MultiheadAttention`, computed without modules of their own.
 
-What they multiply, and the gradient of the product, is found in autograd's graph: at the node that
-multiplies by the weight.
+The inputs of a projection and the gradient of the product are found in autograd's graph: at the
+node that multiplies by the weight.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ VIEWS = ("TBackward0", "ToCopyBackward0")  # a weight on its way to a product
 
 
 class ProjectionLayer(Layer):
-    """A linear layer inside an attention: one that takes all of its inputs from one tensor.
+    """Cover a linear layer inside an attention; all inputs of the layer come from a single tensor.
 
     Raises:
-        TypeError: in a forward pass, query, key and value are not the same.
+        TypeError: in a forward pass, query, key and value are not the same tensor.
     """
 
     dimensions = 3
@@ -35,7 +35,7 @@ class ProjectionLayer(Layer):
         self._weight = weight
 
     def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """The product's rows and gradient, example by example."""
+        """Return the product's rows and a hook on the gradient, example by example."""
         result, inputs = output[0], [*given, *named.values()]
         if not result.requires_grad:
             return None
@@ -59,7 +59,7 @@ class ProjectionLayer(Layer):
 
 
 def attention_layers(name: str, module: nn.Module) -> list[Layer]:
-    """The projections of a `MultiheadAttention`: its inputs', if it has one, and its output's."""
+    """Return an attention's trained projections: the joint input projection, the output's."""
     assert isinstance(module, nn.MultiheadAttention)
     out = module.out_proj
     inputs = "in_proj", module.in_proj_weight, module.in_proj_bias
@@ -72,7 +72,7 @@ def attention_layers(name: str, module: nn.Module) -> list[Layer]:
 
 
 def _product_with(weight: Tensor, last: Node, inputs: Iterable[Any]) -> Node | None:
-    """The node that multiplies by the weight's transpose, between a module's output and inputs."""
+    """Find the node that multiplies by the weight's transpose, between module output and inputs."""
     seen = {value.grad_fn for value in inputs if isinstance(value, Tensor)}
     ahead = [last]
     while ahead:
@@ -88,9 +88,9 @@ def _product_with(weight: Tensor, last: Node, inputs: Iterable[Any]) -> Node | N
 
 
 def _is_only(weight: Tensor, node: Node) -> bool:
-    """Whether a node hands on that weight, turned over or converted."""
-    turned = False
+    """Return whether a node passes on the weight, transposed and perhaps converted."""
+    transposed = False
     while node is not None and node.name() in VIEWS:
-        turned |= node.name() == VIEWS[0]
+        transposed |= node.name() == VIEWS[0]
         ((node, _),) = node.next_functions
-    return turned and getattr(node, "variable", None) is weight
+    return transposed and getattr(node, "variable", None) is weight

@@ -1,9 +1,10 @@
-"""Which modules of a model K-FAC covers, each by what kind of layer, and what is left over."""
+"""Choose the modules of a model that K-FAC covers, the kinds of layers, and uncovered tensors."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ KINDS: Kinds = {
     nn.Embedding: EmbeddingLayer,
     nn.MultiheadAttention: attention_layers,
 }
-"""What is covered if nothing else is said. Modules of a derived class are not: they may compute
-something else."""
+"""The kinds of modules covered by default. Modules of a derived class are not covered: a derived
+class may compute something else."""
 
 NORMS: Kinds = dict.fromkeys(
     (
@@ -42,26 +43,51 @@ NORMS: Kinds = dict.fromkeys(
 """Normalisations, for `covers={**KINDS, **NORMS}`."""
 
 
-def cover(
-    model: nn.Module,
-    skip: Iterable[str] = (),
-    statistics_dtype: torch.dtype | None = None,
-    covers: Kinds = KINDS,
-    rule: Rule = usual_rule,
-) -> tuple[list[Layer], list[Other]]:
-    """The layers that K-FAC covers and everything else that is trained, both in model order.
-
-    Covered are modules of the types in `covers`, except where nothing of them is trained or `skip`
-    names the module or a module that holds it. Modules that share their parameters are one layer.
+@dataclass(frozen=True)
+class Coverage:
+    """Choose the layers that K-FAC covers, and the form of the factors.
 
     Args:
-        statistics_dtype: what inputs of convolutions are rounded to before they are multiplied.
-        rule: from the whole factors of a layer to those that are kept.
+        skip: names of modules to train first-order, with all modules inside.
+        covers: the kind of layer for each type of module. `KINDS`: linear layers, convolutions,
+            embeddings and attention. `{**KINDS, **NORMS}`: normalisations, too. Modules of your own
+            are added in the same way, see `layers`.
+        rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
+            only one side; how positions that share a weight count; the layer's solver, if different
+            from the run's solver.
 
     Raises:
-        ValueError: a layer that cannot be covered exactly, or a name in `skip` that no module has.
+        ValueError: `skip` is a text and no sequence of names.
     """
-    skip = tuple(skip)
+
+    skip: Sequence[str] = ()
+    covers: Kinds = field(default_factory=lambda: KINDS)
+    rule: Rule = usual_rule
+
+    def __post_init__(self) -> None:
+        if isinstance(self.skip, str):
+            raise ValueError(f"skip={self.skip!r} must be a sequence of names; try [{self.skip!r}]")
+
+
+def cover(
+    model: nn.Module,
+    coverage: Coverage | None = None,
+    statistics_dtype: torch.dtype | None = None,
+) -> tuple[list[Layer], list[Other]]:
+    """Return the covered layers, and uncovered trained tensors and statistics, in model order.
+
+    Modules of the types in `covers` are covered, except modules without trained parameters, and
+    modules named in `skip` or inside a module named in `skip`. Modules with the same parameters are
+    a single layer.
+
+    Args:
+        statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
+
+    Raises:
+        ValueError: a layer cannot be covered exactly, or no module has a name in `skip`.
+    """
+    coverage = coverage or Coverage()
+    skip, covers = tuple(coverage.skip), coverage.covers
     _check_skip(model, skip)
     layers: list[Layer] = []
     covering: dict[int, Layer] = {}  # by parameter
@@ -76,7 +102,7 @@ def cover(
         made = covers[type(module)](name, module)
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
-            layer.shape = _ruled(rule, layer.shape)
+            layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
     _check_shared(model, layers)
@@ -84,10 +110,10 @@ def cover(
 
 
 def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
-    """What is kept of a layer.
+    """Return the shape that the rule keeps of a layer.
 
     Raises:
-        ValueError: something that the layer does not have.
+        ValueError: the rule keeps something that the layer does not have.
     """
     kept = rule(whole)
     same = ("name", "inputs", "outputs", "groups")
@@ -106,16 +132,16 @@ def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
 
 
 def alike(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules compute the same from the same input."""
+    """Return whether two modules compute the same output from the same input."""
     shared = list(map(id, one.parameters())) == list(map(id, other.parameters()))
     return shared and (type(one), one.extra_repr()) == (type(other), other.extra_repr())
 
 
 def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
-    """Trained parameters whose `id` is not in `covered`, and all running statistics.
+    """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
     Raises:
-        ValueError: a layer whose gradients are sparse.
+        ValueError: a layer has sparse gradients.
     """
     others = [
         Other(name, parameter)
@@ -132,10 +158,10 @@ def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Othe
 
 
 def covered_shapes(
-    model: nn.Module, skip: Sequence[str] = (), covers: Kinds = KINDS, rule: Rule = usual_rule
+    model: nn.Module, coverage: Coverage | None = None
 ) -> tuple[list[LayerShape], list[tuple[str, Shape]]]:
-    """What `make_plan` asks of a model: layer shapes, and names and shapes of all that travels."""
-    layers, others = cover(model, skip, covers=covers, rule=rule)
+    """Return a model's layer shapes, and names and shapes of uncovered tensors, for `make_plan`."""
+    layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
 
@@ -150,7 +176,7 @@ def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
 
 
 def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
-    """A parameter's gradient is that of all its uses, of which a layer has to see each."""
+    """Raise ValueError if a layer misses a use of its parameters: a gradient sums over all uses."""
     holders: dict[int, dict[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):

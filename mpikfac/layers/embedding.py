@@ -1,4 +1,4 @@
-"""Embeddings as matrices: inputs are unit vectors, so A is a diagonal of frequencies."""
+"""Describe embeddings as matrices: inputs are unit vectors, so A is a diagonal of frequencies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mpikfac.plan import LayerShape
 
 
 class EmbeddingLayer(Layer):
-    """An `Embedding`: its weight is the transpose of a matrix that multiplies unit vectors.
+    """Cover an `Embedding`: the weight is the transpose of a matrix that multiplies unit vectors.
 
-    That of `padding_idx` counts as zero.
+    The unit vector of `padding_idx` counts as zero.
     """
 
     dimensions = 1
@@ -28,29 +28,30 @@ class EmbeddingLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """A diagonal of frequencies, and a factor of the order of a vector.
+        """Return the shape: a diagonal of frequencies, and a factor of the order of a vector.
 
-        An example's gradient is as large as the weight, nearly all of it zeros, and none is made.
+        An example's gradient would be as large as the weight and nearly all zeros, so gradients of
+        examples are never made (`rescaled=False`).
         """
         inputs, outputs = self.module.weight.shape
         return LayerShape(self.name, inputs, outputs, diagonal="A", rescaled=False)
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """How often each entry is used, or `sum(g g^T)`; A's squares are what is squared."""
+        """Return how often entries are used, or `sum(g g^T)`; a unit vector is its own square."""
         if side == "A" and self.shape.sharing == "expand":
             used = self.input_vector(x)
             return used.view(-1, 1, 1) if "A" in self.shape.diagonal else used.diag()
         return super().second_moment(side, x, g)
 
     def input_vector(self, x: Tensor) -> Tensor:
-        """How often each entry is used `[inputs]`."""
+        """Return how often every entry is used, `[inputs]`."""
         used = torch.bincount(x.flatten(), minlength=len(self.module.weight)).to(self._dtype)
         if self.module.padding_idx is not None:
             used[self.module.padding_idx] = 0
         return used
 
     def input_means(self, x: Tensor) -> Tensor:
-        """Of each example, the share of positions that use each entry, `[batch, inputs]`."""
+        """Return for every example the share of positions that use an entry, `[batch, inputs]`."""
         entries, count = x.reshape(len(x), -1), len(self.module.weight)
         means = torch.zeros(len(x), count, dtype=self._dtype, device=x.device)
         share = torch.full_like(entries, 1 / entries.shape[1], dtype=means.dtype)
@@ -61,9 +62,9 @@ class EmbeddingLayer(Layer):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of counts, for which bfloat16 has too few digits."""
+        """Return the dtype of counts; bfloat16 has too few digits for counts."""
         return torch.promote_types(self.module.weight.dtype, torch.float32)
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """The weight's transpose."""
+        """Return the weight's transpose."""
         return parameter.T

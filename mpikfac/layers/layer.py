@@ -1,7 +1,7 @@
-"""A module that multiplies its inputs by a weight, as matrices: a linear layer, unless told else.
+"""Describe a module that multiplies inputs by a weight as matrices; `Layer` is a linear layer.
 
-A covered layer's weight and bias are one matrix `[outputs, inputs]`, the bias its last column; with
-groups, one for each, `[groups, outputs, inputs]`.
+A covered layer's weight and bias form a matrix `[outputs, inputs]` with the bias as the last
+column; with groups, a matrix per group, `[groups, outputs, inputs]`.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from mpikfac.numerics import (
 from mpikfac.plan import LayerShape
 
 Call = tuple[Tensor, Callable[[Callable[[Tensor], None]], object]]
-"""An input, and what has a function called with the gradient of its product with the weight."""
+"""An input, and a function that registers a hook on the gradient of the input's product with the
+weight."""
 
 
 class Layer:
-    """A module whose gradient K-FAC preconditions; as it is, for `Linear`.
+    """Describe a module whose gradient K-FAC preconditions; the base class describes `Linear`.
 
-    For modules of your own, derive from it what differs, often `inputs` and `outputs` alone, and
-    give it to `KFAC(covers={YourModule: YourLayer})`.
+    For modules of your own, derive a class, override what differs (often only `inputs` and
+    `outputs`), and pass the class as `KFAC(covers={YourModule: YourLayer})`.
 
     Attributes:
         name: the module's name in the model.
-        modules: those that share the parameters, the first one under that name.
-        parameters: the weight and the bias, of these those that are trained.
+        modules: the modules that share the parameters; the first module has the name `name`.
+        parameters: the weight and the bias, if trained.
         bias: whether the matrix's last column is the bias.
-        bias_alone: whether it is the only one.
-        shape: its factors and the form of its gradient.
-        spatial: whether positions are pixels, as normalisations other than "expand" ask.
-        dimensions: of a batch of inputs, at least; an input of fewer is one example.
-        quadratic: the sides whose sums are of squares of gradients; others are of inputs alone.
-        rounded_to: what inputs of convolutions are rounded to before they are multiplied.
+        bias_alone: whether the bias is the only column.
+        shape: the layer's factors and the form of the gradient.
+        spatial: whether positions are pixels; normalisations other than "expand" ask.
+        dimensions: smallest number of dimensions of a batch; an input of fewer is a single example.
+        quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
+        rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
     """
 
     spatial = False
@@ -56,7 +57,7 @@ class Layer:
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
     ) -> None:
-        """`given` are weight and bias, if they are not called so in the module."""
+        """Take weight and bias from `given`, or else the module's `weight` and `bias`."""
         self.name = name
         self.modules = [module]
         self.module: nn.Module = module
@@ -68,7 +69,7 @@ class Layer:
         self.shape = self.whole_shape()
 
     def whole_shape(self) -> LayerShape:
-        """Orders of the whole factors; of a bias that is trained alone, G's."""
+        """Return the shape with whole factors A and G; for a bias trained alone, only G."""
         outputs = self.parameters[0].shape[0]
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, sides="G")
@@ -78,7 +79,7 @@ class Layer:
     # -- statistics ------------------------------------------------------------------------------
 
     def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
-        """What a call of the module multiplies; None for one without a backward pass."""
+        """Return the input and the hook of a module call; None without a backward pass."""
         # The hook sits on the output tensor, not on the module: an in-place activation behind a
         # layer breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:
@@ -86,19 +87,19 @@ class Layer:
         return given[0] if given else named["input"], output.register_hook
 
     def inputs(self, x: Tensor) -> Tensor:
-        """The vectors `a`, but for the 1 that a bias appends, `[batch, shared, inputs]`."""
+        """Return the vectors `a` `[batch, shared, inputs]`, without the bias's 1."""
         return x.reshape(len(x), -1, x.shape[-1])
 
     def outputs(self, g: Tensor) -> Tensor:
-        """The vectors `g` `[batch, shared, outputs]` of the gradient at the module's output."""
+        """Return the vectors `g` `[batch, shared, outputs]` of the gradient at the output."""
         return g.reshape(len(g), -1, g.shape[-1])
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """What input statistics are taken from, of a whole batch of inputs."""
+        """Return the tensor for input statistics, made from a whole batch of inputs."""
         return x
 
     def second_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """`sum(a a^T)` or `sum(g g^T)` of a call, as `shape` has that side."""
+        """Return `sum(a a^T)` or `sum(g g^T)` of a call, in the form that `shape` gives `side`."""
         if self.shape.sharing == "reduce":
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
             return squares(rows, side in self.shape.diagonal)
@@ -107,40 +108,40 @@ class Layer:
         return self.input_sum(x) if side == "A" else self.output_sum(g)
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
-        """`sum(a)` or `sum(g)` of a call; with sharing="reduce", of examples' means of `a`."""
+        """Return `sum(a)` or `sum(g)` of a call; if sharing="reduce", the sum of means of `a`."""
         if side == "A" and self.shape.sharing == "reduce":
             return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)
 
     def input_sum(self, x: Tensor) -> Tensor:
-        """`sum(a a^T)` `[inputs, inputs]` of one forward call's input."""
+        """Return `sum(a a^T)` `[inputs, inputs]` of a forward call's input."""
         return linear_input_sum(self.inputs(x), self.bias)
 
     def output_sum(self, g: Tensor) -> Tensor:
-        """`sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
+        """Return `sum(g g^T)` `[outputs, outputs]` of the gradient at the call's output."""
         return linear_output_sum(self.outputs(g))
 
     def input_vector(self, x: Tensor) -> Tensor:
-        """`sum(a)` `[inputs]` of one forward call's input."""
+        """Return `sum(a)` `[inputs]` of a forward call's input."""
         return linear_input_vector(self.inputs(x), self.bias)
 
     def output_vector(self, g: Tensor) -> Tensor:
-        """`sum(g)` `[outputs]` of the gradient at the call's output."""
+        """Return `sum(g)` `[outputs]` of the gradient at the call's output."""
         return linear_output_vector(self.outputs(g))
 
     def input_means(self, x: Tensor) -> Tensor:
-        """Of each example, the mean of `a` over its positions, `[batch, inputs]`."""
+        """Return every example's mean of `a` over positions, `[batch, inputs]`."""
         return self.with_ones(self.inputs(x).mean(1))
 
     def output_totals(self, g: Tensor) -> Tensor:
-        """Of each example, the sum of `g` over its positions, `[batch, outputs]`."""
+        """Return every example's sum of `g` over positions, `[batch, outputs]`."""
         return self.outputs(g).sum(1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Vectors `a`, with the 1 that a bias appends, and `g`, position by position.
+        """Return vectors `a`, with the bias's 1, and `g`, position by position.
 
-        `[batch, shared, inputs]` and `[batch, shared, outputs]`, of each group if there are
-        several. The sum over positions of `g a^T` is an example's gradient.
+        Shapes are `[batch, shared, inputs]` and `[batch, shared, outputs]`, with several groups
+        `[groups, batch, ...]`. The sum over positions of `g a^T` is an example's gradient.
         """
         rows = self.outputs(g)
         if self.bias_alone:
@@ -148,11 +149,11 @@ class Layer:
         return self.with_ones(self.inputs(x)), rows
 
     def with_ones(self, vectors: Tensor) -> Tensor:
-        """Vectors `a` `[..., inputs]`, the 1 that a bias appends included."""
+        """Return vectors `a` `[..., inputs]`, with a 1 appended for a bias."""
         return F.pad(vectors, (0, 1), value=1.0) if self.bias else vectors
 
     def positions(self, g: Tensor) -> int:
-        """Number of vectors `a` (and `g`) in a call: batch times shared positions."""
+        """Return the number of vectors `a` (and `g`) in a call: batch times shared positions."""
         if self.shape.sharing == "reduce":
             return len(g)
         return g.numel() // (self.shape.groups * self.shape.outputs)
@@ -160,7 +161,7 @@ class Layer:
     def scales(
         self, normalization: Normalization, batch: int, positions: int, vectors: bool
     ) -> dict[str, float]:
-        """What to multiply the sums of each side by to get A and G, or their vectors."""
+        """Return by side the factor that turns sums into A and G, or into the vectors of both."""
         scales = vector_scales if vectors else factor_scales
         examples = batch if self.spatial or normalization == "expand" else positions
         return dict(zip("AG", scales(normalization, examples, positions / examples)))
@@ -168,7 +169,7 @@ class Layer:
     # -- gradients and values --------------------------------------------------------------------
 
     def read_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Copy the gradients of weight and bias into the `parts` of a matrix; 0 if there is none."""
+        """Copy the gradients of weight and bias into the `parts` of a matrix; or 0."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 part.zero_()
@@ -176,7 +177,7 @@ class Layer:
                 part.copy_(self.arranged(parameter.grad))
 
     def write_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Make the `parts` of a matrix the gradients of weight and bias."""
+        """Set the gradients of weight and bias to the `parts` of a matrix."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -188,17 +189,17 @@ class Layer:
             part.copy_(self.arranged(parameter.detach()))
 
     def write_values(self, parts: Sequence[Tensor]) -> None:
-        """Make the `parts` of a matrix the weight and bias."""
+        """Set weight and bias to the `parts` of a matrix."""
         for part, parameter in zip(parts, self.parameters):
             self.arranged(parameter.detach()).copy_(part)
 
     def leave(self) -> None:
-        """Takes the gradients away: the optimizer leaves weight and bias as they are."""
+        """Set the gradients to None, so that the optimizer skips weight and bias."""
         for parameter in self.parameters:
             parameter.grad = None
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """A view of weight or bias whose elements are in the order of the matrix."""
+        """Return a view of weight or bias with the elements in the order of the matrix."""
         return parameter
 
     def parts(self, matrix: Tensor) -> list[Tensor]:

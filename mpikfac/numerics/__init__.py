@@ -1,4 +1,4 @@
-"""Pure functions of tensors, and the flat buffers that tensors lie in."""
+"""Compute on tensors by pure functions, and hold tensors in flat buffers."""
 
 from __future__ import annotations
 

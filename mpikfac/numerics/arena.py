@@ -1,4 +1,4 @@
-"""A flat tensor and its named views."""
+"""Hold named tensors as views of a flat buffer."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpikfac.plan import Layout
 
 
 class Arena(dict[str, Tensor]):
-    """All tensors of one kind, by name: views of one flat buffer that MPI sends without a copy.
+    """Map names to tensors of the same kind: views of a flat buffer that MPI sends without a copy.
 
     Attributes:
-        layout: where each block lies.
-        flat: the buffer, zero at first, `[layout.size]`; its address never changes.
+        layout: the offset and shape of every block.
+        flat: the buffer, zero at first, `[layout.size]`; the buffer's address never changes.
     """
 
     def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,18 +26,21 @@ class Arena(dict[str, Tensor]):
             self[name] = self.flat[start : start + math.prod(shape)].view(shape)
 
     def span(self, name: str) -> slice:
-        """Where a block's elements lie in the buffer."""
+        """Return the slice of the buffer that holds a block's elements."""
         start = self.layout.offsets[name]
         return slice(start, start + self[name].numel())
 
     def segment(self, index: int) -> Tensor:
-        """Segment `index` of the layout, a view."""
+        """Return segment `index` of the layout, as a view."""
         start, stop = self.layout.bounds[index : index + 2]
         return self.flat[start:stop]
 
 
 class Parts:
-    """What an arena held for each of several parts of a batch."""
+    """Keep an arena's content for every part of a rank's batch; parts are summed in order later.
+
+    With `count` 0 the batch is not split into parts, and the arena itself holds the sums.
+    """
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._flat = arena.flat
@@ -47,23 +50,23 @@ class Parts:
 
     @property
     def nbytes(self) -> int:
-        """Memory that they take."""
+        """Return the bytes of the kept parts."""
         return self._kept.nbytes if self._kept is not None else 0
 
     def __len__(self) -> int:
-        """Parts of this rank; 0 if a share is not dealt out."""
+        """Return this rank's number of parts; 0 if the batch is not split into parts."""
         return self._count
 
     @property
     def collected(self) -> Tensor:
-        """Those that were added, `[count, size]`; where a share is not dealt out, the arena's."""
+        """Return the parts added so far, `[parts, size]`, or the arena's `flat` without parts."""
         return self._flat if self._kept is None else self._kept[: self._taken]
 
     def add(self) -> None:
-        """Keeps what the arena holds.
+        """Keep a copy of the arena's content as the next part.
 
         Raises:
-            ValueError: there are more parts than this rank's.
+            ValueError: all of this rank's parts are already there.
         """
         if self._kept is None or self._taken == self._count:
             raise ValueError(f"collect() was called more than {self._count} times before step()")
@@ -71,10 +74,10 @@ class Parts:
         self._taken += 1
 
     def take(self) -> Tensor:
-        """All parts, `[count, size]`, which the next ones overwrite.
+        """Return all parts, `[count, size]`; later parts overwrite the returned tensor.
 
         Raises:
-            ValueError: some are missing.
+            ValueError: some parts are missing.
         """
         if self._kept is None or self._taken < self._count:
             raise ValueError(f"step() needs {self._count} parts; collect() took {self._taken}")
@@ -82,5 +85,5 @@ class Parts:
         return self._kept
 
     def clear(self) -> None:
-        """Forgets those that were added; from here on parts are collected anew."""
+        """Drop all parts added so far."""
         self._taken = 0

@@ -1,7 +1,7 @@
-"""Numbers as fewer bytes, and back: bfloat16, 8 bits by blocks, the largest ones only.
+"""Encode numbers as fewer bytes, and decode: bfloat16, 8 bits by blocks, only the largest numbers.
 
-Error feedback [Seide et al. 2014]: what an encoding loses is added to what is encoded next, so that
-in sums over time nothing is lost but the last step's.
+Error feedback [Seide et al. 2014]: the error of an encoding is kept as a residual and added to the
+next numbers before encoding. So sums over time lose only the last step's residual.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
 
 
 def encode(values: Tensor, codec: Codec, lost: Tensor | None = None) -> Tensor:
-    """`values` `[n]` as bytes, `[codec.size(n)]`.
+    """Return `values` `[n]` as bytes, `[codec.size(n)]`.
 
     Args:
-        lost: what was lost before, `[n]`: it is encoded with them, and becomes what is lost now.
-            What is not finite is sent and not kept.
+        lost: the residual `[n]` of the last encoding: added to `values`, then set to the new
+            residual. Non-finite numbers are sent, but not kept in the residual.
     """
     if lost is None:
         return ENCODERS[codec.name](values, codec)
@@ -31,7 +31,7 @@ def encode(values: Tensor, codec: Codec, lost: Tensor | None = None) -> Tensor:
 
 
 def add_decoded(total: Tensor, encoded: Tensor, codec: Codec, weight: int = 1) -> None:
-    """Adds what was encoded, times `weight`, to `total` `[n]`."""
+    """Add the decoded numbers, times `weight`, to `total` `[n]`."""
     ADDERS[codec.name](total, encoded, weight)
 
 
@@ -44,10 +44,12 @@ def _add_bfloat16(total: Tensor, encoded: Tensor, weight: int) -> None:
 
 
 def _to_int8(values: Tensor, _: Codec) -> Tensor:
-    """Blocks of the exponent of their largest number, and each number in units of 1/64 of that.
+    """Return blocks of an exponent and 8-bit numbers.
 
-    The format is OCP's MXINT8 with shorter blocks: one never spans two layers, whose numbers may be
-    many orders of magnitude apart. What float32 has no finite number for becomes NaN.
+    The exponent is the exponent of the block's largest number; numbers are in units of 1/64 of 2 to
+    the exponent. The format is OCP's MXINT8 with shorter blocks: a block never spans two layers,
+    because numbers of two layers may be many orders of magnitude apart. Numbers that are not finite
+    in float32 become NaN.
     """
     blocks = values.float().view(-1, ALIGNMENT)
     finite = blocks.isfinite()
@@ -70,12 +72,12 @@ def _add_int8(total: Tensor, encoded: Tensor, weight: int) -> None:
 
 
 def _power(exponents: Tensor) -> Tensor:
-    """2 to the power of `exponents - 127`, by putting together the bits of a float32."""
+    """Return 2 to the power of `exponents - 127`, made from the bits of a float32."""
     return (exponents << 23).view(torch.float32)
 
 
 def _to_largest(values: Tensor, codec: Codec) -> Tensor:
-    """The largest numbers, NaN first, and then where they were."""
+    """Return the largest numbers, where NaN counts as the largest, followed by their indices."""
     places = values.abs().topk(codec.count(len(values)), sorted=False).indices
     return torch.cat([values[places].view(torch.uint8), places.int().view(torch.uint8)])
 
@@ -83,7 +85,7 @@ def _to_largest(values: Tensor, codec: Codec) -> Tensor:
 def _add_largest(total: Tensor, encoded: Tensor, weight: int) -> None:
     itemsize = total.element_size()
     count = len(encoded) // (itemsize + PLACE)
-    # Copies, as parts of a longer buffer may begin where such numbers must not.
+    # Copies, because a part of a longer buffer may begin at an address unaligned for the dtype.
     values = encoded[: count * itemsize].clone().view(total.dtype)
     places = encoded[count * itemsize :].clone().view(torch.int32)
     total[places.long()] += weight * values

@@ -1,4 +1,4 @@
-"""TODO numerics.finite."""
+"""Test tensors for infinity and NaN."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def all_finite(flat: Tensor) -> bool:
-    """Whether `flat` holds neither infinity nor NaN (nor numbers whose sum overflows); one pass."""
+    """Return whether all of `flat` is finite, in a single pass; also False if the sum overflows."""
     return bool(flat.sum().isfinite())
 
 
 def not_finite(blocks: dict[str, Tensor]) -> list[str]:
-    """Names of those blocks that hold infinity or NaN."""
+    """Return the names of the blocks that hold infinity or NaN."""
     return [name for name, block in blocks.items() if not block.isfinite().all()]

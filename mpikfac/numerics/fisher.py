@@ -1,11 +1,12 @@
-"""Gradients of outputs from which the Fisher matrix of a model's own distribution is estimated.
+"""Compute gradients of outputs that estimate the Fisher matrix of a model's own distribution.
 
-The empirical Fisher takes the gradients of the loss at the data's labels. These take labels that
-the model itself gives [Martens 2020; Kunstner et al. 2019]: drawn ones, or all of them at once, as
-the columns of a root of the loss's Hessian, which is the generalised Gauss-Newton matrix (type-2).
+The empirical Fisher takes the gradients of the loss at the data's labels. The functions here take
+labels from the model's own distribution [Martens 2020; Kunstner et al. 2019]: drawn labels, or all
+labels at once. All labels at once are the columns of a root of the loss's Hessian, the generalised
+Gauss-Newton matrix (type-2).
 
-Outputs are `[batch, outputs]`, or for drawn labels `[batch, outputs, *positions]`, and the loss
-is what `F.cross_entropy` or `F.mse_loss` gives for them.
+Outputs are `[batch, outputs]`, or for drawn labels `[batch, outputs, *positions]`. The loss is the
+result of `F.cross_entropy` or `F.mse_loss` for the outputs.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error")
 
 
 def sampled(outputs: Tensor, loss: Loss) -> Tensor:
-    """Gradient of the mean loss `[batch, outputs, *positions]` at labels that the model gives.
+    """Return the gradient of the mean loss `[batch, outputs, *positions]` at drawn labels.
 
-    Positions' own gradients are added up as independent ones are: their labels are drawn one by
-    one, and what they have in common does not count.
+    Labels are drawn independently at every position, and gradients of positions are added up as
+    independent gradients: correlations between positions do not count.
     """
     with torch.no_grad():
         positions = math.prod(outputs.shape[2:])
@@ -35,13 +36,13 @@ def sampled(outputs: Tensor, loss: Loss) -> Tensor:
 
 
 def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
-    """Gradients `[batch, outputs]`, as many as there are outputs, that stand for all labels.
+    """Yield gradients `[batch, outputs]`, as many as outputs, that together stand for all labels.
 
-    Of each example, the sum of their outer products is the Hessian of its part of the mean loss,
-    divided by the batch as squares of gradients of the mean loss are.
+    For every example, the sum of the gradients' outer products is the Hessian of the example's part
+    of the mean loss, divided by the batch as squares of gradients of the mean loss are.
 
     Raises:
-        ValueError: outputs have positions, each of which would take as many.
+        ValueError: outputs have positions; every position would take as many gradients as outputs.
     """
     if outputs.dim() != 2:
         raise ValueError(
@@ -65,7 +66,7 @@ def _drawn_noise(outputs: Tensor) -> Tensor:
 
 
 def _class_root(outputs: Tensor) -> Tensor:
-    """`diag(p) - p p^T` has the root `(I - p 1^T) diag(p)^(1/2)`."""
+    """Return `(I - p 1^T) diag(p)^(1/2)`, a root of the Hessian `diag(p) - p p^T`, per batch."""
     p = outputs.softmax(1)
     root = torch.diag_embed(p.sqrt()) - p[:, :, None] * p.sqrt()[:, None, :]
     return root / len(outputs)

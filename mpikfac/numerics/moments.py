@@ -1,27 +1,27 @@
-"""First and second moments of layer inputs and output gradients, and their normalisation.
+"""Compute first and second moments of layer inputs and output gradients, and normalise moments.
 
-With B examples in the batch, S positions that a weight is shared over (outputs of a convolution,
-tokens), `a` a layer's inputs `[batch, shared, inputs]` (1 appended where there is a bias) and `g`
-the gradient of the *mean* loss at its outputs `[batch, shared, outputs]`:
+B is the number of examples in the batch, S the number of positions that share a weight (outputs of
+a convolution, tokens). `a` is a layer's inputs `[batch, shared, inputs]`, 1 appended for a bias,
+and `g` the gradient of the *mean* loss at the layer's outputs `[batch, shared, outputs]`. Then
 
     expand         A = sum(a a^T) / (B S)      G = B sum(g g^T)
 
-so that `A (x) G` is the layer's Fisher block if positions are independent, exactly so for linear
-layers [Grosse & Martens 2016; Eschenhagen et al. 2023]. Two other scalings exist for comparison;
-they change what a damping value means:
+make `A (x) G` the layer's Fisher block if positions are independent, exactly for linear layers
+[Grosse & Martens 2016; Eschenhagen et al. 2023]. Two more scalings exist for comparison; both
+change the meaning of a damping value:
 
     sc20           A = sum(a a^T) / (B S^2)    G = B S sum(g g^T)       product as expand
     kfac-pytorch   A = sum(a a^T) / (B S^3)    G = sum(g g^T) / (B S^3) product B^2 S^5 smaller
 
-For linear layers both of the latter count positions as examples (S = 1).
+For linear layers "sc20" and "kfac-pytorch" count positions as examples (S = 1).
 
 Eva [Zhang et al. 2023] takes means in the place of second moments: A and G become `v v^T` with
 
     expand         v = sum(a) / (B S)          v = sum(g) / sqrt(S)
 
-which are the factors above if all vectors are equal. For linear layers (S = 1) these are the
-paper's means over examples of inputs and of gradients of an example's own loss. The code published
-with it takes `sum(g) / (B S)`, which makes a damping `B^2 S` times as large.
+If all vectors are equal, `v v^T` equals the factors above. For linear layers (S = 1) the vectors
+are the paper's means over examples: of inputs, and of gradients of an example's own loss. The
+paper's published code takes `sum(g) / (B S)`, and a damping is then `B^2 S` times as large.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NORMALIZATIONS: tuple[Normalization, ...] = ("expand", "sc20", "kfac-pytorch")
 
 
 def factor_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """What to multiply `sum(a a^T)` and `sum(g g^T)` by to get A and G."""
+    """Return the factors that turn `sum(a a^T)` into A and `sum(g g^T)` into G."""
     if normalization == "expand":
         return 1 / (batch * shared), float(batch)
     if normalization == "sc20":
@@ -48,39 +48,39 @@ def factor_scales(normalization: Normalization, batch: int, shared: float) -> tu
 
 
 def vector_scales(normalization: Normalization, batch: int, shared: float) -> tuple[float, float]:
-    """What to multiply `sum(a)` and `sum(g)` by, for A and G where all vectors are equal."""
+    """Return the factors of `sum(a)` and `sum(g)` that give A and G if all vectors are equal."""
     a, g = factor_scales(normalization, batch, shared)
     return math.sqrt(a / (batch * shared)), math.sqrt(g / (batch * shared))
 
 
 def linear_input_sum(x: Tensor, bias: bool) -> Tensor:
-    """`sum(a a^T)` `[inputs, inputs]` of a linear layer's input `[..., features]`."""
+    """Return `sum(a a^T)` `[inputs, inputs]` of a linear layer's input `[..., features]`."""
     rows = x.reshape(-1, x.shape[-1])
     total = product(rows.T, rows)
     return with_bias(total, linear_input_vector(x, bias)) if bias else total
 
 
 def linear_output_sum(g: Tensor) -> Tensor:
-    """`sum(g g^T)` `[outputs, outputs]` of gradients `[..., outputs]`."""
+    """Return `sum(g g^T)` `[outputs, outputs]` of gradients `[..., outputs]`."""
     rows = g.reshape(-1, g.shape[-1])
     return product(rows.T, rows)
 
 
 def linear_input_vector(x: Tensor, bias: bool) -> Tensor:
-    """`sum(a)` `[inputs]` of a linear layer's input `[..., features]`."""
+    """Return `sum(a)` `[inputs]` of a linear layer's input `[..., features]`."""
     rows = x.reshape(-1, x.shape[-1])
     return with_count(rows.sum(0), len(rows)) if bias else rows.sum(0)
 
 
 def linear_output_vector(g: Tensor) -> Tensor:
-    """`sum(g)` `[outputs]` of gradients `[..., outputs]`."""
+    """Return `sum(g)` `[outputs]` of gradients `[..., outputs]`."""
     return g.reshape(-1, g.shape[-1]).sum(0)
 
 
 def squares(rows: Tensor, diagonal: bool = False) -> Tensor:
-    """`sum(v v^T)` over `rows` `[batch, n]`, or for each of several `[batch, groups, n]`.
+    """Return `sum(v v^T)` over `rows` `[batch, n]`, or by group over `rows` `[batch, groups, n]`.
 
-    `[n, n]` or `[groups, n, n]`; of a diagonal, all elements as `[count, 1, 1]`.
+    The shape is `[n, n]` or `[groups, n, n]`; for a diagonal, all elements as `[count, 1, 1]`.
     """
     if diagonal:
         return rows.square().sum(0).view(-1, 1, 1)
@@ -90,11 +90,11 @@ def squares(rows: Tensor, diagonal: bool = False) -> Tensor:
 
 
 def with_bias(total: Tensor, vector: Tensor) -> Tensor:
-    """`sum(a a^T)` after a 1 is appended to each vector `a`.
+    """Return `sum(a a^T)` after appending a 1 to every vector `a`.
 
     Args:
-        total: `sum(a a^T)` without it, `[..., n, n]`.
-        vector: `sum(a)` with it, `[..., n + 1]`.
+        total: `sum(a a^T)` without the 1, `[..., n, n]`.
+        vector: `sum(a)` with the 1, `[..., n + 1]`.
     """
     n = total.shape[-1]
     grown = total.new_empty(*total.shape[:-2], n + 1, n + 1)
@@ -104,5 +104,5 @@ def with_bias(total: Tensor, vector: Tensor) -> Tensor:
 
 
 def with_count(vector: Tensor, count: int) -> Tensor:
-    """`sum(a)` `[..., n + 1]` after a 1 is appended to each of the `count` vectors `a`."""
+    """Return `sum(a)` `[..., n + 1]` after appending a 1 to all of the `count` vectors `a`."""
     return torch.cat([vector, vector.new_full((*vector.shape[:-1], 1), count)], -1)

@@ -1,4 +1,4 @@
-"""Mixed precision: what `torch.autocast` and `torch.amp.GradScaler` ask of the library."""
+"""Support mixed precision: `torch.autocast` and `torch.amp.GradScaler`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, computing in the dtypes of its tensors even where it is called under autocast."""
+    """Wrap `function` to compute in the tensors' dtypes, even if called under autocast."""
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -25,9 +25,10 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def end_step(scaler: GradScaler, finite: bool, device: torch.device) -> None:
-    """Tells `scaler` whether a step was taken: it reduces its scale, or lets it grow in time.
+    """Tell `scaler` whether a step was taken: `scaler` reduces the scale, or lets it grow in time.
 
-    All that it asks for is an optimizer with gradients that are finite or not.
+    `scaler` only asks whether an optimizer's gradients are finite: a single number stands in for
+    the model.
     """
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)

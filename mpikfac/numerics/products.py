@@ -1,4 +1,4 @@
-"""Kronecker-factored algebra: triangles, damped solves, KL clip. Pure functions."""
+"""Multiply matrices, and a layer's gradient by matrices or diagonals from both sides."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, by the faster of two libraries.
+    """Return `a @ b`, computed by the faster of two libraries.
 
-    On processors that are not Intel's, oneDNN multiplies float32 matrices twice as fast as MKL,
-    which `@` calls. It takes the second one transposed: copying it has to pay off, too.
+    `@` calls MKL. On processors not made by Intel, oneDNN multiplies float32 matrices twice as fast
+    as MKL. oneDNN takes the second matrix transposed, so a copy of the matrix has to pay off, too.
     """
     if a.dim() > 2 or not a.is_cpu or a.dtype != torch.float32:
         return a @ b
@@ -27,21 +27,22 @@ def product(a: Tensor, b: Tensor) -> Tensor:
 # -- a layer's gradient between its factors -------------------------------------------------------
 
 Side = Sequence[Tensor]
-"""What stands for A or for G: the blocks along its diagonal, `[n, n]`, or one diagonal `[n]`; none
-for the identity. With groups, `[groups, n, n]`, as the gradient is `[groups, outputs, inputs]`.
+"""The matrix S in the place of A or G: blocks along the diagonal, `[n, n]`, or a diagonal `[n]`; no
+blocks mean the identity. With groups, `[groups, n, n]`; the gradient is then
+`[groups, outputs, inputs]`.
 
-A block of low rank, U `[n, rank]`, stands for `[I U]` `[n, n + rank]`: what is multiplied by its
-transpose is kept, and has its coordinates in U beside it."""
+A block of low rank, U `[n, rank]`, means `[I U]` `[n, n + rank]`: a product with the transpose
+keeps the multiplied matrix and appends the matrix's coordinates in U."""
 
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
-    """`S @ matrix`, or with its transpose, where S is what the side stands for."""
+    """Return `S @ matrix` or `S^T @ matrix`, with the side's matrix S."""
     multiply = partial(_block_from_left, transpose=transpose)
     return _block_by_block(multiply, side, matrix, -2, _rows if transpose else _columns)
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
-    """`matrix @ S`, or with its transpose, where S is what the side stands for."""
+    """Return `matrix @ S` or `matrix @ S^T`, with the side's matrix S."""
     multiply = partial(_block_from_right, transpose=transpose)
     return _block_by_block(multiply, side, matrix, -1, _columns if transpose else _rows)
 
@@ -53,7 +54,7 @@ def _block_by_block(
     dim: int,
     length: Callable[[Tensor], int],
 ) -> Tensor:
-    """The matrix with each of its parts along `dim` multiplied by its block, which say how long."""
+    """Cut the matrix along `dim` by the blocks' `length`, and multiply every part by its block."""
     if not side:
         return matrix
     if len(side) == 1:
@@ -99,10 +100,10 @@ def _block_from_right(block: Tensor, matrix: Tensor, transpose: bool) -> Tensor:
 
 
 def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
-    """What coordinates `[I U]` are multiplied by, so that vectors are by `weights` (last dim).
+    """Return the factors of coordinates `[I U]` that multiply vectors by `weights` (last dim).
 
-    `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`: no projection that
-    would have to be multiplied out, and no denominators for each direction outside of U.
+    `w_rest (I - U U^T) + U diag(w) U^T` is `w_rest I + U diag(w - w_rest) U^T`. The second form
+    needs no product with a projection, and no denominators for directions outside of U.
     """
     return _block_by_block(_of_block, vectors, weights, -1, _values)
 

@@ -1,4 +1,11 @@
-"""TODO numerics.triangles."""
+"""Store symmetric matrices as folded triangles: half the memory, and half the bytes to send.
+
+The lower triangle is folded into a full rectangle (shape: `plan.layout.triangle_shape`) as in
+LAPACK's rectangular full packed format. The lower left block is stored as is. Below lie the
+triangles of the two diagonal blocks, interlocked because the second triangle is transposed. Folding
+takes slices only, no index tensors. All functions also take a stack of matrices of the same order,
+`[count, n, n]`.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +13,7 @@ from torch import Tensor
 
 
 def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
-    """Adds the lower triangle of a symmetric `matrix` `[n, n]`, times `weight`, to `packed`.
-
-    The triangle is folded into a full rectangle (`layout.triangle_shape`) as LAPACK's rectangular
-    full packed format does: the lower left block as it is, and below it the two diagonal blocks'
-    triangles, one turned over so that they interlock. Slices only, no index tensors. Here as below,
-    several matrices of one order are stacked in front: `[count, n, n]`.
-    """
+    """Add the lower triangle of a symmetric `matrix` `[n, n]`, times `weight`, to `packed`."""
     lower_left, first, second = _fold(packed)
     half = first.shape[-1]
     lower_left.add_(matrix[..., half:, :half], alpha=weight)
@@ -21,14 +22,14 @@ def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
 
 
 def add_identity(packed: Tensor, weight: float | Tensor = 1.0) -> None:
-    """Adds the identity, times `weight`, to the matrix that `packed` holds."""
+    """Add the identity, times `weight`, to the matrix that `packed` holds."""
     _, first, second = _fold(packed)
     _diagonal(first).add_(weight)
     _diagonal(second).add_(weight)
 
 
 def unfold_triangle(packed: Tensor) -> Tensor:
-    """The symmetric matrix `[n, n]` that `packed` holds."""
+    """Return the symmetric matrix `[n, n]` that `packed` holds."""
     lower_left, first, second = _fold(packed)
     half = first.shape[-1]
     order = half + lower_left.shape[-2]
@@ -41,13 +42,13 @@ def unfold_triangle(packed: Tensor) -> Tensor:
 
 
 def triangle_trace(packed: Tensor) -> Tensor:
-    """The trace `[]` of the matrix that `packed` holds."""
+    """Return the trace `[]` of the matrix that `packed` holds."""
     _, first, second = _fold(packed)
     return _diagonal(first).sum(-1) + _diagonal(second).sum(-1)
 
 
 def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the lower left block and of the places of the two diagonal blocks' triangles."""
+    """Return views: the lower left block, and squares for the two diagonal blocks' triangles."""
     rows, columns = packed.shape[-2:]
     even = rows == 2 * columns + 1
     order = rows - 1 if even else rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpikfac.plan.catalogue import NAMED, Named, named
+from mpikfac.plan.combinations import STRATEGY, AtLeast, Combination, OneOf, Same, check, shown
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
@@ -21,13 +22,13 @@ from mpikfac.plan.shapes import (
     FactorShape,
     Form,
     LayerShape,
+    check_layers,
     count_of,
     few,
     forward_only,
-    solvers_of,
     usual_rule,
 )
-from mpikfac.plan.strategy import Strategy, check_count, divisors, one_of
+from mpikfac.plan.strategy import Refresh, Strategy, Transport, Wires, check_count, divisors, one_of
 
 __all__ = [
     "ALIGNMENT",
@@ -36,7 +37,10 @@ __all__ = [
     "NAMED",
     "PIECE",
     "PLACE",
+    "STRATEGY",
+    "AtLeast",
     "Codec",
+    "Combination",
     "Factor",
     "FactorShape",
     "Form",
@@ -44,12 +48,19 @@ __all__ = [
     "Layout",
     "Message",
     "Named",
+    "OneOf",
     "Plan",
     "PlannedLayer",
     "RankPlan",
+    "Refresh",
+    "Same",
     "Shape",
     "Strategy",
+    "Transport",
+    "Wires",
+    "check",
     "check_count",
+    "check_layers",
     "count_of",
     "divisors",
     "few",
@@ -60,6 +71,6 @@ __all__ = [
     "one_of",
     "plan_for",
     "shard_length",
-    "solvers_of",
+    "shown",
     "usual_rule",
 ]

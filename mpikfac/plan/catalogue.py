@@ -41,7 +41,7 @@ class Named:
         chosen = {**self.choices, **choices}
         if chosen.get("workers") == "all":
             chosen["workers"] = ranks
-        strategy = Strategy(**chosen)
+        strategy = Strategy().changed(**chosen)
         strategy.check_ranks(ranks)
         return strategy
 

@@ -1,4 +1,4 @@
-"""Where every number lies: layouts of one rank's arenas, from factors and layers. Pure functions."""
+"""Where every number lies: layouts of one rank's arenas, from factors and layers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_statistics(
     sums = [(factor.name, factor.block(2) if square else factor.packed) for factor in kept]
     counts: list[Named] = [(factor.counted, (1,)) for factor in kept]
     # Counts stand beside their sums, or behind all sums if sums travel encoded.
-    encoded = strategy.factor_wire is not None
+    encoded = strategy.transport.wires.factor_wire is not None
     blocks = sums + counts if encoded else [block for pair in zip(sums, counts) for block in pair]
     if strategy.reduction != "owners":
         return lay_out([blocks])

@@ -23,7 +23,7 @@ from mpikfac.plan.roles import (
     spread,
     with_roles,
 )
-from mpikfac.plan.shapes import Form, LayerShape, solvers_of
+from mpikfac.plan.shapes import Form, LayerShape, check_layers
 from mpikfac.plan.strategy import Strategy, one_of
 
 
@@ -104,7 +104,7 @@ class Plan:
     def grid(self) -> RankGrid:
         """The ranks as rows and columns, on nodes."""
         strategy = self.strategy
-        per_node, curvature = strategy.ranks_per_node, strategy.curvature_ranks
+        per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.curvature_ranks
         return RankGrid(self.ranks, strategy.workers, per_node, curvature)
 
     def load(self, rank: int) -> int:
@@ -164,9 +164,12 @@ def plan_for(
     Raises:
         ValueError: a choice that cannot work, with what would.
     """
-    _check(layers, ranks, strategy, forms)
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1")
+    strategy.check_ranks(ranks)
+    _check_layers(layers, ranks, strategy, forms)
     of_layers = _forms_of(layers, forms)
-    shares_of = deal(layers, of_layers, strategy.stagger)
+    shares_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, shares_of)
     updaters = {layer.name: placed.owners[layer.factors[0].name] for layer in layers}
     others = tuple((name, tuple(shape)) for name, shape in others)
@@ -193,64 +196,20 @@ def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, 
     return {x.name: by_name[x.solver] if x.solver else forms[0] for x in layers}
 
 
-def _check(
+def _check_layers(
     layers: Sequence[LayerShape], ranks: int, strategy: Strategy, forms: Sequence[Form]
 ) -> None:
-    solver = forms[0].name if forms else ""
+    """Return if solvers and ranks of layers fit the strategy.
+
+    Raises:
+        ValueError: a solver or a rank does not fit.
+    """
+    names = tuple(form.name for form in forms)
     for layer in layers:
-        names = tuple(form.name for form in forms)
         one_of(f"layer {layer.name!r}: solver", layer.solver, (None, *names))
-        _check_rank(layer, layer.solver or solver, strategy)
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1")
-    strategy.check_ranks(ranks)
-    solvers = solvers_of(layers, solver)
-    apart = not strategy.colocate and strategy.reduction != "everyone"
-    if apart and (whose := solvers.get("inverse")) is not None:
-        raise ValueError(
-            f"solver='inverse'{whose} balances the damping of A and G by both traces, so with "
-            f"reduction='{strategy.reduction}' both need one owner; use colocate=True or "
-            f"solver='eigen'"
-        )
-    unfit = strategy.packing == "square" or strategy.tolerance or strategy.curvature_ranks
-    if unfit and (whose := solvers.get("rank-one")) is not None:
-        raise ValueError(
-            f"solver='rank-one'{whose} has vectors, which are neither squares nor decomposed: it "
-            f"needs packing='triangle', tolerance=0 and curvature_ranks=0, not "
-            f"{strategy.packing!r}, {strategy.tolerance} and {strategy.curvature_ranks}"
-        )
-    if (whose := solvers.get("ekfac")) is not None:
-        _check_scales(ranks, strategy, whose)
-    if strategy.parts is not None and (strategy.parts < 1 or strategy.parts % ranks):
-        raise ValueError(
-            f"parts={strategy.parts} must be a multiple of the number of ranks ({ranks})"
-        )
-
-
-def _check_scales(ranks: int, strategy: Strategy, whose: str) -> None:
-    """Every rank rotates gradients of its own examples, all ranks into the same bases."""
-    needed: dict[str, object] = {
-        **{"workers": ranks, "reduction": "everyone", "update": "everyone", "parts": None},
-        **{"replicate_below": 0, "reduce_at": "factors", "overlap": False},
-    }
-    for name, value in needed.items():
-        if (chosen := getattr(strategy, name)) != value:
+        if layer.rank is not None and layer.rank < 1:
             raise ValueError(
-                f"solver='ekfac'{whose} takes every rank's gradients in the bases of all layers, "
-                f"at each step with statistics: it needs {name}={value!r}, not {chosen!r}"
+                f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None"
             )
-
-
-def _check_rank(layer: LayerShape, solver: str, strategy: Strategy) -> None:
-    if layer.rank is not None and layer.rank < 1:
-        raise ValueError(f"rank={layer.rank} of layer {layer.name!r} must be at least 1, or None")
-    if layer.rank is not None and solver != "eigen":
-        raise ValueError(
-            f"rank={layer.rank} of layer {layer.name!r} keeps some eigenvectors only: it needs "
-            f"solver='eigen', not {solver!r}, or rank=None"
-        )
-    if layer.rank is not None and strategy.basis_wire is not None:
-        raise ValueError(
-            f"rank={layer.rank} of layer {layer.name!r} needs eigenvectors that are orthogonal, "
-            f"which basis_wire={strategy.basis_wire!r} does not leave them; use one of both"
-        )
+    choices = strategy.choices() | {"ranks": ranks, "solver": names[0] if names else ""}
+    check_layers([need for form in forms for need in form.needs], layers, choices)

@@ -67,17 +67,17 @@ class RankPlan:
     @property
     def late(self) -> bool:
         """Whether a rank averages factors over time first, and over ranks only at a refresh."""
-        return self.strategy.reduce_at == "bases"
+        return self.strategy.transport.reduce_at == "bases"
 
     @property
     def parts(self) -> int:
         """Parts of a batch that the rank takes in turn; 0 if the rank takes a share as a whole."""
-        return (self.strategy.parts or 0) // self.grid.count
+        return (self.strategy.transport.parts or 0) // self.grid.count
 
     @property
     def shares(self) -> list[int | None]:
         """None for all layers, and then, with `stagger`, the shares of a refresh."""
-        stagger = self.strategy.stagger
+        stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
     @property
@@ -153,7 +153,7 @@ class RankPlan:
     def publishes_changes(self) -> bool:
         """Whether a step's changes of weights travel: changes bear rounding, weights do not."""
         owner = self.owner_updates and self.grid.count > 1
-        return owner and self.strategy.gradient_wire is not None
+        return owner and self.strategy.transport.wires.gradient_wire is not None
 
     # -- where numbers lie -----------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class RankPlan:
     def layouts(self) -> Layouts:
         """The layouts of the rank's arenas."""
         ranks, strategy = self.grid.count, self.strategy
-        square = self.recorded if strategy.packing == "square" else ()
+        square = self.recorded if strategy.transport.packing == "square" else ()
         scales = layouts.of_gradients(self.rescaled)
         return Layouts(
             statistics=layouts.of_statistics(self.recorded, ranks, strategy),
@@ -219,7 +219,7 @@ class RankPlan:
     def _kept_for_wires(self) -> int:
         """Return the elements kept of encoding's losses, and of weights that travel as changes."""
         found = self.layouts
-        square = self.strategy.packing == "square"
+        square = self.strategy.transport.packing == "square"
         kept = found.gradients.size if self.publishes_changes else 0
         for messages, layout in (
             (self.reduce_statistics(), found.squares if square else found.statistics),
@@ -251,14 +251,14 @@ class RankPlan:
         """Return the sums of factors, of all layers or of a share of a refresh."""
         if self.strategy.reduction == "none":
             return []
-        square = self.strategy.packing == "square"
+        square = self.strategy.transport.packing == "square"
         layout = self.layouts.squares if square else self.layouts.statistics
         fused = self._fused(share)
         factors = {factor.name: fused.get(factor.name) for factor in self.factors}
         counts = {factor.counted: fused.get(factor.name) for factor in self.factors}
         # Averages over time make up for losses of a batch's factors; nothing makes up for losses
         # of averages that travel.
-        codec = self._codec(self.strategy.factor_wire, feedback=not self.late)
+        codec = self._codec(self.strategy.transport.wires.factor_wire, feedback=not self.late)
         if codec is None:
             return self._sums("reduce statistics", layout, factors | counts, None)
         # Counts travel as they are, in one message.
@@ -286,12 +286,13 @@ class RankPlan:
             return []
         fused = self._fused(share)
         kinds = {b.name: fused.get(f.name) for f in self.factors for b in f.blocks}
-        codec, size = self._codec(self.strategy.basis_wire, feedback=False), self.itemsizes.bases
-        return self._gathers("publish bases", "column", self.layouts.bases, kinds, size, codec)
+        codec = self._codec(self.strategy.transport.wires.basis_wire, feedback=False)
+        layout, size = self.layouts.bases, self.itemsizes.bases
+        return self._gathers("publish bases", "column", layout, kinds, size, codec)
 
     def reduce_gradients(self) -> list[Message]:
         """Return the sums of all gradients."""
-        apart = self.strategy.overlap
+        apart = self.strategy.transport.overlap
         kinds = {layer.name: layer.fused if apart else -1 for layer in self.layers}
         return [
             message
@@ -304,8 +305,8 @@ class RankPlan:
         if self.owner_updates:
             return []
         kinds = {layer.name: layer.fused for layer in self.layers}
-        codec, size = self._codec(self.strategy.gradient_wire), self.itemsizes.numbers
-        layout = self.layouts.directions
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        layout, size = self.layouts.directions, self.itemsizes.numbers
         return self._gathers("publish gradients", "row", layout, kinds, size, codec)
 
     def publish_weights(self) -> list[Message]:
@@ -330,7 +331,7 @@ class RankPlan:
     def _across(
         self, stage: str, primitive: str, layout: Callable[[int | None], Layout], share: int | None
     ) -> list[Message]:
-        if not self.strategy.curvature_ranks:
+        if not self.strategy.refresh.curvature_ranks:
             return []
         peer = self.grid.curvature_rank(self.rank)
         return across(stage, primitive, layout(share), peer, self.itemsizes.numbers)
@@ -339,9 +340,9 @@ class RankPlan:
         ranks, itemsize = self.grid.count, self.itemsizes.numbers
         if self.parts:
             return in_order(stage, layout, ranks, itemsize)
-        by_owners = self.strategy.sums == "alltoall" or (codec and not codec.summable)
+        by_owners = self.strategy.transport.sums == "alltoall" or (codec and not codec.summable)
         primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
-        if self.strategy.overlap:  # an overlapped message is sent in pieces
+        if self.strategy.transport.overlap:  # an overlapped message is sent in pieces
             primitive = None
         found = sums(stage, layout, kinds.get, ranks, itemsize, primitive, codec)
         return self._in_levels(found, self.grid.team(self.rank, "world"), itemsize)
@@ -368,11 +369,11 @@ class RankPlan:
         """Return the codec of a wire; bfloat16 loses too little for its losses to be kept."""
         if wire is None:
             return None
-        share = self.strategy.top_share if wire == "top-k" else 1.0
+        share = self.strategy.transport.wires.top_share if wire == "top-k" else 1.0
         return Codec(wire, share, feedback and wire != "bfloat16")
 
     def _encoded_and_others(
-        self, kinds: dict[str, Hashable], of_others: Hashable
+        self, kinds: Mapping[str, Hashable], of_others: Hashable
     ) -> list[tuple[Codec | None, Kinds]]:
         """Return codecs of the gradients' arena, each with the kinds of the blocks to encode.
 
@@ -380,8 +381,8 @@ class RankPlan:
         up, and together with the other parameters they are few.
         """
         others = {name: of_others for name, _ in self.others}
-        codec = self._codec(self.strategy.gradient_wire)
-        return [(None, kinds | others)] if codec is None else [(codec, kinds), (None, others)]
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        return [(None, {**kinds, **others})] if codec is None else [(codec, kinds), (None, others)]
 
     def _fused(self, share: int | None) -> dict[str, int]:
         """Return the message of a stage that each factor of a share belongs to."""

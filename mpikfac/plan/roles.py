@@ -190,7 +190,7 @@ def with_roles(
     Args:
         forms: what each layer's solver does, by the layer's name.
     """
-    fused = _fused(len(layers), strategy.fusion)
+    fused = _fused(len(layers), strategy.transport.fusion)
 
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
@@ -271,7 +271,7 @@ def place(
             jobs.append((sum(costs.values()), layer, list(costs)))
         else:
             jobs += [(cost, layer, [name]) for name, cost in costs.items()]
-    loads = [[0] * ranks for _ in range(strategy.stagger)]
+    loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):

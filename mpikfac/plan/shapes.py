@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from mpikfac.plan.combinations import Choices, Combination, check
 from mpikfac.plan.layout import Shape, triangle_shape
 
 
@@ -25,10 +26,10 @@ class Form:
         both: the damping of A depends on G and the damping of G depends on A.
         denominators: a layer's products of eigenvalues ("values") are kept, damped.
         rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
-        truncates: a decomposition may keep some eigenvectors only, see `LayerShape.rank`.
         work: operations of a decomposition grow with this power of the order.
         products: products of a gradient with each side that a direction takes.
         timed_as: the solver whose measured times hold for this solver; "" for the solver itself.
+        needs: choices that the solver needs.
     """
 
     name: str
@@ -38,10 +39,10 @@ class Form:
     both: bool = False
     denominators: bool = False
     rescaled: bool = False
-    truncates: bool = False
     work: int = 3
     products: int = 1
     timed_as: str = ""
+    needs: tuple[Combination, ...] = field(default=(), repr=False)
 
     @property
     def vector(self) -> bool:
@@ -197,16 +198,18 @@ def _elements(factor: FactorShape) -> int:
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
-def solvers_of(layers: Iterable[LayerShape], solver: str) -> dict[str, str]:
-    """Return names of the solvers of all layers, each with words that say whose choice it is.
+def check_layers(
+    table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
+) -> None:
+    """Return if `choices` meet the needs of `table` with the solver and the rank of each layer.
 
-    The words are "" for the run's `solver`, else " of layer 'conv1'", the first layer with it.
+    Raises:
+        ValueError: see `check`; the text names a layer with a solver or a rank of its own.
     """
-    found: dict[str, str] = {}
     for layer in layers:
-        own = layer.solver or solver
-        found.setdefault(own, "" if own == solver else f" of layer {layer.name!r}")
-    return found
+        own = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
+        usual = own == {"solver": choices["solver"], "rank": None}
+        check(table, {**choices, **own}, "" if usual else f" of layer {layer.name!r}")
 
 
 def few(rank: int, order: int) -> bool:

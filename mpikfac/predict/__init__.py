@@ -1,4 +1,4 @@
-"""The step times of a plan on a machine."""
+"""Predict the step times of a plan on a machine."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Seconds of messages and of a rank's computations on a machine. Pure functions.
+"""Compute seconds of messages and of a rank's computations on a machine, by pure functions.
 
-A collective over P ranks takes `steps(P) * latency + wire / bandwidth`: the wire bytes are those
-that a rank sends in a ring, and small messages go along a tree [Thakur et al. 2005]. Where the
-collective was measured, the measurement takes the place of both terms and the formula only carries
-it over to other numbers of ranks.
+A collective over P ranks takes `steps(P) * latency + wire / bandwidth`, where `wire` is the bytes
+that a rank sends in a ring, and small messages go along a tree [Thakur et al. 2005]. If the
+collective was measured, the measurement takes the place of both terms, and the formula only
+converts the measurement to different numbers of ranks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, int
 IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
 DRAWS = 512  # points of the quadrature over the slowest rank
-CHAINED = 4 * PIECE  # bytes that a sum in order passes on at once, in float32
+CHAINED = 4 * PIECE  # bytes of a piece of a sum in order, in float32
 
 
 def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -> float:
-    """Seconds of a collective of `rank`, from when all its members have come to it.
+    """Return the seconds of a collective of `rank`, counted from the arrival of the last member.
 
-    The member that gets most bounds a sum that is made in parts. A gather of unequal parts takes
-    hardly longer than one of equal ones.
+    A sum made in parts takes as long as the member with the largest part. A gather of unequal parts
+    takes hardly longer than a gather of equal parts.
     """
     ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
@@ -48,19 +48,19 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 
 def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
-    """Seconds of a sum of next to nothing over the world."""
+    """Return the seconds of a sum of 1 byte over the world."""
     ranks, nodes, sharing = placed(plan.grid.team(rank, "world"), plan, machine)
     return collective_seconds("Allreduce", 1, ranks, machine, nodes, sharing)
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
-    """Seconds to send `size` bytes of a basis to the workers of a layer."""
+    """Return the seconds to send `size` bytes of a basis to the workers of a layer."""
     ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
     return collective_seconds("Bcast", size, ranks, machine, nodes, sharing)
 
 
 def placed(ranks: range, plan: Plan, machine: Machine) -> tuple[int, int, int]:
-    """How many ranks these are, on how many nodes, and how many such communicators leave a node."""
+    """Return the numbers of ranks, of nodes, and of equal communicators that leave a node."""
     per_node = machine.ranks_per_node or ranks.stop
     nodes = len({rank // per_node for rank in ranks})
     together = math.ceil(len(ranks) / nodes)  # members on one node
@@ -77,12 +77,12 @@ def collective_seconds(
     sharing: int = 1,
     codec: str | None = None,
 ) -> float:
-    """Seconds of a collective over `ranks` ranks on `nodes` nodes.
+    """Return the seconds of a collective over `ranks` ranks on `nodes` nodes.
 
     Args:
-        size: bytes of the whole buffer, as they travel.
+        size: bytes of the whole buffer, as sent.
         sharing: communicators that do the same at once and share the link of a node.
-        codec: how numbers are encoded; to do so costs nothing if it was not measured.
+        codec: encoding of the numbers; encoding costs 0 s if not measured.
     """
     if ranks == 1 or size == 0:
         return 0.0
@@ -101,7 +101,7 @@ def collective_seconds(
 
 
 def level_of(sample: Sample) -> Level:
-    """What a measured collective says of the network, for those that were not measured."""
+    """Return the network level that fits a measured collective, for unmeasured collectives."""
     line = fitted(sample.points)
     moved = wire(sample.primitive, sample.ranks) * sample.sharing
     return Level(line.latency / steps(sample.primitive, sample.ranks), line.bandwidth * moved)
@@ -115,7 +115,11 @@ def nearest(
     sharing: int,
     codec: str | None = None,
 ) -> Sample | None:
-    """The measurement to start from: on one node or on several, as asked, of the nearest size."""
+    """Return the measurement with the nearest number of ranks; None if nothing was measured.
+
+    A collective on a single node is compared with measurements on a single node, a collective on
+    several nodes with measurements on several nodes.
+    """
 
     def distance(sample: Sample) -> tuple[float, float]:
         return abs(math.log(sample.ranks / ranks)), abs(math.log(sample.sharing / sharing))
@@ -132,12 +136,12 @@ def nearest(
 
 
 def steps(primitive: str, ranks: int) -> int:
-    """Messages one after the other in a collective of small messages."""
+    """Return the number of successive messages in a collective of small messages."""
     return math.ceil(math.log2(ranks)) * (2 if primitive in ("Allreduce", IN_SHARDS) else 1)
 
 
 def wire(primitive: str, ranks: int) -> float:
-    """Bytes that a rank sends in a ring, per byte of the whole buffer."""
+    """Return the bytes that a rank sends in a ring, per byte of the whole buffer."""
     share = (ranks - 1) / ranks
     twice = dict.fromkeys(("Allreduce", IN_SHARDS), 2 * share)
     shares = twice | dict.fromkeys(IN_PARTS, share)
@@ -145,7 +149,7 @@ def wire(primitive: str, ranks: int) -> float:
 
 
 def _scaled(sample: Sample, size: float, ranks: int, sharing: int) -> float:
-    """A measured time for another number of ranks: latency by steps, the rest by wire bytes."""
+    """Convert a measured time to `ranks` ranks: latency by `steps`, the rest by `wire` bytes."""
     line = fitted(sample.points)
     largest = sample.points[-1][0]
     seconds = interpolated(sample.points, size) + max(0.0, size - largest) / line.bandwidth
@@ -159,7 +163,7 @@ def _scaled(sample: Sample, size: float, ranks: int, sharing: int) -> float:
 
 
 def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> float:
-    """Seconds of one message from a rank to the next."""
+    """Return the seconds of a message from a rank to the next rank."""
     sample = nearest(machine, "Send", 2, nodes, sharing)
     if sample is not None:
         return _scaled(sample, size, 2, sharing)
@@ -168,14 +172,17 @@ def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> flo
 
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
-    """Seconds of the decompositions of a refresh on `rank`, of all layers or of a share."""
+    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a share."""
     factors = plan.of(rank).decomposed(share)
     # Reciprocals of diagonals are free.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
 def factor_seconds(factor: Factor, machine: Machine) -> float:
-    """Seconds of one factor's decomposition; of low rank that of all, by the work of both."""
+    """Return the seconds of a factor's decomposition.
+
+    A decomposition of low rank takes the seconds of the full decomposition, scaled by the work.
+    """
     if factor.solver.vector:
         return 0.0
     whole = machine.decomposition(factor.solver.timed_as or factor.solver.name, factor.order)
@@ -183,21 +190,22 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
 
 
 def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Seconds in which `rank` preconditions its layers.
+    """Return the seconds in which `rank` preconditions its layers.
 
-    Its share of a measurement of all layers, or product by product; of vectors, their share.
+    The seconds are the layers' share of a measurement of all layers, or else a sum over products.
+    For vectors, the share is by the vectors' elements.
 
     Raises:
-        ValueError: nothing is known of vectors, which the plan has.
+        ValueError: the plan has vectors, and the machine has no times of vectors.
     """
     own = plan.of(rank).preconditioned
     seconds = 0.0
-    if _has_vectors(plan):
+    if vectors := _solver_of_vectors(plan):
         mine = sum(f.size for layer in own if layer.solver.vector for f in layer.factors)
         everything = sum(factor.size for factor in plan.factors.values())
-        seconds = _of_vectors(network.vector_precondition, machine) * mine / everything
-    others = (layer for layer in own if not layer.solver.vector)
-    products = [p for layer in others for p in _products(layer.shape, layer.solver.products)]
+        seconds = _of_vectors(network.vector_precondition, machine, vectors) * mine / everything
+    matrices = (layer for layer in own if not layer.solver.vector)
+    products = [p for layer in matrices for p in _products(layer.shape, layer.solver.products)]
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
         return seconds + sum(flops / rate for flops, rate in rates)
@@ -207,12 +215,13 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
 
 
 def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
-    """Seconds in which `rank` takes its statistics of a batch, by the elements of its factors.
+    """Return the seconds of a batch's statistics on `rank`, by the elements of the rank's factors.
 
     Raises:
-        ValueError: nothing is known of vectors, which the plan has.
+        ValueError: the plan has vectors, and the machine has no times of vectors.
     """
-    of_vectors = _of_vectors(network.vector_statistics, machine) if _has_vectors(plan) else 0.0
+    vectors = _solver_of_vectors(plan)
+    of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
     found = 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
         mine = [f for f in plan.of(rank).recorded if f.solver.vector == vector]
@@ -221,27 +230,28 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     return found
 
 
-def _has_vectors(plan: Plan) -> bool:
-    return any(layer.solver.vector for layer in plan.covered)
+def _solver_of_vectors(plan: Plan) -> str:
+    """Return the name of a solver of the plan that keeps vectors; "" if no solver does."""
+    return next((layer.solver.name for layer in plan.covered if layer.solver.vector), "")
 
 
-def _of_vectors(seconds: float | None, machine: Machine) -> float:
+def _of_vectors(seconds: float | None, machine: Machine, solver: str) -> float:
     if seconds is None:
-        raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
+        raise ValueError(f"machine {machine.name!r} has no times of solver={solver!r}")
     return seconds
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
-    """Which part of the model `rank` steps."""
+    """Return the share of the model that `rank` steps."""
     counts = plan.of(rank).layouts.gradients.counts()
     return counts[rank] / sum(counts) if len(counts) > 1 else 1.0
 
 
 def expected_slowest(spread: float, ranks: int) -> float:
-    """Expected maximum of `ranks` times of mean 1.
+    """Return the expected maximum of `ranks` log-normal times of mean 1.
 
-    `spread` is the standard deviation of their logarithms, which are normal. By the midpoint rule
-    over the maximum's probability: `E = integral of F^-1(u^(1/ranks))`.
+    `spread` is the standard deviation of the times' logarithms. The value is computed by the
+    midpoint rule over the maximum's probability: `E = integral of F^-1(u^(1/ranks))`.
     """
     if spread == 0:
         return 1.0
@@ -251,6 +261,6 @@ def expected_slowest(spread: float, ranks: int) -> float:
 
 
 def _products(layer: LayerShape, times: int = 1) -> Iterable[tuple[float, int]]:
-    """Order (of the cube of as many operations) and operations of each product of a direction."""
+    """Yield order (of a cube of as many operations) and operations of a direction's products."""
     for multiplications in layer.products():
         yield multiplications ** (1 / 3), times * 2 * multiplications

@@ -1,6 +1,6 @@
-"""A machine as a value: how long its messages and computations take, measured or published.
+"""Describe a machine by the seconds of messages and computations, measured or published.
 
-JSON to and from. A point is a pair: bytes or order, and what was found for it.
+Machines are stored as JSON. A point is a pair: bytes or order, and the value found.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
 )
-"""What `Sample` knows of, by their names in `Message`."""
+"""Collectives that a `Sample` may have measured, by the names in `Message`."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 
 @dataclass(frozen=True)
 class Level:
-    """A level of the network: seconds of the smallest message, bytes per second of large ones.
+    """Describe a level of the network by latency and bandwidth.
 
-    Inside a node the bandwidth is a rank's, between nodes a whole node's, in each direction.
+    The latency is the seconds of the smallest message. The bandwidth is the bytes per second of
+    large messages: of a rank inside a node, of a whole node between nodes, in each direction.
     """
 
     latency: float
@@ -37,14 +38,14 @@ class Level:
 
 @dataclass(frozen=True)
 class Sample:
-    """Measured seconds of one collective, while all ranks take part in one like it.
+    """Hold measured seconds of a collective, with all ranks in equal collectives at once.
 
     Attributes:
         ranks: members of the communicator.
-        nodes: nodes that they sit on.
+        nodes: nodes of the members.
         sharing: communicators of the same kind that leave a node at once.
         points: bytes of the whole buffer, ascending, and median seconds of the slowest rank.
-        codec: how numbers were encoded, which is part of the seconds.
+        codec: encoding of the numbers; the seconds include encoding and decoding.
     """
 
     primitive: str
@@ -57,16 +58,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Network:
-    """Seconds of a rank's computations in a training step while all ranks compute.
+    """Hold the seconds of a rank's computations in a training step while all ranks compute.
 
     Attributes:
         batch: images per rank.
-        backward: without statistics.
-        statistics: what a step with new factors takes in addition.
-        gradients: they are read, checked, clipped and written back.
-        precondition: all layers on one rank, with inverses; None: `Machine.products` says it.
-        vector_statistics: like statistics, of factors that are squares of vectors.
-        vector_precondition: like precondition, with such factors; None: not known.
+        backward: backward pass without statistics.
+        statistics: additional seconds of a step with new factors.
+        gradients: reading, checking, clipping and writing back gradients.
+        precondition: all layers on a single rank, with inverses; None: computed from
+            `Machine.products`.
+        vector_statistics: like `statistics`, for factors that are squares of vectors.
+        vector_precondition: like `precondition`, for squares of vectors; None: not known.
     """
 
     model: str
@@ -83,19 +85,21 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step's cost is computed from.
+    """Hold the numbers from which a step's seconds are computed.
 
     Attributes:
         about: versions, date, hosts; free text for people.
-        sources: where each number is from, by its key ("between.bandwidth"); empty if measured.
-        ranks_per_node: consecutive ranks share a node; None if all of them do.
-        between: None where there is one node.
-        samples: collectives as measured; levels say what was not.
-        decompositions: by solver: order and seconds of one factor, ascending.
-        hidden: which part of the seconds of a message beside computations these do not feel; less
-            than 1 where ranks have no core to spare, below 0 if it costs more than in turn.
+        sources: source of a number, by the number's key ("between.bandwidth"); empty if measured.
+        ranks_per_node: number of consecutive ranks on a node; None if all ranks share a node.
+        inside: network level inside a node.
+        between: network level between nodes; None for a single node.
+        samples: measured collectives; other collectives are computed from the levels.
+        decompositions: by solver: order and seconds of a factor, ascending.
+        hidden: share of an overlapped message's seconds that does not slow the computation; less
+            than 1 if ranks have no spare core, below 0 if overlapping costs more than sending in
+            turn.
         products: order and rate of a matrix product, in operations per second, ascending; empty
-            where preconditioning was measured.
+            if preconditioning was measured.
     """
 
     name: str
@@ -111,14 +115,14 @@ class Machine:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text that `machine_from_json` reads."""
+        """Return the text for `machine_from_json`."""
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def network(self, model: str, batch: int) -> Network:
-        """A model's seconds at `batch` images per rank: in proportion from the nearest batch.
+        """Return a model's seconds at `batch` images per rank, scaled from the nearest batch.
 
         Raises:
-            ValueError: nothing is known of that model.
+            ValueError: the machine has no times of the model.
         """
         known = [network for network in self.networks if network.model == model]
         if not known:
@@ -136,10 +140,10 @@ class Machine:
         return Network(**values)
 
     def decomposition(self, solver: str, order: int) -> float:
-        """Seconds to decompose one factor; with the cube of the order past the largest known.
+        """Return the seconds to decompose a factor; cubic in the order past the largest known.
 
         Raises:
-            ValueError: nothing is known of that solver.
+            ValueError: the machine has no times of the solver.
         """
         points = self.decompositions.get(solver)
         if not points:
@@ -152,10 +156,10 @@ class Machine:
 
 
 def machine_from_json(text: str) -> Machine:
-    """The machine that `Machine.to_json` wrote.
+    """Return the machine that `Machine.to_json` wrote.
 
     Raises:
-        ValueError: the text is no machine; which key is wrong, and what it should be.
+        ValueError: the text describes no machine; the error names the wrong key and a right value.
     """
     try:
         content = json.loads(text)
@@ -193,10 +197,10 @@ def machine_from_json(text: str) -> Machine:
 
 
 def load_machine(name: str) -> Machine:
-    """The machine of a JSON file, or one of those that come with the package.
+    """Return the machine of a JSON file, or a published machine of the package by name.
 
     Raises:
-        ValueError: there is no such file, or it holds no machine.
+        ValueError: the file does not exist, or holds no machine.
     """
     shipped = resources.files("mpikfac.predict") / "machines" / f"{name}.json"
     try:
@@ -213,26 +217,26 @@ def load_machine(name: str) -> Machine:
 
 
 def published_machines() -> list[str]:
-    """Names of the machines that come with the package."""
+    """Return the names of the machines that come with the package."""
     found = (resources.files("mpikfac.predict") / "machines").iterdir()
     return sorted(file.name.removesuffix(".json") for file in found if file.name.endswith(".json"))
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
-    """The value at `at`: straight between points in logarithms, constant beyond their ends."""
+    """Return the value at `at`: linear between points in logarithms, constant beyond the ends."""
     x, y = np.log(np.asarray(points, float)).T
     return float(np.exp(np.interp(math.log(at), x, y)))
 
 
 def fitted(points: Sequence[Point]) -> Level:
-    """The level whose `latency + bytes / bandwidth` is nearest to `points`, in relative terms."""
+    """Fit a level's `latency + bytes / bandwidth` to `points`, by relative errors."""
     size, seconds = np.asarray(points, float).T
     terms = np.stack([1 / seconds, size / seconds], axis=1)
     latency, per_byte = np.linalg.lstsq(terms, np.ones(len(size)), rcond=None)[0]
-    if latency <= 0:  # noise: the smallest message bounds it from above, a line through it is best
+    if latency <= 0:  # noise: the smallest message is an upper bound, and the line starts there
         latency = min(seconds)
         per_byte = max((seconds - latency) @ size, 0.0) / (size @ size)
-    # Where latency is all that is seen: no more than a thousand times that of the largest message.
+    # If points show only latency, the bandwidth is at most 1000 times the largest message's rate.
     per_byte = max(per_byte, seconds[-1] / size[-1] * 1e-3)
     return Level(float(latency), float(1 / per_byte))
 
@@ -279,15 +283,15 @@ def _check_count(key: str, value: Any) -> None:
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
-    """A JSON object with the keys of `kind`, those with defaults perhaps left out."""
+    """Return a JSON object with the keys of `kind`; keys with defaults may be left out."""
     if not isinstance(entry, dict):
         raise ValueError(f"{key} is {entry!r}, not an object of keys and values")
-    names = [one.name for one in fields(kind)]
+    names = [known.name for known in fields(kind)]
     if extra := set(entry) - set(names):
         raise ValueError(f"{key} has the unknown key {min(extra)!r}; known are {', '.join(names)}")
-    for one in fields(kind):
-        if one.name not in entry and one.default is one.default_factory is MISSING:
-            raise ValueError(f"{key} lacks the key {one.name!r}")
+    for known in fields(kind):
+        if known.name not in entry and known.default is known.default_factory is MISSING:
+            raise ValueError(f"{key} lacks the key {known.name!r}")
     return dict(entry)
 
 
@@ -296,7 +300,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _points(pairs: Any, key: str) -> tuple[Point, ...]:
-    """Pairs of positive numbers, the first ones ascending."""
+    """Return pairs of positive numbers, the first numbers ascending."""
     try:
         points = tuple((float(x), float(y)) for x, y in pairs)
     except (TypeError, ValueError):

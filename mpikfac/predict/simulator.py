@@ -1,7 +1,7 @@
-"""Plays the steps of a plan on a machine: how long they take, and what of it is communication.
+"""Simulate the steps of a plan on a machine: seconds in all, and seconds of communication.
 
 Ranks meet in collectives, so a stage takes as long as on the slowest rank. A few ranks stand for
-all: plans of thousands of ranks take seconds.
+all ranks: plans of thousands of ranks take seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpikfac.plan import Message, Plan
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 
-# The stages of `KFAC.step`, and what comes before it, in order.
+# The stages before and in `KFAC.step`, in order.
 STAGES = (
     *("forward", "backward", "statistics", "reduce scales", "reduce statistics"),
     *("decompose", "send factors", "receive bases", "publish bases"),
@@ -28,7 +28,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained.
+    """Describe the training.
 
     Attributes:
         batch: images per rank.
@@ -43,33 +43,33 @@ class Job:
 
 
 class Event(NamedTuple):
-    """A part of a step on one rank.
+    """Describe a part of a step on a rank.
 
     Attributes:
-        kind: "compute"; "message", which computes nothing; "urgent" or "beside", a message that is
-            sent beside the computations that follow, urgent ones first; "wait", for urgent ones,
-            or "wait for all" of them.
-        ready: of a message beside the backward pass, after which part of that it is sent.
-        felt: seconds by which a message beside computations makes these longer.
+        kind: "compute"; "message", during which the rank does not compute; "urgent" or
+            "overlapped", a message sent during the following computations, urgent messages first;
+            "wait" for the urgent messages, or "wait for all" messages.
+        ready: share of the backward pass after which an overlapped message is sent.
+        felt: seconds by which an overlapped message slows the computation.
     """
 
     stage: str
     seconds: float
-    kind: Literal["compute", "message", "urgent", "beside", "wait", "wait for all"] = "compute"
+    kind: Literal["compute", "message", "urgent", "overlapped", "wait", "wait for all"] = "compute"
     ready: float = 1.0
     felt: float = 0.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kind of step.
+    """Hold the predicted numbers of a kind of step.
 
     Attributes:
-        seconds: all of it.
-        exposed: of these, seconds in which a rank waits for messages and computes nothing.
-        waiting: of these, seconds in which it waits for slower ranks to compute.
+        seconds: duration of the step.
+        exposed: seconds of the step in which a rank waits for messages and computes nothing.
+        waiting: seconds of the step in which a rank waits for slower ranks to compute.
         sent: bytes that a rank sends if collectives are rings.
-        stages: seconds by stage, those that are hidden included.
+        stages: seconds by stage, hidden seconds of overlapped messages included.
     """
 
     seconds: float
@@ -81,14 +81,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan's steps take on a machine.
+    """Hold the predicted steps of a plan on a machine.
 
     Attributes:
-        mean: over all steps; its `stages` and `sent` too.
+        mean: mean over all steps, also of `stages` and `sent`.
         ordinary: a step without new factors.
         factors: a step with new factors.
         refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas on the rank that holds most.
+        memory: bytes of the plan's arenas on the fullest rank.
     """
 
     mean: Step
@@ -98,44 +98,44 @@ class Prediction:
     memory: int
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it for JSON."""
+        """Return all values for JSON."""
         return asdict(self)
 
 
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
-    """What the steps of `plan` take.
+    """Predict the steps of `plan` on a machine.
 
     Raises:
         ValueError: the machine has no times of the model or of the solver, or the job's numbers
             are out of bounds.
     """
     _check(job)
-    looked_at = representatives(plan)
-    stagger = plan.strategy.stagger
+    ranks = representatives(plan)
+    stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:
         raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
     parts = shares(job, stagger)
     kinds = {
-        kind: _of_shares(plan, machine, job, looked_at, kind)
+        kind: _of_shares(plan, machine, job, ranks, kind)
         for kind, part in parts.items()
-        if part > 0 or kind != (False, True)  # the others are told of even if there are none
+        if part > 0 or kind != (False, True)  # the remaining kinds are reported in any case
     }
     return Prediction(
         mean=_mean([(step, parts[kind]) for kind, step in kinds.items()]),
         ordinary=kinds[False, False],
         factors=kinds[True, False],
         refresh=kinds[True, True],
-        memory=max(sum(plan.memory(rank).values()) for rank in looked_at),
+        memory=max(sum(plan.memory(rank).values()) for rank in ranks),
     )
 
 
 def cheapest(
     plans: Mapping[Name, Plan], machine: Machine, job: Job, memory: int | None = None
 ) -> Name:
-    """The name of the plan whose mean step is shortest, of those within `memory` bytes per rank.
+    """Return the name of the plan with the shortest mean step within `memory` bytes per rank.
 
     Raises:
-        ValueError: none is within it, or see `simulate`.
+        ValueError: no plan is within `memory`, or see `simulate`.
     """
     found = {name: simulate(plan, machine, job) for name, plan in plans.items()}
     fitting = [name for name in found if memory is None or found[name].memory <= memory]
@@ -146,10 +146,10 @@ def cheapest(
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Few ranks, among which are those that bound a step, and the last one, which may own nothing.
+    """Return a few ranks that bound a step, and the last rank, which may own nothing.
 
-    The one with the longest decompositions, those with most factors of their own and in their
-    column, and the one that preconditions most.
+    The ranks are: the rank with the longest decompositions, with most elements of own factors, with
+    most elements of factors in its column, and with most preconditioning.
     """
     owners = sorted(set(plan.owners.values())) or [0]
     squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
@@ -173,7 +173,7 @@ def representatives(plan: Plan) -> list[int]:
 
 
 def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
-    """Which part of all steps is of each kind: with new factors or not, with new bases or not."""
+    """Return the share of steps by kind: with new factors or not, with new bases or not."""
     between = job.basis_every // stagger
     factors, bases = 1 / job.factor_every, 1 / between
     both = 1 / math.lcm(job.factor_every, between)
@@ -186,13 +186,13 @@ def shares(job: Job, stagger: int = 1) -> dict[tuple[bool, bool], float]:
 
 
 def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
-    """Seconds of all events, and of these those in which nothing is computed.
+    """Return the seconds of all events, and the seconds in which the rank does not compute.
 
-    Messages go one after the other. Those beside computations may go on for `slack` seconds after
-    the last event, which are the next step's.
+    Messages go one by one. Overlapped messages may go on for `slack` seconds after the last event,
+    during the next step.
     """
     now = computed = 0.0
-    urgent = line = 0.0  # when urgent messages are through, and when all are
+    urgent = line = 0.0  # end of the urgent messages, and of all messages
     for event in events:
         if event.kind == "compute":
             now += event.seconds
@@ -203,7 +203,7 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
             now = max(now, line)
         else:
             line = max(now, line) + event.seconds
-            if event.kind != "beside":
+            if event.kind != "overlapped":
                 urgent = max(now, urgent) + event.seconds
             if event.kind == "message":
                 now = urgent
@@ -215,12 +215,12 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
 def sequence(
     compute: Mapping[str, float], messages: Sequence[Event], overlap: bool = False
 ) -> list[Event]:
-    """Computations and messages in the order of a step.
+    """Return computations and messages in the order of a step.
 
-    With `overlap` the backward pass comes in slices, after each of which some messages are ready.
+    With `overlap` the backward pass comes in slices, and some messages are ready after every slice.
     """
     found: list[Event] = []
-    sent = [message for message in messages if message.kind in ("urgent", "beside")]
+    sent = [message for message in messages if message.kind in ("urgent", "overlapped")]
     if overlap and sent:
         found.append(Event("forward", compute.get("forward", 0.0)))
         found += _backward(compute, sent)
@@ -235,7 +235,7 @@ def sequence(
 
 
 def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
-    """The backward pass, in slices, and its messages when they are ready."""
+    """Yield the backward pass in slices, and after every slice the messages ready by then."""
     done = 0.0
     for ready in sorted({1.0, *(message.ready for message in messages)}):
         for stage in BACKWARD:
@@ -247,7 +247,7 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_shares(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """The mean of the steps that refresh each share of the layers."""
+    """Return the mean step over the shares of layers to refresh."""
     whole, *turns = plan.of(0).shares
     shares = turns if kind[1] and turns else [whole]
     steps = [_step(plan, machine, job, ranks, kind, share) for share in shares]
@@ -269,10 +269,10 @@ def _step(
     parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
     slowest = costs.expected_slowest(job.stragglers, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
-    if refresh and plan.strategy.curvature_ranks:
-        beside = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
-        compute["decompose"] = _awaited(plan, machine, share, beside)
-    overlap = plan.strategy.overlap
+    if refresh and plan.strategy.refresh.curvature_ranks:
+        step = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
+        compute["decompose"] = _awaited(plan, machine, share, step)
+    overlap = plan.strategy.transport.overlap
     if overlap:
         messages.append(Event("reduce gradients", 0.0, "wait"))
         if statistics and refresh:
@@ -294,9 +294,9 @@ def _step(
 
 def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
     kinds: dict[str, Any] = {}
-    if plan.strategy.overlap:
+    if plan.strategy.transport.overlap:
         kinds = {"reduce gradients": "urgent"}
-        kinds |= {} if plan.strategy.reduce_at == "bases" else {"reduce statistics": "beside"}
+        kinds |= {} if plan.of(rank).late else {"reduce statistics": "overlapped"}
     found = []
     for message in messages:
         seconds = costs.message_seconds(message, plan, rank, machine)
@@ -309,7 +309,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
-    """Which part of the backward pass a message has to wait for, as if layers took equally long."""
+    """Return the share of the backward pass before a message, if all layers took equally long."""
     gradients = message.stage == "reduce gradients"
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
@@ -327,12 +327,12 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
 
 
 def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
-    """Seconds in which ranks wait for bases from curvature ranks, which have `delay` steps."""
-    loads = [0.0] * plan.strategy.curvature_ranks
+    """Return the seconds in which ranks wait for curvature ranks' bases, after `delay` steps."""
+    loads = [0.0] * plan.strategy.refresh.curvature_ranks
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, share)
         loads[plan.grid.curvature_rank(rank)] += seconds
-    return max(0.0, max(loads) - plan.strategy.delay * step)
+    return max(0.0, max(loads) - plan.strategy.refresh.delay * step)
 
 
 def _computations(
@@ -343,7 +343,7 @@ def _computations(
     kind: tuple[bool, bool],
     share: int | None,
 ) -> dict[str, float]:
-    """Seconds of each stage in which `rank` computes."""
+    """Return the seconds of every stage in which `rank` computes."""
     network = machine.network(job.model, job.batch)
     found = {
         "forward": network.forward,

@@ -1,4 +1,4 @@
-"""What a measured machine decides: which messages to merge, what to decompose everywhere. Pure."""
+"""Choose a strategy for a machine: merged messages, replicated factors; by pure functions."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from mpikfac.predict.machine import Machine
 from mpikfac.predict.simulator import Job, cheapest
 
 Others = Sequence[tuple[str, Shape]]
+Forms = Sequence[Form]
+"""Descriptions of solvers: the run's solver, then solvers that layers may name."""
 
 
 def choose(
@@ -20,19 +22,19 @@ def choose(
     ranks: int,
     machine: Machine,
     job: Job,
-    forms: Sequence[Form],
+    forms: Forms,
 ) -> tuple[str, Strategy]:
-    """The name of the strategy with the shortest mean step, and its value for that machine.
+    """Return the name of the strategy with the shortest mean step, and the tuned strategy.
 
-    Of those that the run's solver, the first of `forms`, can do and that train as one process with the joined batch does,
-    without stale bases; each is `tuned` first.
+    Candidates are strategies that the solver supports, and that train like a single process with
+    the joined batch, without stale bases. All candidates are `tuned` first.
 
     Raises:
-        ValueError: the solver can do none; why not the last one.
+        ValueError: the solver supports no strategy; the error is the last strategy's.
     """
     plans, refusal = {}, ValueError("there is no strategy to choose from")
     for name, strategy in _candidates(ranks):
-        if job.basis_every % strategy.stagger == 0:
+        if job.basis_every % strategy.refresh.stagger == 0:
             try:
                 chosen = tuned(strategy, layers, others, ranks, machine, job, forms)
                 plans[name, strategy.workers] = plan_for(layers, ranks, chosen, others, forms)
@@ -52,7 +54,7 @@ def _candidates(ranks: int) -> Iterator[tuple[str, Strategy]]:
 
 
 def _between(ranks: int) -> list[dict[str, int]]:
-    """The numbers of workers that are neither COMM-OPT nor MEM-OPT."""
+    """Return the numbers of workers between MEM-OPT (1) and COMM-OPT (all)."""
     return [{"workers": count} for count in divisors(ranks)[1:-1]]
 
 
@@ -63,70 +65,66 @@ def tuned(
     ranks: int,
     machine: Machine,
     job: Job,
-    forms: Sequence[Form],
+    forms: Forms,
 ) -> Strategy:
-    """The strategy with the messages and the replicated factors that suit the machine.
+    """Return the strategy with merged messages and replicated factors to suit the machine.
 
-    Only what it has of both: messages beside the backward pass are merged anew, and small factors
-    replicated up to another order.
+    With `overlap`, overlapped messages are merged anew. With `replicate_below`, small factors are
+    replicated up to a new order. Neither is added to a strategy without.
     """
     if not layers or ranks == 1:
         return strategy
     if strategy.replicate_below:
         below = replicated_below(strategy, layers, ranks, machine, forms)
-        strategy = replace(strategy, replicate_below=below)
-    if not strategy.overlap:
+        strategy = strategy.changed(replicate_below=below)
+    if not strategy.transport.overlap:
         return strategy
-    plan = plan_for(layers, ranks, replace(strategy, fusion=1), others, forms)
+    plan = plan_for(layers, ranks, strategy.changed(fusion=1), others, forms)
     network = machine.network(job.model, job.batch)
     backward = (network.backward + network.statistics) / len(layers)
     ready = [backward * (len(layers) - number) for number in range(len(layers))]
     sums = [m for m in plan.of(0).reduce_statistics() if m.primitive == "Allreduce"]
-    if len(sums) != len(layers):  # several messages for a layer's factors: they have several owners
+    if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
         return strategy
     seconds = [costs.message_seconds(message, plan, 0, machine) for message in sums]
     latency = costs.message_latency(plan, 0, machine)
-    return replace(strategy, fusion=merged(seconds, ready, latency))
+    return strategy.changed(fusion=merged(seconds, ready, latency))
 
 
 def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> tuple[int, ...]:
-    """Layers of each message, front to back, so that messages and a backward pass end early.
+    """Return the number of layers per message, front to back, so that messages end early.
 
-    From the last layer to the first: a message takes the layer before along if that is ready
-    before the message could start, or if waiting for it costs less than a message's latency
-    [MG-WFBP, Shi et al. 2019].
+    Layers are visited from the last to the first. A message takes the next layer along if the layer
+    is ready before the message could start, or if waiting for the layer costs less than a message's
+    latency [MG-WFBP, Shi et al. 2019].
 
     Args:
-        seconds: of a message of each layer alone, latency included.
-        ready: when each layer's values are there, in seconds from the start of the backward pass.
+        seconds: by layer, seconds of a message of the layer alone, latency included.
+        ready: by layer, when values are ready, in seconds from the start of the backward pass.
     """
     groups = [1]
-    start, length = ready[-1], seconds[-1]  # of the message that is open
-    line = 0.0  # when the messages before it are through
-    for own, there in zip(reversed(seconds[:-1]), reversed(ready[:-1])):
+    start, length = ready[-1], seconds[-1]  # of the open message
+    line = 0.0  # end of the messages before the open message
+    for own, at in zip(reversed(seconds[:-1]), reversed(ready[:-1])):
         start = max(line, start)
-        if there <= start or there - start < latency:
+        if at <= start or at - start < latency:
             groups[0] += 1
-            start, length = max(start, there), length + own - latency
+            start, length = max(start, at), length + own - latency
         else:
             line = start + length
             groups.insert(0, 1)
-            start, length = there, own
+            start, length = at, own
     return tuple(groups)
 
 
 def replicated_below(
-    strategy: Strategy,
-    layers: Sequence[LayerShape],
-    ranks: int,
-    machine: Machine,
-    forms: Sequence[Form],
+    strategy: Strategy, layers: Sequence[LayerShape], ranks: int, machine: Machine, forms: Forms
 ) -> int:
-    """The order up to which decomposing a factor takes less time than to receive its basis.
+    """Return the order below which decomposing a factor is faster than receiving the basis.
 
     [SPD-KFAC, Shi et al. 2021]
     """
-    plan = plan_for(layers, ranks, replace(strategy, replicate_below=0), (), forms)
+    plan = plan_for(layers, ranks, strategy.changed(replicate_below=0), (), forms)
     factors = {
         (factor.order, factor.rank or factor.order, factor.solver.name): replace(factor, count=1)
         for factor in plan.factors.values()

@@ -1,9 +1,12 @@
-"""Damping that follows how well K-FAC's quadratic model predicts the loss."""
+"""Damping: a number, a schedule, or adapted to how well the quadratic model predicts the loss."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+
+from mpikfac.plan import one_of
+from mpikfac.settings.schedule import Schedule, in_force
 
 GOOD, POOR = 3 / 4, 1 / 4
 
@@ -12,13 +15,13 @@ GOOD, POOR = 3 / 4, 1 / 4
 class LevenbergMarquardt:
     """Lower damping where the quadratic model is right, higher damping where it promises too much.
 
-    Given to `KFAC` as its `damping`, and told by `KFAC.adapt` every so many steps
+    `KFAC` takes the value as its `damping`. `KFAC.adapt` changes the damping every few steps
     [Martens & Grosse 2015, 6.5].
 
     Args:
-        damping: that at first; from then on, the one in force.
+        damping: the damping at first; from then on, the damping in force.
         every: steps from one call of `KFAC.adapt` to the next.
-        decay: what the damping is multiplied by in a step, or divided by, in (0, 1).
+        decay: a step multiplies the damping by `decay`, or divides by `decay`, in (0, 1).
         least: the lowest damping.
         most: the highest damping.
 
@@ -44,17 +47,43 @@ class LevenbergMarquardt:
             )
 
     def __call__(self, step: int) -> float:
-        """The damping in force, whatever the step is."""
+        """Return the damping in force, at any step."""
         return self.damping
 
     def due(self, steps: int) -> bool:
-        """Whether `KFAC.adapt` is to be called after so many steps."""
+        """Return whether `KFAC.adapt` is to be called after `steps` steps."""
         return steps % self.every == 0
 
     def follow(self, ratio: float) -> None:
-        """Changes the damping by the ratio of what the loss changed by to what was predicted."""
+        """Change the damping by the ratio of the change of the loss to the predicted change."""
         factor = self.decay**self.every
         if ratio > GOOD:
             self.damping = max(self.damping * factor, self.least)
         elif not ratio >= POOR:  # also where a loss is NaN
             self.damping = min(self.damping / factor, self.most)
+
+
+@dataclass(frozen=True)
+class Damping:
+    """Tikhonov damping.
+
+    Args:
+        value: a number, a schedule, or a `LevenbergMarquardt`.
+        relative: the damping of a layer is `value` times the mean eigenvalue of its `G (x) A`, or
+            of each block, where factors fall into blocks.
+
+    Raises:
+        ValueError: a value that is not positive at step 0.
+    """
+
+    value: float | Schedule | LevenbergMarquardt = 0.003
+    relative: bool = False
+
+    def __post_init__(self) -> None:
+        in_force("damping", self.value, 0)
+        one_of("relative", self.relative, (False, True))
+
+    @property
+    def adapted(self) -> LevenbergMarquardt | None:
+        """The value, if `KFAC.adapt` changes it."""
+        return self.value if isinstance(self.value, LevenbergMarquardt) else None

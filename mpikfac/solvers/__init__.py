@@ -7,7 +7,14 @@ from mpikfac.solvers.eigen import Eigen, eigenbasis, products_of_values, values_
 from mpikfac.solvers.ekfac import Ekfac, squares_in_bases
 from mpikfac.solvers.inverse import Inverse, damped_inverse, error_of_inverse, tikhonov_share
 from mpikfac.solvers.rank_one import RankOne
-from mpikfac.solvers.registry import SOLVERS, SolverName, forms, make_plan, named_solver
+from mpikfac.solvers.registry import (
+    SOLVERS,
+    SolverName,
+    forms,
+    make_plan,
+    named_solver,
+    solvers_by_name,
+)
 from mpikfac.solvers.solver import Held, Means, Solver
 
 __all__ = [
@@ -28,6 +35,7 @@ __all__ = [
     "make_plan",
     "named_solver",
     "products_of_values",
+    "solvers_by_name",
     "squares_in_bases",
     "tikhonov_share",
     "values_in_basis",

@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, of_coordinates, product
-from mpikfac.plan import Form, few
+from mpikfac.plan import Combination, Form, few
 from mpikfac.solvers.solver import Held, Solver
 
 ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
 SPARE = 16  # vectors that are iterated beside those that are kept
 RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
 PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
+
+
+LOW_RANK = Combination(
+    "rank",
+    None,
+    {"solver": "eigen", "basis_wire": None, "basis_dtype": None},
+    "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
+)
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,7 @@ class Eigen(Solver):
 
     dtype: torch.dtype | None = None
     form: ClassVar[Form] = Form(
-        "eigen", {"vectors": 2, "values": 1}, denominators=True, truncates=True, products=2
+        "eigen", {"vectors": 2, "values": 1}, denominators=True, products=2, needs=(LOW_RANK,)
     )
 
     def decompose(

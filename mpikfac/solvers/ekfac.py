@@ -8,8 +8,24 @@ from typing import ClassVar
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
-from mpikfac.plan import Form
+from mpikfac.plan import Combination, Form, OneOf, Same
 from mpikfac.solvers.eigen import Eigen
+
+EVERYWHERE = Combination(
+    "solver",
+    ("ekfac",),
+    {
+        **{"workers": Same("ranks"), "reduction": "everyone", "update": "everyone"},
+        **{"parts": None, "replicate_below": 0, "reduce_at": "factors", "overlap": False},
+    },
+    "every rank rotates gradients into the bases of all layers when statistics are recorded",
+)
+AS_THEY_ARE = Combination(
+    "solver",
+    ("ekfac",),
+    {"normalization": "expand", "fisher": OneOf(("empirical", "sampled", "exact"))},
+    "scales are second moments of the gradients of single examples, as the gradients are",
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class Ekfac(Eigen):
         rescaled=True,
         products=2,
         timed_as="eigen",
+        needs=(EVERYWHERE, AS_THEY_ARE),
     )
 
 

@@ -10,12 +10,19 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, product
-from mpikfac.plan import Form
+from mpikfac.plan import Combination, Form
 from mpikfac.solvers.eigen import damping_unit
 from mpikfac.solvers.solver import Held, Means, Solver
 
 BLOCKS = {"inverse": 2}
-SPLIT = Form("inverse", BLOCKS, damped=True, both=True)
+ONE_OWNER = Combination(
+    "solver",
+    ("inverse",),
+    {"colocate": True, "reduction": "everyone"},
+    "the traces of A and G share out the damping, so both factors need one owner",
+    any_of=True,
+)
+SPLIT = Form("inverse", BLOCKS, damped=True, both=True, needs=(ONE_OWNER,))
 # Both kinds of inverse are one computation, of matrices with different damping.
 UNSPLIT = Form("unsplit-inverse", BLOCKS, damped=True, timed_as="inverse")
 
@@ -36,7 +43,7 @@ class Inverse(Solver):
     dtype: torch.dtype | None = None
 
     @property
-    def form(self) -> Form:  # type: ignore[override]
+    def form(self) -> Form:
         """What the plan knows of the solver."""
         return SPLIT if self.split else UNSPLIT
 
@@ -45,11 +52,11 @@ class Inverse(Solver):
 
         A factor without a partner, whose other side is the identity, takes all of the damping.
         """
-        halved = self.split and means.other is not None
         if relative:
+            halved = self.split and means.ratio is not None
             return damping_unit(means.factor) * (math.sqrt(damping) if halved else damping)
-        if halved:
-            return tikhonov_share(means.side / means.other, damping)
+        if self.split and means.ratio is not None:
+            return tikhonov_share(means.ratio, damping)
         return torch.full_like(means.factor, damping)
 
     def decompose(

@@ -9,15 +9,42 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
-from mpikfac.plan import Form
+from mpikfac.plan import Combination, Form, OneOf
 from mpikfac.solvers.solver import Held, Solver
+
+NEEDS = (
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"packing": "triangle", "tolerance": 0, "curvature_ranks": 0},
+        "vectors are neither squares nor decomposed",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"relative": False},
+        "a relative damping takes mean eigenvalues, and vectors have no eigenvalues",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"fisher": OneOf(("empirical", "forward-only"))},
+        "mean gradients are 0 at labels that the model gives",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"start": "first", "statistics_dtype": None, "factor_dtype": None, "basis_dtype": None},
+        "vectors are no matrices to start at the identity or to round",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class RankOne(Solver):
     """Mean vectors of inputs and of output gradients; nothing is decomposed."""
 
-    form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1)
+    form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
 
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None

@@ -33,10 +33,19 @@ def named_solver(solver: SolverName | Solver) -> Solver:
     return SOLVERS[solver]
 
 
+def solvers_by_name(solver: SolverName | Solver) -> dict[SolverName, Solver]:
+    """Return the run's solver, then all other solvers, which layers may name.
+
+    Raises:
+        ValueError: no solver has that name.
+    """
+    own = named_solver(solver)
+    return {own.name: own} | {n: other for n, other in SOLVERS.items() if n != own.name}
+
+
 def forms(solver: SolverName | Solver) -> tuple[Form, ...]:
-    """Return what solvers do, for a plan: the run's solver, then all others by name."""
-    own = named_solver(solver).form
-    return own, *(other.form for other in SOLVERS.values() if other.name != own.name)
+    """Return what solvers do, for a plan: the run's solver, then all other solvers."""
+    return tuple(one.form for one in solvers_by_name(solver).values())
 
 
 def make_plan(

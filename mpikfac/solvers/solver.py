@@ -18,13 +18,12 @@ class Means(NamedTuple):
 
     Attributes:
         factor: the mean of the factor to decompose.
-        side: the mean of all factors of the same side, A or G; None if the solver does not ask.
-        other: the mean of all factors of the other side; None if the solver does not ask.
+        ratio: the mean of all factors of the same side, A or G, by the mean of the other side's
+            factors; None if the other side is the identity, or the form does not ask for `both`.
     """
 
     factor: Tensor
-    side: Tensor | None = None
-    other: Tensor | None = None
+    ratio: Tensor | None = None
 
 
 @dataclass
@@ -59,12 +58,15 @@ class Solver:
     given to `KFAC(solver=...)`. A solver is a frozen dataclass: ranks compare solvers by `repr`.
 
     Attributes:
-        form: what the plan knows of the solver.
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
     """
 
-    form: Form
     dtype: torch.dtype | None = None
+
+    @property
+    def form(self) -> Form:
+        """What the plan knows of the solver; a class attribute will do."""
+        raise NotImplementedError(f"{type(self).__name__} does not set form")
 
     @property
     def name(self) -> str:

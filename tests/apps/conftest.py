@@ -2,22 +2,23 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
+from support import problem
+from support.problem import SETTINGS, network, run, sgd
 
 
 @pytest.fixture(autouse=True)
 def mpi_goes_on(monkeypatch):
-    """A program that leaves with an error code ends MPI, which later tests of the process need."""
+    """Keep MPI alive for later tests: a program with an error code would end MPI."""
     monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
 
 
 @pytest.fixture
 def trained(tmp_path):
-    """K-FAC after a few steps, whose state lies in a run directory, `tmp_path / "run"`."""
+    """Return K-FAC after a few steps; the state is saved in a run directory, `tmp_path / "run"`."""
     model, comm = network(), mpikfac.world()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, **SETTINGS)
+    kfac = problem.kfac(model, sgd(model), comm, **SETTINGS)
     run(kfac, comm)
     root = tmp_path / "run"
     mpikfac.save_checkpoint(comm, root / "checkpoints", kfac.state_dict(), kfac.steps)

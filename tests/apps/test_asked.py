@@ -1,4 +1,4 @@
-"""Signals, control files and the clock, and what of them a run is asked for."""
+"""Signals, control files and the clock, and the resulting requests to a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ import sys
 
 import pytest
 
-from mpikfac_apps import asked
-from mpikfac_apps.asked import RESERVE, Requests, end_of_job
+from mpikfac_apps.guard.requests import RESERVE, SIGNALS, Requests, end_of_job
 
 
 @pytest.fixture
 def make():
-    """Makes requests, and brings the handlers back after the test."""
+    """Return a function that makes requests; restore the handlers after the test."""
     made = []
 
     def make(control=None, *, end=None, every_minutes=None):
@@ -28,7 +27,7 @@ def make():
 
 
 class Clock:
-    """Replaces the module's clock: `now` is unix time; the other clock began an hour earlier."""
+    """Replaces the module's clock: `now` is unix time; `monotonic` began an hour earlier."""
 
     def __init__(self) -> None:
         self.now = 1e9
@@ -43,13 +42,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(asked, "time", clock)
+    monkeypatch.setattr("mpikfac_apps.guard.requests.time", clock)
     return clock
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2"])
 def test_a_signal_asks_for_the_end_once_and_by_its_name(make, name):
-    """Oracle: the signal sent to this process, twice, and then another."""
+    """Oracle: the signal sent to this process, twice, and later another signal."""
     requests = make()
     assert not requests.stop and requests.reason == ""
     for number in (getattr(signal, name), getattr(signal, name), signal.SIGUSR1):
@@ -60,16 +59,16 @@ def test_a_signal_asks_for_the_end_once_and_by_its_name(make, name):
 
 def test_close_brings_the_former_handlers_back(make):
     """Oracle: the handlers before."""
-    before = [signal.getsignal(number) for number in asked.SIGNALS]
+    before = [signal.getsignal(number) for number in SIGNALS]
     requests = make()
-    assert [signal.getsignal(number) for number in asked.SIGNALS] != before
+    assert [signal.getsignal(number) for number in SIGNALS] != before
     requests.close()
-    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 LEAVES = """
 import sys, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 requests = Requests(None, end=None, every_minutes=None)
 print("polls", flush=True)
 while not requests.stop:
@@ -88,7 +87,7 @@ kept.itself = kept  # freed when the interpreter has nearly ended
 
 @pytest.mark.parametrize(("how", "code"), [("ignores", 0), ("obeys", -signal.SIGUSR1)])
 def test_a_late_signal_does_no_harm_once_signals_are_ignored(how, code):
-    """Oracle: the exit code of a process that gets one while its interpreter ends."""
+    """Oracle: the exit code of a process that gets a signal while the interpreter ends."""
     command = [sys.executable, "-c", LEAVES, how]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as run:
         assert run.stdout.readline() == "polls\n"
@@ -103,7 +102,7 @@ def test_system_calls_go_on_after_a_signal():
     """Oracle: a read in the C library, which the signal interrupts or not."""
     program = """
 import ctypes, os, signal, threading, time
-from mpikfac_apps.asked import Requests
+from mpikfac_apps.guard.requests import Requests
 Requests(None, end=None, every_minutes=None)
 get, put = os.pipe()
 def later():
@@ -132,7 +131,7 @@ def test_a_control_file_is_obeyed_and_removed(make, clock, tmp_path, name):
 
 
 def test_a_checkpoint_is_asked_for_until_it_is_saved(make, clock, tmp_path):
-    """Oracle: the order of requests; the later SIGTERM is the reason of what is left to do."""
+    """Oracle: the order of requests; the later SIGTERM is the reason for the remaining request."""
     requests = make(tmp_path)
     (tmp_path / "checkpoint").touch()
     assert requests.checkpoint and requests.checkpoint
@@ -146,7 +145,7 @@ def test_a_checkpoint_is_asked_for_until_it_is_saved(make, clock, tmp_path):
 
 
 def test_a_control_directory_that_cannot_be_read_asks_for_nothing(make, clock, tmp_path):
-    """Oracle: a directory that is gone, and one in a file's place."""
+    """Oracle: a missing directory, and a directory in a file's place."""
     requests = make(tmp_path / "control")
     (tmp_path / "control").rmdir()
     assert not requests.stop
@@ -187,9 +186,9 @@ def test_the_end_is_asked_for_in_time_for_two_slow_checkpoints(make, clock, writ
 
 
 def test_a_poll_costs_nearly_nothing(make, clock, tmp_path, monkeypatch):
-    """Oracle: the looks at the storage that 1,000 polls in 10 s take."""
+    """Oracle: the number of directory listings of 1,000 polls in 10 s."""
     requests, looks = make(tmp_path), []
-    monkeypatch.setattr(asked.os, "listdir", lambda path: looks.append(path) or [])
+    monkeypatch.setattr("os.listdir", lambda path: looks.append(path) or [])
     for _ in range(1000):
         assert not requests.stop and not requests.checkpoint
         clock.now += 0.01
@@ -218,6 +217,6 @@ def test_a_job_ends_at_the_earlier_of_two_times(minutes, given, end):
 
 @pytest.mark.parametrize("given", ["soon", "nan", "inf", "-1", "0", f"{NOW}", "12:00", "9" * 400])
 def test_a_bad_end_of_the_job_is_refused(given):
-    """Oracle: values that are no time to come."""
+    """Oracle: values that are no future time."""
     with pytest.raises(ValueError, match=f"SLURM_JOB_END_TIME={given} must be a unix time after"):
         end_of_job(10, {"SLURM_JOB_END_TIME": given}, NOW)

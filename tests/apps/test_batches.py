@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac_apps import batches
+from mpikfac_apps.training import batches
 
 IMAGES = torch.randint(
     256, (50, 2, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
@@ -18,7 +18,7 @@ def epoch_of(rank, ranks, epoch=0, seed=0, augment=True):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 12])
 def test_the_shares_of_all_ranks_are_the_global_batch_in_order(ranks):
-    """Oracle: one rank, which takes whole batches."""
+    """Oracle: a single rank, which takes whole batches."""
     shares = [epoch_of(rank, ranks, epoch=3) for rank in range(ranks)]
     for index, (images, labels) in enumerate(epoch_of(0, 1, epoch=3)):
         assert torch.equal(torch.cat([share[index][0] for share in shares]), images)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from mpikfac_apps import compare
+from mpikfac_apps.study import compare
 
 
 def run_of(path, accuracies):

@@ -8,15 +8,17 @@ import pytest
 import torch
 import yaml
 
-from mpikfac_apps import config, models
-from mpikfac_apps.models import MODELS
-from mpikfac_apps.options import Options
+from mpikfac_apps.options.options import OPTIONS, Options
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.options.strategy import for_machine, learning_rate, make_strategy
+from mpikfac_apps.problems import models
+from mpikfac_apps.problems.models import MODELS
 
 RANKS = 6
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
 
 # Command line (batch=12 unless given; text ending in a newline is the content of a YAML file), then
-# what the one line has to name.
+# the content of the error's line.
 BAD = {
     "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
     "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.strate"),
@@ -133,7 +135,7 @@ BAD = {
 def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_allowed(
     name, tmp_path, monkeypatch
 ):
-    """Oracle: the line beside each case, written from the options' own bounds."""
+    """Oracle: every case's line, written from the options' own bounds."""
     given, message = BAD[name]
     monkeypatch.chdir(tmp_path)
     if given.endswith("\n"):
@@ -141,7 +143,7 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
         given = "--config=bad.yaml"
     arguments = given.split() if "--batch=" in given else ["--batch=12", *given.split()]
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        config.parse(arguments, RANKS)
+        parse(arguments, RANKS)
     assert "\n" not in str(caught.value)
 
 
@@ -150,7 +152,7 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
 def test_the_configurations_of_the_project_are_valid(path, ranks):
     """Oracle: the optimizer in the file's name; a batch that the ranks can share."""
     where = ["--data.path=somewhere"] if path.stem.startswith("cifar10") else []
-    options = config.parse([f"--config={path}", *where], ranks)
+    options = parse([f"--config={path}", *where], ranks)
     assert options.optimizer in path.stem
     assert options.batch % ranks == 0
 
@@ -158,15 +160,15 @@ def test_the_configurations_of_the_project_are_valid(path, ranks):
 def test_the_published_recipe_scales_and_starts_factors_as_published():
     """Oracle: the code of the SC20 paper, whose averages start at the identity."""
     recipe = Path(__file__).parents[2] / "jobs" / "configs" / "cifar10_resnet20_kfac.yaml"
-    kfac = config.parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac
+    kfac = parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac
     assert (kfac.normalization, kfac.start, kfac.decay) == ("sc20", "identity", 0.95)
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
-    """Oracle: the precedence that `parse` states; 3 ranks of 4 images."""
+    """Oracle: the documented precedence of `parse`; 3 ranks of 4 images."""
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
-    options = config.parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
+    options = parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
     assert (options.lr, options.kfac.damping, options.kfac.decay) == (0.01, 2.0, 0.5)
     assert (options.batch, options.batch_per_rank) == (12, 4)
     assert options.momentum == Options.momentum
@@ -175,10 +177,10 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
 def test_help_names_every_option_and_model(capsys):
     """Oracle: the fields of the options and the keys of `MODELS`."""
     with pytest.raises(SystemExit) as leave:
-        config.parse(["--help"], ranks=1)
+        parse(["--help"], ranks=1)
     assert not leave.value.code
     shown = capsys.readouterr().out
-    assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in config.OPTIONS)
+    assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in OPTIONS)
     assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small", shown)) == set(MODELS)
 
 
@@ -192,22 +194,22 @@ def test_help_names_every_option_and_model(capsys):
     ],
 )
 def test_strategies_by_name(given, workers):
-    """Oracle: workers of 4 ranks by the definition of each."""
-    options = config.parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
-    strategy, _ = config.strategy(options.kfac, 4)
+    """Oracle: workers of 4 ranks by every strategy's definition."""
+    options = parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
+    strategy, _ = make_strategy(options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
 
 
 def test_a_machine_does_not_overrule_what_is_asked():
-    """Oracle: the options; without them, what the machine would have it."""
+    """Oracle: the options; without options, the machine's choice."""
     with torch.device("meta"):
         model = models.build("resnet50", 1000)
 
     def chosen(*more):
         given = ["--model=resnet50", "--batch=128", "--kfac.machine=v100-edr", *more]
-        options = config.parse(["--kfac.strategy=spd-kfac", *given], 4)
-        strategy, settings = config.strategy(options.kfac, 4)
-        return config.for_machine(options, model, 4, strategy, settings)[1]
+        options = parse(["--kfac.strategy=spd-kfac", *given], 4)
+        strategy, settings = make_strategy(options.kfac, 4)
+        return for_machine(options, model, 4, strategy, settings)[1]
 
     tuned = chosen()
     assert isinstance(tuned.fusion, tuple) and tuned.replicate_below not in (0, 100)
@@ -216,19 +218,19 @@ def test_a_machine_does_not_overrule_what_is_asked():
 
 
 def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
-    """Oracle: the same options; defaults of what is not used are no mistake."""
-    given = config.parse(["--batch=12", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
+    """Oracle: the same options; defaults of unused options are no mistake."""
+    given = parse(["--batch=12", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(dataclasses.asdict(given)))
-    again = config.parse([f"--config={file}"], RANKS)
+    again = parse([f"--config={file}"], RANKS)
     assert again == given
-    strategy, _ = config.strategy(again.kfac, RANKS)
-    assert (strategy.overlap, strategy.fusion) == (True, 3)
+    strategy, _ = make_strategy(again.kfac, RANKS)
+    assert (strategy.transport.overlap, strategy.transport.fusion) == (True, 3)
 
 
 def rates(ranks, steps, **chosen):
     options = Options(**({"lr": 0.1, "epochs": 10} | chosen))
-    rate = config.learning_rate(options, steps_per_epoch=2, ranks=ranks)
+    rate = learning_rate(options, steps_per_epoch=2, ranks=ranks)
     return [rate(step) for step in steps]
 
 
@@ -238,7 +240,7 @@ def test_the_linear_schedule_ends_at_0_with_the_last_epoch():
 
 
 def test_the_step_schedule_decays_at_its_epochs():
-    """Oracle: a tenth at steps 6 and 14, the first of epochs 3 and 7."""
+    """Oracle: a tenth at steps 6 and 14, the first steps of epochs 3 and 7."""
     chosen = {"schedule": "step", "decay_epochs": [3, 7]}
     assert rates(1, [0, 5, 6, 13, 14], **chosen) == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
 

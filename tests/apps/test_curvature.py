@@ -1,36 +1,31 @@
-"""Training runs in which some ranks do not train but decompose for the others."""
+"""Training runs with curvature ranks, which decompose for the training ranks."""
 
 from __future__ import annotations
 
 import signal
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 
 import mpikfac
-from launch import kill, launch, processes, start
-from mpikfac_apps import train_cnn
+from support.launch import PROGRAMS, TRAIN, kill, launch, processes, run_each, start
 
-PROGRAM = train_cnn.__file__
-FAULTY = str(Path(__file__).with_name("faulty.py"))
+FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--kfac.delay=2", "--kfac.basis_every=3"),
 )
-ONE = (*OPTIONS, "--kfac.curvature_ranks=1")
+ONE, TWO = ((*OPTIONS, f"--kfac.curvature_ranks={number}") for number in (1, 2))
 CLOCKS = {"run/seconds", "run/metrics_bytes"}
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.slow
 
 
-def trained(ranks, run_dir, *more):
-    """The last checkpoint of a run, without what a clock measured."""
-    job = launch(ranks, PROGRAM, *OPTIONS, f"--run_dir={run_dir}", *more, timeout=110)
-    assert job.returncode == 0, job.stderr
-    saved = mpikfac.read_checkpoint(max((run_dir / "checkpoints").glob("step-*")))
-    return {name: saved[name] for name in saved.keys() - CLOCKS}
+def saved(run_dir, step):
+    """The checkpoint of a run, without what a clock measured."""
+    found = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    return {name: found[name] for name in found.keys() - CLOCKS}
 
 
 def assert_equal(found, expected):
@@ -41,16 +36,22 @@ def assert_equal(found, expected):
 
 
 def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
-    """Oracle: two ranks without; also where it stops and goes on with another number of them."""
-    expected = trained(2, tmp_path / "without")
-    parts = tmp_path / "parts"
-    stopped = trained(4, parts, "--kfac.curvature_ranks=2", "--max_steps=4")
-    assert "kfac/due" in stopped  # decompositions of step 3 are on their way
-    assert_equal(trained(3, parts, "--kfac.curvature_ranks=1", "--resume=auto"), expected)
+    """Oracle: two ranks without curvature ranks, also after a stop and a change of their number."""
+    without, parts = tmp_path / "without", tmp_path / "parts"
+    run_each(
+        [
+            (2, [*OPTIONS, f"--run_dir={without}"]),
+            (4, [*TWO, f"--run_dir={parts}", "--max_steps=4"]),
+            (3, [*ONE, f"--run_dir={parts}", "--resume=auto"]),
+        ],
+        tmp_path,
+    )
+    assert "kfac/due" in saved(parts, 4)  # decompositions of step 3 are on their way
+    assert_equal(saved(parts, 9), saved(without, 9))
 
 
-# What happens to which rank, where, of two that train and one that does not; the job's code, and
-# what it says.
+# Kind, place and rank of a fault, in a job of two training ranks and a curvature rank; the job's
+# code and message.
 ENDS = {
     "a curvature rank fails": (
         *("raise", "curvature", 2, 1),
@@ -74,11 +75,11 @@ ENDS = {
 
 @pytest.mark.parametrize("case", ENDS)
 def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
-    """Oracle: by hand: code, who and what; no process is left."""
+    """Oracle: by hand: code, rank and cause; no process is left."""
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
-    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}", timeout=110)
+    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}")
     assert job.returncode == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert bool(told) == any(all(text in line for text in told) for line in lines), lines
@@ -88,7 +89,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
 def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
     """Oracle: code and line of a run without curvature ranks."""
     (tmp_path / "file").touch()
-    job = launch(3, PROGRAM, *ONE, f"--run_dir={tmp_path}", timeout=110)
+    job = launch(3, TRAIN, *ONE, f"--run_dir={tmp_path}")
     assert job.returncode == 2, job.stderr
     (line,) = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert "is not empty; give another one" in line
@@ -96,9 +97,9 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(tmp_path):
 
 
 def test_a_signal_to_all_stops_the_run(tmp_path):
-    """Oracle: the chosen code and the checkpoint of a step, at which bases may be on their way."""
+    """Oracle: the chosen code and the checkpoint of a step, possibly with pending bases."""
     options = (*ONE, "--epochs=9999", "--stop_code=75", f"--run_dir={tmp_path}")
-    with start(3, PROGRAM, *options) as job:
+    with start(3, TRAIN, *options) as job:
         metrics = tmp_path / "metrics.jsonl"
         while job.poll() is None and not (metrics.exists() and metrics.stat().st_size):
             time.sleep(0.01)
@@ -117,6 +118,6 @@ def test_a_signal_to_all_stops_the_run(tmp_path):
 
 
 def left_of(run_dir):
-    """Processes of a run that are still there."""
+    """Return the remaining processes of a run."""
     alive = psutil.process_iter(["cmdline"])
     return [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]

@@ -8,25 +8,25 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac_apps import data
+from mpikfac_apps.problems import datasets
 
 RECORDS = 20
-FILES = [*data.TRAIN_FILES, "test_batch"]
+FILES = [*datasets.TRAIN_FILES, "test_batch"]
 
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch):
-    monkeypatch.setattr(data, "CIFAR_RECORDS", RECORDS)
+    monkeypatch.setattr(datasets, "CIFAR_RECORDS", RECORDS)
 
 
 @pytest.fixture
 def records():
-    """Labels and pixels of each file."""
+    """Return labels and pixels of every file."""
     draw = np.random.default_rng(0)
     return {
         name: (
             draw.integers(10, size=RECORDS, dtype=np.uint8),
-            draw.integers(256, size=(RECORDS, data.CIFAR_PIXELS), dtype=np.uint8),
+            draw.integers(256, size=(RECORDS, datasets.CIFAR_PIXELS), dtype=np.uint8),
         )
         for name in FILES
     }
@@ -41,7 +41,7 @@ def write_binary(path, records):
 
 
 def python2_pickle(labels, pixels):
-    """The opcodes that Python 2 wrote into the official files."""
+    """Return the opcodes that Python 2 wrote into the official files."""
 
     def text(raw):
         return b"U" + bytes([len(raw)]) + raw
@@ -71,7 +71,7 @@ def write_python(path, records):
 
 
 def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(records):
-    """Oracle: `pickle` and numpy themselves."""
+    """Oracle: `pickle` and numpy."""
     labels, pixels = records["test_batch"]
     content = pickle.loads(python2_pickle(labels, pixels), encoding="bytes")
     assert content[b"labels"] == labels.tolist()
@@ -81,11 +81,11 @@ def test_the_pickles_written_here_are_what_python_reads_as_an_official_file(reco
 @pytest.mark.parametrize("write", [write_binary, write_python])
 @pytest.mark.parametrize("inside", [False, True])
 def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, inside):
-    """Oracle: the records that both files were written from."""
+    """Oracle: the records in both files."""
     folder = write(tmp_path, records)
-    found = data.load("cifar10", str(folder if inside else tmp_path))
-    labels = np.concatenate([records[name][0] for name in data.TRAIN_FILES])
-    pixels = np.concatenate([records[name][1] for name in data.TRAIN_FILES])
+    found = datasets.load("cifar10", str(folder if inside else tmp_path))
+    labels = np.concatenate([records[name][0] for name in datasets.TRAIN_FILES])
+    pixels = np.concatenate([records[name][1] for name in datasets.TRAIN_FILES])
     assert found.train_images.dtype == torch.uint8
     assert np.array_equal(found.train_images.numpy(), pixels.reshape(-1, 3, 32, 32))
     assert np.array_equal(found.train_labels.numpy(), labels)
@@ -94,10 +94,10 @@ def test_both_layouts_of_cifar10_give_the_same_images(tmp_path, records, write, 
 
 
 def test_the_first_images_are_used_and_further_files_are_not_needed(tmp_path, records):
-    """Oracle: the number asked for, with a later file missing."""
+    """Oracle: the requested number, with a later file missing."""
     folder = write_binary(tmp_path, records)
     (folder / "data_batch_3.bin").unlink()
-    found = data.load("cifar10", str(tmp_path), train_images=RECORDS + 5)
+    found = datasets.load("cifar10", str(tmp_path), train_images=RECORDS + 5)
     assert len(found.train_images) == len(found.train_labels) == RECORDS + 5
 
 
@@ -118,7 +118,7 @@ def test_a_damaged_binary_file_is_refused_in_one_line(tmp_path, records, name, c
     raw = path.read_bytes()
     path.unlink() if content is None else path.write_bytes(content(raw))
     with pytest.raises((ValueError, OSError), match=message) as caught:
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -133,14 +133,14 @@ class Hostile:
 @pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("place", ["all", "value", "key"])
 def test_a_hostile_pickle_is_refused_and_does_nothing(tmp_path, records, protocol, place):
-    """Oracle: the directory that it would make."""
+    """Oracle: the directory that the pickle would make."""
     folder = write_python(tmp_path, records)
     victim = tmp_path / "victim"
     hostile = Hostile(os.mkdir, str(victim))
     content = {"all": hostile, "value": {b"data": hostile}, "key": {hostile: 1}}[place]
     (folder / "data_batch_1").write_bytes(pickle.dumps(content, protocol))
     with pytest.raises(ValueError, match=r"data_batch_1 is no batch of CIFAR-10: it asks for"):
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
     assert not victim.exists()
 
 
@@ -165,7 +165,7 @@ def test_odd_pickles_are_refused(tmp_path, records, opcodes):
     folder = write_python(tmp_path, records)
     (folder / "test_batch").write_bytes(opcodes)
     with pytest.raises(ValueError, match="test_batch is no batch of CIFAR-10") as caught:
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
@@ -175,7 +175,7 @@ def test_a_truncated_pickle_is_refused(tmp_path, records, kept):
     path = write_python(tmp_path, records) / "data_batch_4"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match="data_batch_4 is no batch of CIFAR-10"):
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
 
 
 def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, records):
@@ -184,28 +184,28 @@ def test_a_pickle_with_too_few_images_or_a_wrong_label_is_refused(tmp_path, reco
     labels, pixels = records["test_batch"]
     (folder / "test_batch").write_bytes(python2_pickle(labels[1:], pixels[1:]))
     with pytest.raises(ValueError, match=r"58368 bytes of pixels as \(19, 3072\) and 19 labels"):
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
     (folder / "test_batch").write_bytes(python2_pickle(labels + 10, pixels))
     with pytest.raises(ValueError, match="of image 0 is not in 0..9"):
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
 
 
 def test_a_wrong_directory_or_number_of_images_is_refused(tmp_path, records):
     """Oracle: the numbers of images in files and data set."""
     with pytest.raises(ValueError, match=f"data.path={tmp_path} holds neither cifar-10-batches-bi"):
-        data.load("cifar10", str(tmp_path))
+        datasets.load("cifar10", str(tmp_path))
     write_binary(tmp_path, records)
     with pytest.raises(ValueError, match="data.train_images=101: cifar10 has only 100"):
-        data.load("cifar10", str(tmp_path), train_images=5 * RECORDS + 1)
+        datasets.load("cifar10", str(tmp_path), train_images=5 * RECORDS + 1)
     with pytest.raises(ValueError, match="data.train_images=1438: digits has only 1437"):
-        data.load("digits", train_images=1438)
+        datasets.load("digits", train_images=1438)
     with pytest.raises(ValueError, match="'mnist' is unknown; try one of digits, cifar10"):
-        data.load("mnist")
+        datasets.load("mnist")
 
 
 def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
-    """Oracle: the repository's counts of the ten digits in these 1,797 images."""
-    found = data.load("digits")
+    """Oracle: the repository's counts of the ten digits in the 1,797 images."""
+    found = datasets.load("digits")
     assert found.train_images.shape == (1437, 1, 8, 8)
     assert found.test_images.shape == (360, 1, 8, 8)
     counts = found.train_labels.bincount() + found.test_labels.bincount()
@@ -215,9 +215,9 @@ def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
 
 
 def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():
-    """Oracle: the shape asked for, and the same call again."""
-    first = data.load("synthetic", train_images=40, size=8, classes=5)
-    again = data.load("synthetic", train_images=40, size=8, classes=5)
+    """Oracle: the requested shape, and the same call again."""
+    first = datasets.load("synthetic", train_images=40, size=8, classes=5)
+    again = datasets.load("synthetic", train_images=40, size=8, classes=5)
     assert first.train_images.shape == (40, 3, 8, 8)
     assert len(first.test_images) == 10
     assert first.classes == 5 > int(first.train_labels.max())

@@ -1,4 +1,4 @@
-"""What is exported is what was trained, and nothing is written by halves."""
+"""Exported items equal trained items, and files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from problem import network
 
 import mpikfac
-from mpikfac_apps import export
+from mpikfac_apps.inspecting import export
+from support.problem import network
 
 
 def check_same_output(model, weights):
-    """The network with these weights computes what `model` computes."""
+    """Check that the network with the weights computes the outputs of `model`."""
     rebuilt = network()
     rebuilt.load_state_dict(weights)
     images = torch.randn(7, 2, 8, 8, dtype=torch.float64)
@@ -24,7 +24,7 @@ def check_same_output(model, weights):
 
 
 def test_weights_are_those_of_the_trained_model(trained, tmp_path):
-    """Oracle: the outputs of the model that was trained, and the bytes of its tensors."""
+    """Oracle: the outputs of the trained model, and the bytes of the model's tensors."""
     file = tmp_path / "new" / "model.pt"
     assert export.main([str(tmp_path / "run"), "--weights", str(file)]) == 0
     weights = torch.load(file, weights_only=True)
@@ -34,7 +34,7 @@ def test_weights_are_those_of_the_trained_model(trained, tmp_path):
 
 
 def test_safetensors_are_those_of_the_trained_model(trained, tmp_path):
-    """Oracle: the outputs of the model that was trained."""
+    """Oracle: the outputs of the trained model."""
     safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
     file = tmp_path / "model.safetensors"
     assert export.main([str(tmp_path / "run"), "--weights", str(file)]) == 0
@@ -42,7 +42,7 @@ def test_safetensors_are_those_of_the_trained_model(trained, tmp_path):
 
 
 def test_factors_are_those_of_the_running_trainer(trained, tmp_path):
-    """Oracle: the running averages that K-FAC holds."""
+    """Oracle: K-FAC's running averages."""
     file = tmp_path / "factors.npz"
     assert export.main([str(tmp_path / "run"), "--factors", str(file)]) == 0
     with np.load(file) as arrays:
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, monkeyp
 
 
 def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
-    """Oracle: its content, and no other file either."""
+    """Oracle: the file's content, and no second file."""
     file = tmp_path / "model.pt"
     file.write_text("precious")
     other = tmp_path / "factors.npz"
@@ -79,7 +79,7 @@ def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
 
 
 def test_a_damaged_checkpoint_is_not_exported(trained, tmp_path, capsys):
-    """Oracle: one bit of a shard."""
+    """Oracle: a flipped bit of a shard."""
     (shard,) = tmp_path.rglob("shard-0.h5")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1

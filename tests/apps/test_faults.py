@@ -17,18 +17,19 @@ import psutil
 import pytest
 
 import mpikfac
-from launch import launch
-from mpikfac_apps import train_cnn
-from mpikfac_apps.lock import Lock
+from mpikfac_apps.guard.lock import Lock
+from support.launch import PROGRAMS, TRAIN, launch
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = 3 if SOAK else 2
-LIMIT = 3  # seconds that a step may take; other phases take 10 times that
+LIMIT = 3  # seconds, the limit of a step; further phases have 10 times the limit
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
     *("--kfac.basis_every=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
 )
-# Where a rank that is there says it is, for every place of faulty.py.
+# A rank's own report of every place of faulty.py.
 PLACES = {
     "start-up": "start-up at step 0",
     "data": "start-up at step 0",
@@ -42,11 +43,11 @@ PLACES = {
 }
 STEP = ("forward", "reduce statistics", "decompose", "publish bases")
 TOLD = {"raise": "RuntimeError: on purpose", "exit": "SystemExit: 0"}
-DEATHS = ("kill", "crash", "leave")  # nothing is left to tell of them but the launcher
+DEATHS = ("kill", "crash", "leave")  # only the launcher can report these ends
 HANGS = ("sleep", "stop", "hold the GIL")
 
 Case = tuple[str, str, int]
-# Every kind and every place once, on either rank; with MPIKFAC_SOAK=1 all of them.
+# Every kind and every place once, on either rank; with MPIKFAC_SOAK=1 all cases.
 CASES: list[Case] = [
     ("raise", "data", 1),
     ("raise", "end", 0),
@@ -67,7 +68,7 @@ if SOAK:
 
 @dataclass
 class End:
-    """How a job ended."""
+    """The end of a job."""
 
     code: int
     output: str
@@ -75,16 +76,16 @@ class End:
 
     @property
     def told(self) -> list[str]:
-        """The lines of mpikfac."""
+        """Return the lines of mpikfac."""
         return [line for line in self.output.splitlines() if line.startswith("mpikfac: ")]
 
 
 @pytest.fixture(scope="module")
 def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
-    """How the job of a case ends; three run at a time."""
+    """Return a function that gives the end of a case's job; three jobs run at a time."""
     tests = [getattr(item, "callspec", None) for item in request.session.items]
     cases = [test.params["case"] for test in tests if test and "case" in test.params]
-    program = str(Path(__file__).with_name("faulty.py"))
+    program = str(PROGRAMS / "faulty.py")
     root = tmp_path_factory.mktemp("faults")
     took: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
 
@@ -93,12 +94,12 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
         run_dir = root / "-".join(map(str, case)).replace(" ", "-")
         file = run_dir.with_suffix(".time")
         fault = (program, kind, place, str(rank), str(file))
-        job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}", timeout=90)
+        job = launch(RANKS, *fault, *OPTIONS, f"--run_dir={run_dir}")
         seconds = time.time() - float(file.read_text())
         took[kind, place].append(seconds)
         there = psutil.process_iter(["cmdline"])
         ours = [p for p in there if str(run_dir) in " ".join(p.info["cmdline"] or [])]
-        assert not psutil.wait_procs(ours, timeout=5)[1]  # the launcher does not wait for the dead
+        assert not psutil.wait_procs(ours, timeout=30)[1]  # the launcher does not wait for the dead
         return End(job.returncode, job.stdout + job.stderr, run_dir / "hang")
 
     with ThreadPoolExecutor(3) as pool:
@@ -113,7 +114,7 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
-    """Oracle: the kind, the place and the rank; the launcher's word where a rank is gone."""
+    """Oracle: the kind, the place and the rank; the launcher's message if a rank is gone."""
     kind, place, rank = case
     ended = end(case)
     assert ended.code != 0
@@ -129,8 +130,8 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
     elif kind in HANGS:
         (line,) = ended.told
         found = rf"rank {rank} silent \(stopped, holding the GIL, or at its end\)"
-        if kind == "sleep":  # outside of steps, ranks that wait look like one that does not
-            stage = '("forward" of )?'  # the others happen between two stages
+        if kind == "sleep":  # outside of steps, waiting ranks look like the slow rank
+            stage = '("forward" of )?'  # other places lie between two stages
             found = rf"rank {rank} on \S+ in {stage}{where};" if place in STEP else f"in {where};"
         assert re.search(rf"no progress for \d+ s: .*{found}", line)
         assert "Thread 0x" in "".join(path.read_text() for path in ended.hang.glob("rank-*"))
@@ -139,7 +140,7 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
 
 
 def refused(tmp_path: Path, *program: str) -> str:
-    """The one line with which two ranks that must not train end, without a trace of theirs."""
+    """Return the line with which two refused ranks end; check that the ranks leave no trace."""
     run = tmp_path / "run"
     before = sorted(run.rglob("*"))
     job = launch(2, *program, *OPTIONS, f"--run_dir={run}")
@@ -150,9 +151,9 @@ def refused(tmp_path: Path, *program: str) -> str:
 
 
 def test_a_second_job_in_a_run_directory_is_refused(tmp_path):
-    """Oracle: the process that has the directory, and what to do."""
+    """Oracle: the directory's process, and the remedy."""
     lock = Lock(tmp_path / "run")
-    line = refused(tmp_path, train_cnn.__file__)
+    line = refused(tmp_path, TRAIN)
     lock.release()
     assert f"is in use by process {os.getpid()} on " in line
     assert line.endswith("or give another directory")
@@ -163,13 +164,13 @@ import sys
 from mpi4py import MPI
 if MPI.COMM_WORLD.rank == 1:
     sys.path.insert(0, sys.argv[1])
-from mpikfac_apps import train_cnn
-sys.exit(train_cnn.main(sys.argv[2:]))
+from mpikfac_apps.training import train
+sys.exit(train.main(sys.argv[2:]))
 """
 
 
 def test_ranks_with_other_code_are_refused(tmp_path):
-    """Oracle: rank 1 imports a copy of the library in which a comment was added."""
+    """Oracle: rank 1 imports a copy of the library with an added comment."""
     copy = Path(shutil.copytree(Path(mpikfac.__file__).parent, tmp_path / "copy" / "mpikfac"))
     with open(copy / "kron.py", "a") as file:
         file.write("# changed\n")

@@ -1,4 +1,4 @@
-"""What is printed of a checkpoint is what it holds; damage is told."""
+"""Printed contents equal a checkpoint's contents; damage is reported."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import sys
 import numpy as np
 import pytest
 import torch
-from problem import SETTINGS, network, run, sgd
 
 import mpikfac
-from mpikfac_apps import inspect_checkpoint, spectra
+from mpikfac_apps.inspecting import inspect, spectra
+from support import problem
+from support.problem import SETTINGS, network, run, sgd
 
 
 def rows(text, section):
-    """The words of a section's lines, by their first word, without headings."""
+    """Return the words of a section's lines, by first word, without headings."""
     lines = text.partition(f"{section}\n")[2].partition("\n\n")[0].splitlines()[1:]
     return {words[0]: words[1:] for words in map(str.split, lines)}
 
 
 def table_of_layers(text):
-    """The words of the lines of the table of layers, by layer."""
+    """Return the heading and the words of the table of layers, by layer."""
     heading = next(line for line in text.splitlines() if line.startswith("Orders"))
     return heading, rows(text, heading)
 
 
 def close(values):
-    """Numbers that are printed with a few digits; below 1e-12 is rounding of the eigenvalues."""
+    """Compare printed numbers to a few digits; numbers below 1e-12 are rounding of eigenvalues."""
     return pytest.approx(values, rel=0.05, abs=1e-12)
 
 
 def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp_path, capsys):
     """Oracle: NumPy on the factors of the running K-FAC, and on their damped Kronecker product."""
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 0
+    assert inspect.main([str(tmp_path / "run")]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
     assert "damping 0.01 and solver eigen" in heading
     assert list(found) == ["0", "3", "5"]
@@ -78,7 +79,7 @@ def test_a_singular_layer_without_damping_has_an_infinite_condition():
 
 
 def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
-    """Oracle: the damping of the running K-FAC, which began with another."""
+    """Oracle: the damping of the running K-FAC, which began with another damping."""
     model = network()
     damping = mpikfac.LevenbergMarquardt(0.01, every=1)
     kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), damping=damping, solver="eigen")
@@ -87,24 +88,24 @@ def test_the_damping_is_the_one_that_was_reached(tmp_path, capsys):
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     settings = "{solver: eigen, damping: 0.01, relative_damping: true}"
     (tmp_path / "config.yaml").write_text(f"kfac: {settings}\n")
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert inspect.main([str(tmp_path)]) == 0
     assert damping.damping != 0.01
     expected = f"with relative damping {damping.damping:g} and solver eigen"
     assert expected in table_of_layers(capsys.readouterr().out)[0]
 
 
 def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
-    """Oracle: the condition with that solver of the running K-FAC's factors; vectors have none."""
+    """Oracle: the condition of the running K-FAC's factors, by solver; vectors have none."""
     model, solvers = network(), {"3": "inverse", "5": "rank-one"}
 
     def rule(layer):
         return dataclasses.replace(layer, solver=solvers.get(layer.name))
 
-    kfac = mpikfac.KFAC(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
+    kfac = problem.kfac(model, sgd(model), mpikfac.world(), **SETTINGS, rule=rule)
     run(kfac, mpikfac.world(), [0])
     mpikfac.save_checkpoint(mpikfac.world(), tmp_path / "checkpoints", kfac.state_dict(), 1)
     (tmp_path / "config.yaml").write_text(f"kfac: {{damping: {SETTINGS['damping']}}}\n")
-    assert inspect_checkpoint.main([str(tmp_path)]) == 0
+    assert inspect.main([str(tmp_path)]) == 0
     heading, found = table_of_layers(capsys.readouterr().out)
     assert heading.endswith("solver eigen, 3: inverse, 5: rank-one")
     assert list(found) == ["0", "3"]
@@ -117,14 +118,14 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
 
 def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path, capsys):
     (tmp_path / "run" / "config.yaml").unlink()
-    assert inspect_checkpoint.main([str(tmp_path / "run" / "checkpoints")]) == 0
+    assert inspect.main([str(tmp_path / "run" / "checkpoints")]) == 0
     assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
 
 
 def test_contents_are_counted(trained, tmp_path, capsys):
-    """Oracle: the state that was saved, and the sizes of files."""
+    """Oracle: the saved state, and the sizes of files."""
     path = mpikfac.latest_checkpoint(tmp_path / "run" / "checkpoints")
-    assert inspect_checkpoint.main([str(path)]) == 0
+    assert inspect.main([str(path)]) == 0
     text = capsys.readouterr().out
     size = (path / "shard-0.h5").stat().st_size
     assert f"{path}: step {trained.steps}\n" in text
@@ -148,7 +149,7 @@ def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, ca
     if damage is not None:
         content[-1] ^= 1
         shard.write_bytes(content if damage else b"")
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    assert inspect.main([str(tmp_path / "run")]) == 1
     text = capsys.readouterr().out
     assert rows(text, "Shards")["shard-0.h5"][1] == "damaged"
     assert told in next(line for line in text.splitlines() if str(shard) in line)
@@ -158,7 +159,7 @@ def test_a_damaged_shard_is_told_with_code_1(damage, told, trained, tmp_path, ca
 def test_a_damaged_manifest_is_one_line_and_code_1(trained, tmp_path, capsys):
     (manifest,) = tmp_path.rglob("manifest.json")
     manifest.write_text(manifest.read_text().replace("float64", "float32", 1))
-    assert inspect_checkpoint.main([str(tmp_path / "run")]) == 1
+    assert inspect.main([str(tmp_path / "run")]) == 1
     output = capsys.readouterr()
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert "manifest.json is damaged" in output.err
@@ -168,18 +169,18 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
     """Oracle: names of the layers as ticks in the SVG file."""
     svg, png = tmp_path / "new" / "spectra.svg", tmp_path / "spectra.png"
     for file in (svg, png):
-        assert inspect_checkpoint.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
+        assert inspect.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
     assert all(f"<!-- {layer.name} -->" in svg.read_text() for layer in trained.layers)
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
-    """A run that diverged can be looked at: its numbers are NaN, its picture is drawn."""
+    """Oracle: NaN; a diverged run can be inspected, and the picture is drawn."""
     trained.factors.averages["3.G"][0, 0] = float("nan")
     root = tmp_path / "diverged"
     mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
     picture = tmp_path / "spectra.png"
-    assert inspect_checkpoint.main([str(root), "--picture", str(picture)]) == 0
+    assert inspect.main([str(root), "--picture", str(picture)]) == 0
     found = table_of_layers(capsys.readouterr().out)[1]
     assert found["3"][5:] == ["nan"] * 4
     assert "nan" not in found["5"]
@@ -209,7 +210,7 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
     (tmp_path / "config.yaml").touch()
     mpikfac.save_checkpoint(mpikfac.world(), "first-order", {"model/w": torch.ones(2)}, 1)
     try:
-        code = inspect_checkpoint.main(arguments.split())
+        code = inspect.main(arguments.split())
     except SystemExit as ended:
         code = ended.code
     output = capsys.readouterr()
@@ -218,12 +219,12 @@ def test_bad_arguments_are_one_line(arguments, told, tmp_path, monkeypatch, caps
 
 
 def test_mpi_is_not_imported(trained, tmp_path):
-    """A laptop without MPI inspects and exports what a cluster wrote."""
+    """Oracle: the imported modules; a laptop without MPI inspects and exports a cluster's files."""
     program = (
-        "import sys; from mpikfac.__main__ import main; run, file = sys.argv[1:]; "
+        "import sys; from mpikfac_apps.__main__ import main; run, file = sys.argv[1:]; "
         "code = main(['inspect', run]) or main(['export', run, '--factors', file]); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )
     arguments = [str(tmp_path / "run"), str(tmp_path / "factors.npz")]
-    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=240)
     assert ran.returncode == 0

@@ -1,4 +1,4 @@
-"""Who gets a run directory that another run holds, held, or lost."""
+"""Owners of a run directory that another run holds, held, or lost."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from mpikfac_apps import lock
-from mpikfac_apps.lock import STALE, Lock
+from mpikfac_apps.guard import lock
+from mpikfac_apps.guard.lock import STALE, Lock
 
 HOLDS = """
 import sys, pathlib
-from mpikfac_apps.lock import Lock
+from mpikfac_apps.guard.lock import Lock
 Lock(pathlib.Path(sys.argv[1]))
 print("holds", flush=True)
 sys.stdin.readline()
@@ -29,7 +29,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def take():
-    """Takes locks, and releases them after the test."""
+    """Return a function that takes locks; release the locks after the test."""
     taken = []
 
     def take(directory: Path, environ=None) -> Lock:
@@ -42,7 +42,7 @@ def take():
 
 
 def edit(directory: Path, silent: float = 0, **changes: object) -> None:
-    """Rewrites the lock file, last touched `silent` seconds ago, as another run's."""
+    """Rewrite the lock file as another run's file, last touched `silent` seconds ago."""
     path = directory / "lock"
     changes = {"token": "other", "host": "node5", "pids": "elsewhere"} | changes
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -66,7 +66,7 @@ def test_a_lock_is_one_file_until_it_is_released(take, tmp_path):
 
 
 def test_a_living_holder_is_named_and_kept(take, tmp_path):
-    """Oracle: what was written into the lock; a holder here lives however long it is silent."""
+    """Oracle: the lock's content; a holder on this machine lives, for any time of silence."""
     take(tmp_path, {"PBS_JOBID": "12.head"})
     edit(tmp_path, silent=1000, host="node5", pids=holder(tmp_path)["pids"])
     before = holder(tmp_path)
@@ -80,7 +80,7 @@ def test_a_living_holder_is_named_and_kept(take, tmp_path):
 
 
 def test_the_lock_of_a_killed_process_is_taken_at_once(take, tmp_path):
-    """Oracle: a process that is killed, first not yet waited for (a zombie), then gone."""
+    """Oracle: a killed process, first a zombie (not yet waited for), then gone."""
     command = [sys.executable, "-c", HOLDS, str(tmp_path)]
     with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as run:
         assert run.stdout.readline() == "holds\n"
@@ -96,7 +96,7 @@ def test_the_lock_of_a_killed_process_is_taken_at_once(take, tmp_path):
 
 
 def test_a_pid_that_is_used_again_is_not_the_holder(take, tmp_path):
-    """Oracle: this process, said to have started at another time."""
+    """Oracle: this process, with another start time in the lock."""
     take(tmp_path)
     edit(tmp_path, born="1", pids=holder(tmp_path)["pids"])
     assert not take(tmp_path).lost
@@ -104,7 +104,7 @@ def test_a_pid_that_is_used_again_is_not_the_holder(take, tmp_path):
 
 @pytest.mark.parametrize("silent", [STALE - 5, STALE + 5])
 def test_a_holder_elsewhere_is_gone_once_it_is_silent(take, tmp_path, monkeypatch, silent):
-    """Oracle: the dates of files, which this host's clock, a day late, has no part in."""
+    """Oracle: the dates of files; this host's clock, a day late, has no effect."""
     take(tmp_path)
     edit(tmp_path, silent=silent)
     late = time.time() - 86400
@@ -140,18 +140,18 @@ def test_a_restarted_job_takes_its_lock_back_at_once(take, tmp_path, before, now
 
 
 def test_the_lock_is_touched_while_it_is_held(take, tmp_path, monkeypatch):
-    """Oracle: its date, put back by hand."""
+    """Oracle: the lock's date, put back by hand."""
     monkeypatch.setattr(lock, "TOUCH_EVERY", 0.01)
     take(tmp_path)
     path = tmp_path / "lock"
     os.utime(path, (0, 0))
-    while path.stat().st_mtime == 0:  # for ever, were it not touched
+    while path.stat().st_mtime == 0:  # endless, if the lock were not touched
         time.sleep(0.01)
 
 
 @pytest.mark.parametrize("how", ["taken", "removed", "damaged"])
 def test_a_lost_lock_is_noticed_and_left_alone(take, tmp_path, monkeypatch, how):
-    """Oracle: the other's lock, as it was before and after the release."""
+    """Oracle: the second run's lock, unchanged by the release."""
     monkeypatch.setattr(lock, "TOUCH_EVERY", 0.01)
     held = take(tmp_path)
     path = tmp_path / "lock"
@@ -160,7 +160,7 @@ def test_a_lost_lock_is_noticed_and_left_alone(take, tmp_path, monkeypatch, how)
     os.replace(other, path)
     if how == "removed":
         path.unlink()
-    while not held.lost:  # for ever, were it not noticed
+    while not held.lost:  # endless, if the loss were not noticed
         time.sleep(0.01)
     before = path.read_text() if path.exists() else None
     held.release()
@@ -177,7 +177,7 @@ def test_a_file_that_names_no_run_is_not_replaced(tmp_path, content):
 
 
 def test_a_link_whose_answer_is_lost_counts(take, tmp_path, monkeypatch):
-    """Oracle: a file server that makes a link, is asked once more, and says that it exists."""
+    """Oracle: a file server that makes a link, is asked again, and reports an existing link."""
     link = os.link
 
     def twice(source, target):
@@ -189,7 +189,7 @@ def test_a_link_whose_answer_is_lost_counts(take, tmp_path, monkeypatch):
 
 
 def leave_behind(directory: Path, monkeypatch) -> Lock:
-    """A run elsewhere that holds the lock and has been silent for long; it lives all the same."""
+    """Return the lock of a run on another machine; the run is long silent but alive."""
     there = dataclasses.replace(lock._this_run({}), pids="elsewhere")
     with monkeypatch.context() as patch:
         patch.setattr(lock, "_this_run", lambda environ: there)
@@ -199,7 +199,7 @@ def leave_behind(directory: Path, monkeypatch) -> Lock:
 
 
 def attempt(directory: Path, held: list[Lock]) -> None:
-    """Adds the directory's lock to those that are held, unless it is refused."""
+    """Add the directory's lock to the held locks, unless the lock is refused."""
     try:
         held.append(Lock(directory, {}))
     except ValueError as error:
@@ -208,7 +208,7 @@ def attempt(directory: Path, held: list[Lock]) -> None:
 
 @contextmanager
 def acting_before(moment: int, act, monkeypatch):
-    """`act()` is done right before the body's step number `moment`; the body's steps so far."""
+    """Run `act()` right before the body's step number `moment`; yield the count of steps."""
     steps = itertools.count(1)
 
     def step(call):
@@ -228,7 +228,7 @@ def acting_before(moment: int, act, monkeypatch):
 
 @pytest.mark.parametrize("meanwhile", ["takes", "takes and releases", "the old one releases"])
 def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhile):
-    """Oracle: one holder; another run does all it does right before each of the taker's steps."""
+    """Oracle: a single holder; before every step of the taker, a second run does its whole work."""
     for moment in itertools.count(1):
         directory, held = tmp_path / str(moment), []
         old = leave_behind(directory, monkeypatch)
@@ -248,13 +248,13 @@ def test_at_no_moment_can_two_runs_take_one_lock(tmp_path, monkeypatch, meanwhil
         winner.release()
         old.release()
         assert not list(directory.iterdir())
-        if next(steps) <= moment:  # the taker was done before
+        if next(steps) <= moment:  # the taker had ended
             break
     assert moment > 5
 
 
 def test_at_no_moment_does_a_release_remove_the_lock_of_another(tmp_path, monkeypatch):
-    """Oracle: the lock of a run that takes it right before each step of the old one's release."""
+    """Oracle: the lock of a run that takes the lock right before each step of the old release."""
     for moment in itertools.count(1):
         directory, held = tmp_path / str(moment), []
         old = leave_behind(directory, monkeypatch)
@@ -272,7 +272,7 @@ def test_at_no_moment_does_a_release_remove_the_lock_of_another(tmp_path, monkey
 
 
 def test_of_many_takers_one_wins(tmp_path, monkeypatch):
-    """Oracle: one holder of those that start together, in 30 rounds."""
+    """Oracle: a single holder among runs that start together, in 30 rounds."""
     for round_ in range(30):
         directory = tmp_path / str(round_)
         old = leave_behind(directory, monkeypatch)
@@ -294,7 +294,7 @@ def test_of_many_takers_one_wins(tmp_path, monkeypatch):
 
 
 def test_a_run_that_died_taking_or_releasing_is_replaced_too(take, tmp_path, monkeypatch):
-    """Oracle: the files of runs that were killed when they had the right to replace the lock."""
+    """Oracle: the files of runs killed while they had the right to replace the lock."""
     old = leave_behind(tmp_path, monkeypatch)
     dead = dataclasses.replace(lock._this_run({}), token="dead", born="1")
     right = tmp_path / f"lock.{old._holder.token}"

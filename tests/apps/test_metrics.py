@@ -5,13 +5,13 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac_apps.metrics import Meter, Speed
+from mpikfac_apps.training.metrics import Meter, Speed
 
 CPU = torch.device("cpu")
 
 
 class Ranks:
-    """A communicator of ranks that all hold the same."""
+    """A communicator of ranks that all hold the same value."""
 
     def __init__(self, size: int, rank: int = 0) -> None:
         self.size, self.rank = size, rank
@@ -51,7 +51,7 @@ def test_recent_loss_covers_what_came_since_it_was_last_asked_for():
 
 
 def test_a_restored_meter_goes_on_as_if_nothing_had_happened():
-    """Oracle: a meter that was not interrupted."""
+    """Oracle: an uninterrupted meter."""
     through, before, after = (Meter(Ranks(1), CPU) for _ in range(3))
     for meter in (through, before):
         count(meter, 0)

@@ -3,10 +3,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
+from mpikfac_apps.problems.resnet import PadShortcut
 
 # He et al. (CVPR 2016), table 6, give 0.27, 0.46, 0.66, 0.85 and 1.7 million for 32x32; the counts
-# for ImageNet are those of torchvision's networks of the same names.
+# for ImageNet are the counts of torchvision's networks of the same names.
 PARAMETERS = {
     "resnet20": 269_722,
     "resnet32": 464_154,
@@ -65,7 +66,7 @@ def test_the_stride_of_a_bottleneck_is_in_its_3x3_convolution():
 
 def test_option_a_subsamples_and_adds_zero_channels():
     x = torch.randn(2, 3, 4, 4)
-    y = models.PadShortcut(3, 5, 2)(x)
+    y = PadShortcut(3, 5, 2)(x)
     assert torch.equal(y[:, :3], x[:, :, ::2, ::2])
     assert not y[:, 3:].any()
 

@@ -1,4 +1,4 @@
-"""The report of a study from files that say what its cells measured, all of them or few."""
+"""The report of a study from files of measurements of all cells or few cells."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps import matrix, measured, models, pictures, report, study
+from mpikfac_apps.problems import models
+from mpikfac_apps.study import pictures, report, results, spec, study
+from mpikfac_apps.study.sentences import findings
+from mpikfac_apps.text import ms
 
 STUDY = {
     "name": "a <study>",
@@ -34,7 +37,10 @@ STAGE = {"calls": 1.0, "bytes": 0.0, "waiting": 0.0}
 
 
 def stages(handed, steps=(2, 3)):
-    """Two ranks: 10 ms forward; 4 ms in a collective, of which the first waits 3; 6 ms unknown."""
+    """Return stages of two ranks: 10 ms forward, 4 ms in a collective, and 6 ms unknown.
+
+    Of the collective's 4 ms the first rank waits 3 ms.
+    """
     ranks = []
     for waiting in (0.003, 0.0):
         reduce = {**STAGE, "seconds": 0.004, "waiting": waiting, "bytes": handed}
@@ -46,7 +52,7 @@ def stages(handed, steps=(2, 3)):
 
 
 def trace():
-    """Two steps of two ranks, of which the second starts later; the second step has a refresh."""
+    """Return two steps of two ranks; the second rank starts later, the second step refreshes."""
     events = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}}]
     for step, work in enumerate(("forward", "decompose")):
         for rank in (0, 1):
@@ -57,7 +63,7 @@ def trace():
 
 
 def fill(place, cell, loss=1.0, handed=0.0, code=0, speeds=SPEEDS, steps=(2, 3)):
-    """What a run of the cell leaves behind."""
+    """Write the files of a cell's run; return the run directory."""
     directory = place / "cells" / cell.directory
     run = directory / "run"
     run.mkdir(parents=True, exist_ok=True)
@@ -77,21 +83,21 @@ def fill(place, cell, loss=1.0, handed=0.0, code=0, speeds=SPEEDS, steps=(2, 3))
 
 
 def read(tmp_path, **changes):
-    """The study of the file, but for changes."""
+    """Return the study of the file, with changes."""
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
-    return matrix.read(path)
+    return spec.read(path)
 
 
 @pytest.fixture
 def asked(tmp_path):
-    """The study of the file, and a directory for its cells."""
+    """Return the study of the file, and a directory for the study's cells."""
     return read(tmp_path), tmp_path
 
 
 def sentences(wanted, place):
-    found = measured.read(wanted, place)
-    return " ".join(report.findings(found, wanted.target, measured.estimators(wanted.cells)))
+    found = results.read(wanted, place)
+    return " ".join(findings(found, wanted.target, results.estimators(wanted.cells)))
 
 
 def the(found, label):
@@ -100,13 +106,13 @@ def the(found, label):
 
 
 def pictures_of(page):
-    """The pictures in a page."""
+    """Return the pictures in a page."""
     data = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
     return [base64.b64decode(picture) for picture in data]
 
 
 def row_of(page, name, count):
-    """The cells of a row of the main table, under a number of ranks."""
+    """Return the cells of a row of the main table, under a number of ranks."""
     (part,) = re.findall(rf">{count}</th></tr>(.*?)</tbody>", page, re.DOTALL)
     (row,) = re.findall(rf"<tr><td>({re.escape(name)}</td>.*?)</tr>", part)
     return re.sub(r"</?td>", "|", row).rstrip("|").split("||")
@@ -134,7 +140,7 @@ def test_time_by_group_leaves_waiting_out_and_adds_up_to_the_step(asked):
     wanted, place = asked
     cell = wanted.cells[-1]
     fill(place, cell)
-    parts = the(measured.read(wanted, place), cell.label).breakdown
+    parts = the(results.read(wanted, place), cell.label).breakdown
     known = {"forward": 0.010, "factor messages": 0.0025, "waiting": 0.0015, "other": 0.006}
     assert {k: v for k, v in parts.items() if v} == pytest.approx(known)
     assert sum(parts.values()) == pytest.approx(0.020)
@@ -143,7 +149,7 @@ def test_time_by_group_leaves_waiting_out_and_adds_up_to_the_step(asked):
 def test_bytes_are_those_of_the_plan(asked):
     """Oracle: the messages of an interval of two steps; all gradients of SGD in one Allreduce."""
     wanted, place = asked
-    found = measured.read(wanted, place)
+    found = results.read(wanted, place)
     comm_opt = the(found, "comm-opt on 2 ranks")
     layers, others = mpikfac.covered_shapes(models.build("digits_cnn", 10, 1))
     plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy.comm_opt(2), others)
@@ -162,16 +168,16 @@ def test_bytes_are_those_of_the_plan(asked):
 
 def test_letters_tell_estimators_apart_not_placements(asked):
     wanted, _ = asked
-    assert measured.estimators(wanted.cells) == {
+    assert results.estimators(wanted.cells) == {
         **{"sgd": "a", "comm-opt": "b", "mem-opt": "b", "dp-kfac": "c"}
     }
 
 
 def test_sentences_say_what_the_numbers_say(asked):
-    """Oracle: losses and counts that are planted."""
+    """Oracle: planted losses and counts."""
     wanted, place = asked
     for cell in wanted.cells:
-        planned = the(measured.read(wanted, place), cell.label).handed
+        planned = the(results.read(wanted, place), cell.label).handed
         wrong = cell.strategy == "mem-opt"
         fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
     text = sentences(wanted, place)
@@ -190,9 +196,9 @@ def test_sentences_compare_medians_over_seeds(tmp_path):
     """Oracle: medians by hand; the quickest single cell is an outlier of the slower variant."""
     strategies = ["sgd", "comm-opt", "mem-opt"]
     wanted = read(tmp_path, matrix={"strategy": strategies, "ranks": [2], "seed": [0, 1, 2]})
-    ms = {"sgd": (50, 40, 60), "comm-opt": (100, 10, 90), "mem-opt": (60, 75, 80)}
+    steps = {"sgd": (50, 40, 60), "comm-opt": (100, 10, 90), "mem-opt": (60, 75, 80)}
     for cell in wanted.cells:
-        fill(tmp_path, cell, speeds=[120e3 / ms[cell.strategy][cell.options.seed]] * 3)
+        fill(tmp_path, cell, speeds=[120e3 / steps[cell.strategy][cell.options.seed]] * 3)
     text = sentences(wanted, tmp_path)
     pace = "mem-opt has the quickest K-FAC step (75.0 ms, 1.50 times SGD's)"
     assert f"On 2 ranks, {pace} and comm-opt the slowest (90.0 ms)." in text
@@ -209,7 +215,7 @@ def test_one_variant_on_several_seeds_is_compared_with_none(tmp_path):
 
 
 def test_jobs_of_a_queue_are_not_judged_by_the_machine_that_queued_them(asked):
-    """Oracle: no cores, no other work, and no word of either."""
+    """Oracle: no cores, no other work, and no sentence on either."""
     wanted, place = asked
     for cell in wanted.cells:
         result = fill(place, cell).parent / "result.json"
@@ -224,12 +230,12 @@ def test_steps_that_are_no_whole_interval_do_not_say_where_time_goes(asked):
     wanted, place = asked
     run = fill(place, wanted.cells[-1])
     (run / "stages.json").write_text(json.dumps(stages(0.0, steps=(2, 3, 4))))
-    cell = the(measured.read(wanted, place), wanted.cells[-1].label)
+    cell = the(results.read(wanted, place), wanted.cells[-1].label)
     assert (cell.breakdown, cell.traced_seconds, cell.counted) == ({}, None, None)
 
 
 def test_time_of_jobs_counts_a_run_that_cells_share_once(tmp_path):
-    """Oracle: SGD, once for two dampings, and K-FAC with each: three runs of 9 s."""
+    """Oracle: SGD, once for two dampings, and K-FAC with both dampings: three runs of 9 s."""
     axes = {"strategy": ["sgd", "comm-opt"], "ranks": [1], "kfac.damping": [0.1, 0.2]}
     wanted = read(tmp_path, matrix=axes)
     for cell in wanted.cells:
@@ -243,7 +249,7 @@ def test_each_number_of_ranks_has_a_panel_and_no_panel_is_empty(tmp_path):
     wanted = read(tmp_path, matrix={"strategy": ["comm-opt"], "ranks": [1, 2, 3, 4]})
     for cell in wanted.cells:
         fill(tmp_path, cell)
-    picture = pictures.breakdown(measured.read(wanted, tmp_path))
+    picture = pictures.breakdown(results.read(wanted, tmp_path))
     assert len(set(re.findall(rb'id="axes_\d+"', picture))) == 4
 
 
@@ -260,14 +266,14 @@ def test_cells_that_are_not_complete_are_in_no_picture_and_no_ratio(asked):
 
 
 def test_a_report_can_be_made_at_any_time(asked):
-    """Oracle: the states of the cells, and a page that is whole."""
+    """Oracle: the states of the cells, and a complete page."""
     wanted, place = asked
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "No cell is complete yet." in page
     assert page.count("No picture: ") == 5
     assert page.rstrip().endswith("</html>")
     failed, cut = (
-        the(measured.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
+        the(results.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")
     )
     fill(place, failed, code=2)
     run = fill(place, cut)
@@ -280,7 +286,7 @@ def test_a_report_can_be_made_at_any_time(asked):
     assert "<code>no more disk</code>" in page
     assert row_of(page, f"{cut.strategy} (begun)", "1 rank")[2] == "100"
     assert row_of(page, f"{failed.strategy} (failed)", "1 rank")[2] == "100"
-    assert len(pictures_of(page)) == 0  # of complete cells
+    assert len(pictures_of(page)) == 0  # no complete cell
 
 
 def test_report_only_runs_nothing(asked, monkeypatch, capsys):
@@ -291,16 +297,16 @@ def test_report_only_runs_nothing(asked, monkeypatch, capsys):
 
 
 def test_predictions_stand_beside_measurements_where_the_machine_knows_the_network(tmp_path):
-    """Oracle: the simulator, asked for the plan of one cell by hand."""
+    """Oracle: the simulator's prediction of a single cell's plan, by hand."""
     network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
     axes = {"strategy": ["sgd", "mem-opt"], "ranks": [2, 4]}
     path = tmp_path / "study.yaml"
     text = {"options": {**network, "epochs": 1}, "matrix": axes, "machine": "v100-edr"}
     path.write_text(yaml.safe_dump(text))
-    wanted = matrix.read(path)
+    wanted = spec.read(path)
     for cell in wanted.cells:
         fill(tmp_path, cell, steps=range(2, 12))
-    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     layers, others = mpikfac.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
     job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
@@ -309,13 +315,13 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     assert found["mem-opt on 4 ranks"] == pytest.approx(expected)
     assert len(found) == 4
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
-    assert row_of(page, "mem-opt", "4 ranks")[4] == report.ms(expected)
+    assert row_of(page, "mem-opt", "4 ranks")[4] == ms(expected)
     assert len(pictures_of(page)) == 5
-    assert report.predicted(machine, measured.read(read(tmp_path), tmp_path)) == {}
+    assert report.predicted(machine, results.read(read(tmp_path), tmp_path)) == {}
 
 
 def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_path):
-    """Oracle: the simulator, asked for the two of three ranks that train on 32 images each."""
+    """Oracle: the simulator's prediction for two training ranks of three, with 32 images each."""
     network = {"model": "resnet50", "data": {"name": "synthetic"}, "batch_per_rank": 32}
     axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
     wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")
@@ -323,5 +329,5 @@ def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_pat
     job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
     expected = mpikfac.simulate(cell.plan, wanted.machine, job).mean.seconds
     assert cell.plan.ranks == 2
-    found = report.predicted(wanted.machine, measured.read(wanted, tmp_path))
+    found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     assert found == {cell.label: pytest.approx(expected)}

@@ -1,4 +1,4 @@
-"""A run that was stopped, killed, or moved to other ranks is the run that was not interrupted."""
+"""A run that was stopped, killed, or moved to other ranks equals the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import hashlib
 import itertools
 import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
-from launch import launch
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import train
+from mpikfac_apps.training.run import Run
+from support.launch import PROGRAMS, launch, run_each
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = [1, 2, 3, 4, 8] if SOAK else [1, 2, 3, 4]
 PAIRS = list(itertools.permutations(RANKS, 2))  # of ranks before and after
 ONWARD = PAIRS if SOAK else list(zip(RANKS, [*RANKS[1:], RANKS[0]]))
-STEPS = 9  # 3 are an epoch; factors at every one, decompositions at every other
+STEPS = 9  # 3 steps are an epoch; factors at every step, decompositions at every second step
 STOP = 5
 QUICK = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
@@ -36,7 +36,7 @@ STRATEGIES = {
     "owner updates": ("--kfac.update=owner", "--kfac.colocate=false"),
     "own batch": ("--kfac.strategy=mem-opt", "--kfac.reduction=none"),
 }
-# A network of which the numbers do not depend on the ranks, but for rounding; on each a placement.
+# A network whose numbers do not depend on the ranks, except for rounding; a placement per ranks.
 MOVED = ("--model=plain", *DELAY)
 PLACEMENTS = {
     1: (),
@@ -45,10 +45,11 @@ PLACEMENTS = {
     4: ("--kfac.strategy=hybrid", "--kfac.workers=2", "--kfac.reduction=owners"),
     8: ("--kfac.strategy=hybrid", "--kfac.workers=4"),
 }
-# A network that depends on the ranks, unless its batch comes in parts: runs on that many.
+# A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
 LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
-pytestmark = pytest.mark.timeout(1800 if SOAK else 180)  # the runs of `job` count as one test's
+# The runs of `job` count as one test's.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 
@@ -57,7 +58,7 @@ def options(run_dir, *more):
 
 
 def content(run_dir, step=STEPS):
-    """SHA-256 of every item of a run's checkpoint that no clock measured."""
+    """Return SHA-256 of every item of a run's checkpoint, without times."""
     saved = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
     names = saved.keys() - {"run/seconds", "run/metrics_bytes"}
     return {name: hashlib.sha256(as_bytes(saved[name])).hexdigest() for name in names}
@@ -68,7 +69,7 @@ def as_bytes(item):
 
 
 def rows(run_dir):
-    """Lines of metrics without what a clock measured."""
+    """Return lines of metrics without times."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return [{key: row[key] for key in row if key not in CLOCKS} for row in lines]
 
@@ -83,7 +84,7 @@ def log(run_dir):
 
 
 def several(root):
-    """Ranks and options of the runs that take several ranks, in their order."""
+    """Yield ranks and options of the runs on several ranks, in the runs' order."""
     for name, more in STRATEGIES.items():
         for ranks in RANKS[1:] if SOAK else [2]:
             whole, parts = (options(root / f"{kind} {name} {ranks}", *more) for kind in "AB")
@@ -111,45 +112,40 @@ def several(root):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """The directory of the runs that take several ranks, made one after the other."""
+    """Return the directory of the runs on several ranks, made one after the other."""
     root = tmp_path_factory.mktemp("restart")
-    here = Path(__file__).parent
     killed = options(root / "killed", *STRATEGIES["owners"], "--checkpoint_every=2")
-    ended = launch(2, str(here / "killed.py"), "1", "7", "0", *killed, timeout=60)
+    ended = launch(2, str(PROGRAMS / "killed.py"), "1", "7", "0", *killed)
     assert ended.returncode not in (0, 2), ended.stderr
-    runs = root / "runs.json"
-    runs.write_text(json.dumps(list(several(root))))
-    limit = 1200 if SOAK else 110
-    ended = launch(max(RANKS), str(here / "several.py"), str(runs), timeout=limit)
-    assert ended.returncode == 0, ended.stderr
+    run_each(list(several(root)), root, timeout=1200)
     return root
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The directory of an uninterrupted run on one rank."""
+    """Return the directory of an uninterrupted run on one rank."""
     root = tmp_path_factory.mktemp("whole")
-    assert train_cnn.main(options(root, *DELAY)) == 0
+    assert train.main(options(root, *DELAY)) == 0
     return root
 
 
 @pytest.mark.parametrize("stop", range(1, STEPS + 1))
 def test_a_run_that_stops_anywhere_goes_on_to_the_last_bit(tmp_path, whole, stop):
     """Oracle: all items and metrics of the uninterrupted run."""
-    assert train_cnn.main(options(tmp_path, *DELAY, f"--max_steps={stop}")) == 0
-    assert train_cnn.main(options(tmp_path, *DELAY, "--resume=auto")) == 0
+    assert train.main(options(tmp_path, *DELAY, f"--max_steps={stop}")) == 0
+    assert train.main(options(tmp_path, *DELAY, "--resume=auto")) == 0
     assert_same_run(tmp_path, whole)
 
 
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, whole):
     """Oracle: all items and metrics of the uninterrupted run; the log names both checkpoints."""
     chosen = options(tmp_path, *DELAY, "--checkpoint_every=2")
-    assert train_cnn.main([*chosen, "--max_steps=6"]) == 0
+    assert train.main([*chosen, "--max_steps=6"]) == 0
     shard = tmp_path / "checkpoints" / "step-000000006" / "shard-0.h5"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert train_cnn.main([*chosen, "--resume=auto"]) == 0
+    assert train.main([*chosen, "--resume=auto"]) == 0
     before = tmp_path / "checkpoints" / "step-000000004"
     assert f"{shard} is damaged: its BLAKE3 is not that" in log(tmp_path)
     assert f"of what was written; going on from {before}" in log(tmp_path)
@@ -157,20 +153,20 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, who
 
 
 def test_a_checkpoint_from_which_runs_die_is_passed_over(tmp_path, whole, monkeypatch):
-    """Oracle: all items and metrics of the uninterrupted run; the third start says what it does."""
+    """Oracle: all items and metrics of the uninterrupted run; the third start logs the change."""
 
     def die(self):
         raise mpikfac.UserError("on purpose")
 
     chosen = options(tmp_path, *DELAY, "--checkpoint_every=2")
-    assert train_cnn.main([*chosen, "--max_steps=6"]) == 0
+    assert train.main([*chosen, "--max_steps=6"]) == 0
     newest, before = (tmp_path / "checkpoints" / f"step-00000000{step}" for step in (6, 4))
     for _ in range(2):
         with monkeypatch.context() as patch, pytest.raises(SystemExit):
-            patch.setattr(train_cnn.Run, "train", die)
-            train_cnn.main([*chosen, "--resume=auto"])
+            patch.setattr(Run, "train", die)
+            train.main([*chosen, "--resume=auto"])
         assert f"going on from {before}" not in log(tmp_path)
-    assert train_cnn.main([*chosen, "--resume=auto"]) == 0
+    assert train.main([*chosen, "--resume=auto"]) == 0
     passed = f"{newest}: the last 2 starts from it committed no newer checkpoint"
     assert f"{passed}; going on from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)
@@ -191,7 +187,7 @@ def test_a_killed_run_goes_on_to_the_last_bit(job):
 
 @pytest.mark.parametrize(("before", "after"), PAIRS)
 def test_other_ranks_with_another_placement_load_every_bit(job, before, after):
-    """Oracle: what was saved; it is saved again as soon as it is loaded."""
+    """Oracle: the saved state; the run saves again right after loading."""
     assert content(job / f"{before} to {after}", STOP) == content(job / f"from {before}", STOP)
 
 
@@ -206,7 +202,10 @@ def test_other_ranks_with_another_placement_go_on(job, before, after):
 
 
 def in_order(run_dir):
-    """What must not depend on the ranks; metrics are sums over them, counts are of each alone."""
+    """Return the content that must not depend on the ranks.
+
+    Metrics are sums over ranks, and counts belong to a single rank.
+    """
     found = content(run_dir).items()
     kept = ("model/", "optimizer/", "kfac/", "trainer/")
     return {k: v for k, v in found if k.startswith(kept) and "num_batches_tracked" not in k}
@@ -214,10 +213,10 @@ def in_order(run_dir):
 
 @pytest.mark.parametrize("ranks", RANKS[1:])
 def test_sums_in_order_make_the_same_weights_on_all_numbers_of_ranks(job, ranks):
-    """Oracle: all of the state that one rank ends with."""
+    """Oracle: the final state on a single rank."""
     assert in_order(job / f"in order {ranks}") == in_order(job / "in order 1")
 
 
 def test_sums_in_order_make_the_same_weights_when_ranks_change_on_the_way(job):
-    """Oracle: all of the state that one rank without interruption ends with."""
+    """Oracle: the final state on a single rank without interruption."""
     assert in_order(job / "ladder") == in_order(job / "in order 1")

@@ -1,4 +1,4 @@
-"""Ranks that are left train on when one is killed, under an MPI that survives it."""
+"""Remaining ranks train on after a kill, under an MPI that survives kills."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import os
 import random
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-from launch import launch, launcher
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training.train import main
+from support.launch import PROGRAMS, launch, launcher
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = 20
-pytestmark = pytest.mark.timeout(240)  # for two jobs
+pytestmark = pytest.mark.slow
 QUICK = (
     *("--model=plain", "--data.train_images=378", "--epochs=3", "--log_every=1", "--threads=1"),
     *("--batch=60", "--kfac.basis_every=2", "--shrink=true"),
@@ -36,11 +35,11 @@ survivable = pytest.mark.skipif(not open_mpi_5(), reason="needs Open MPI 5's mpi
 
 
 def train(run_dir, monkeypatch, rank, step, *more, seconds=0.0):
-    """How the job of 3 ranks ended of which one is killed."""
+    """Return the end of a job of 3 ranks, of which a single rank is killed."""
     monkeypatch.setenv("MPIRUN_FLAGS", f"{' '.join(launcher()[1])} --with-ft ulfm")
-    program = str(Path(__file__).with_name("killed.py"))
+    program = str(PROGRAMS / "killed.py")
     options = [*QUICK, f"--run_dir={run_dir}", *more]
-    return launch(3, program, str(rank), str(step), str(seconds), *options, timeout=100)
+    return launch(3, program, str(rank), str(step), str(seconds), *options)
 
 
 def losses(run_dir):
@@ -50,9 +49,9 @@ def losses(run_dir):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
-    """Losses of a run of one rank."""
+    """Return losses of a run of one rank."""
     run = tmp_path_factory.mktemp("whole")
-    program = str(Path(__file__).with_name("plain.py"))
+    program = str(PROGRAMS / "plain.py")
     job = launch(1, program, *QUICK, "--shrink=false", f"--run_dir={run}")
     assert job.returncode == 0, job.stderr
     return losses(run)
@@ -61,7 +60,7 @@ def expected(tmp_path_factory):
 @survivable
 @pytest.mark.parametrize("rank", [0, 2] if SOAK else [0])
 def test_ranks_that_hold_everything_go_on_where_they_are(tmp_path, monkeypatch, expected, rank):
-    """Oracle: the losses of a run that loses nobody, to rounding; the step of the kill."""
+    """Oracle: the losses of a run without kills, to rounding; the step of the kill."""
     job = train(tmp_path, monkeypatch, rank, 9)
     assert job.returncode == 0, job.stderr
     assert "step 9: lost 1 of 3 ranks" in job.stdout + job.stderr
@@ -90,11 +89,11 @@ def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
 
 
 def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
-    """Oracle: what to do, and no run directory."""
+    """Oracle: the remedy, and no run directory."""
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as leave:
-        train_cnn.main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
+        main(["--batch=60", f"--run_dir={run}", "--shrink=true"])
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("mpikfac: options: a job of ")
@@ -106,7 +105,7 @@ def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, mo
 @pytest.mark.skipif(not SOAK, reason="20 jobs; MPIKFAC_SOAK=1 runs them")
 @pytest.mark.parametrize("number", range(KILLS))
 def test_no_rank_is_left_waiting_wherever_another_dies(tmp_path, monkeypatch, number):
-    """Oracle: the job's end; where it is not complete, `--resume auto` completes it."""
+    """Oracle: the job's end; `--resume auto` completes an incomplete job."""
     chance = random.Random(number)
     more = chance.choice([(), OWNERS, OWNER_UPDATES])
     where = chance.randrange(3), chance.randrange(2, STEPS - 5)

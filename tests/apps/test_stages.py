@@ -1,4 +1,4 @@
-"""What `trace_steps` leaves behind."""
+"""Files written by `trace_steps`."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import gzip
 import json
 import re
 import signal
-from pathlib import Path
 
 import pytest
 
-from launch import launch
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import train
+from mpikfac_apps.training.run import Run
+from support.launch import TRAIN, launch
 
-PROGRAM = str(Path(train_cnn.__file__))
 QUICK = ("--batch=120", "--data.train_images=720", "--epochs=1", "--threads=1")
 
 
 def picture(run):
-    """Slices of the trace by rank."""
+    """Return slices of the trace by rank."""
     found = json.loads(gzip.decompress((run / "trace.json.gz").read_bytes()))["traceEvents"]
     by_rank = {}
     for event in found:
@@ -28,9 +27,9 @@ def picture(run):
 
 
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
-    """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; bytes that both files say alike."""
+    """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; equal bytes in both files."""
     chosen = ("--trace_steps=3", "--kfac.strategy=mem-opt", "--kfac.basis_every=3")
-    job = launch(2, PROGRAM, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    job = launch(2, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
     assert job.returncode == 0, job.stderr
     log = (tmp_path / "log.txt").read_text()
     assert "steps 2 to 4, means over ranks, in ms:" in log
@@ -53,9 +52,9 @@ def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
 
 
 def test_sgd_has_stages_too(tmp_path):
-    """Oracle: what the program marks, and what data parallelism does; one rank sends nothing."""
+    """Oracle: the program's marks, and the stages of data parallelism; one rank sends nothing."""
     chosen = ("--optimizer=sgd", "--trace_steps=1", f"--run_dir={tmp_path}")
-    assert train_cnn.main([*QUICK, *chosen]) == 0
+    assert train.main([*QUICK, *chosen]) == 0
     (rank,) = json.loads((tmp_path / "stages.json").read_text())["ranks"]
     assert sorted(rank["stages"]) == sorted(
         ["data", "forward", "backward", "read gradients", "write back", "optimizer", "other"]
@@ -64,25 +63,25 @@ def test_sgd_has_stages_too(tmp_path):
 
 
 def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
-    """Oracle: 4 steps are taken, of which 2 warm up; then a second start, with 2 left."""
+    """Oracle: 4 steps are taken, 2 of 4 warm up; then a second start, with 2 steps left."""
     chosen = ("--trace_steps=10", f"--run_dir={tmp_path}")
-    assert train_cnn.main([*QUICK, *chosen, "--max_steps=4"]) == 0
+    assert train.main([*QUICK, *chosen, "--max_steps=4"]) == 0
     assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3]
     before = (tmp_path / "stages.json").read_bytes()
-    assert train_cnn.main([*QUICK, *chosen, "--resume=auto"]) == 0
+    assert train.main([*QUICK, *chosen, "--resume=auto"]) == 0
     text = "trace_steps=10: no step is left after 2 to warm up"
     assert text in (tmp_path / "log.txt").read_text()
     assert (tmp_path / "stages.json").read_bytes() == before
 
 
 def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path):
-    """Oracle: the files of the first start; the second one has 1 step after its warm-up."""
+    """Oracle: the files of the first start; the second start has 1 step after the warm-up."""
     chosen = ("--trace_steps=2", f"--run_dir={tmp_path}", "--epochs=2")
-    assert train_cnn.main([*QUICK, *chosen, "--max_steps=9"]) == 0
+    assert train.main([*QUICK, *chosen, "--max_steps=9"]) == 0
     files = [tmp_path / "stages.json", tmp_path / "trace.json.gz"]
     before = [path.read_bytes() for path in files]
     assert json.loads(before[0])["steps"] == [2, 3]
-    assert train_cnn.main([*QUICK, *chosen, "--resume=auto"]) == 0
+    assert train.main([*QUICK, *chosen, "--resume=auto"]) == 0
     assert [path.read_bytes() for path in files] == before
     log = (tmp_path / "log.txt").read_text()
     assert "steps 11 to 11, means over ranks" in log
@@ -90,26 +89,26 @@ def test_a_start_near_the_end_does_not_replace_the_means_of_more_steps(tmp_path)
 
 
 def test_a_run_that_is_stopped_leaves_the_steps_that_it_took(tmp_path, monkeypatch):
-    """Oracle: a signal that comes in step 3 and is told to all in step 4."""
-    step = train_cnn.Run.step
+    """Oracle: a signal in step 3, known to all ranks in step 4."""
+    step = Run.step
 
     def signalled(self, number, *batch):
         step(self, number, *batch)
         if number == 3:
             signal.raise_signal(signal.SIGUSR1)
 
-    monkeypatch.setattr(train_cnn.Run, "step", signalled)
+    monkeypatch.setattr(Run, "step", signalled)
     chosen = ("--trace_steps=10", "--epochs=3", f"--run_dir={tmp_path}")
-    assert train_cnn.main([*QUICK, *chosen]) == 0
+    assert train.main([*QUICK, *chosen]) == 0
     assert "stopped after 5 steps (SIGUSR1)" in (tmp_path / "log.txt").read_text()
     assert json.loads((tmp_path / "stages.json").read_text())["steps"] == [2, 3, 4]
 
 
 def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
-    """Oracle: a directory where a file belongs; the run is complete."""
+    """Oracle: a directory in a file's place; the run is complete."""
     (tmp_path / "run" / "stages.json").mkdir(parents=True)
-    monkeypatch.setattr(train_cnn.record, "check_directory", lambda *_: None)
-    assert train_cnn.main([*QUICK, "--trace_steps=1", f"--run_dir={tmp_path / 'run'}"]) == 0
+    monkeypatch.setattr("mpikfac_apps.guard.guard.check_directory", lambda *_: None)
+    assert train.main([*QUICK, "--trace_steps=1", f"--run_dir={tmp_path / 'run'}"]) == 0
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "stages.json and trace.json.gz cannot be written: [Errno 21]" in log
     assert "complete after 6 steps" in log
@@ -117,5 +116,5 @@ def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
 
 def test_without_the_option_nothing_is_recorded(tmp_path):
     """Oracle: no file, no event."""
-    assert train_cnn.main([*QUICK, f"--run_dir={tmp_path}"]) == 0
+    assert train.main([*QUICK, f"--run_dir={tmp_path}"]) == 0
     assert not list(tmp_path.glob("*stages*")) and not list(tmp_path.glob("trace*"))

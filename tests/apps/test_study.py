@@ -1,4 +1,4 @@
-"""A study from its file to its cells, and those through a launcher."""
+"""A study from the study's file to cells, with cells run by a launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpikfac_apps import cells, matrix, study
+from mpikfac_apps.study import jobs, spec, study
 
 STUDY = {
     "name": "a study",
@@ -21,7 +21,7 @@ STUDY = {
     "matrix": {"strategy": ["sgd", "mine"], "ranks": [1, 2]},
     "strategies": {"mine": {"kfac.strategy": "mem-opt", "kfac": {"basis_every": 2}}},
 }
-# A launcher that runs the program on one rank, in this process's own MPI.
+# A launcher that runs the program on a single rank, in this process's own MPI.
 ALONE = "#!/bin/sh\nwhile [ $1 != -n ]; do shift; done; shift 2; exec "
 
 
@@ -32,11 +32,11 @@ def written(path, **changes):
 
 
 def labels(path):
-    return [cell.label for cell in matrix.read(path).cells]
+    return [cell.label for cell in spec.read(path).cells]
 
 
 def launcher(tmp_path, monkeypatch, script):
-    """Makes `script` what starts the cells."""
+    """Make `script` the launcher of the cells."""
     path = tmp_path / "mpirun"
     path.write_text(script)
     path.chmod(0o755)
@@ -47,7 +47,7 @@ def launcher(tmp_path, monkeypatch, script):
 def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
     """Oracle: the product, written out."""
     axes = {"strategy": ["sgd", "mine"], "ranks": [2], "kfac.damping": [0.1, 0.2], "seed": [7, 8]}
-    found = matrix.read(written(tmp_path, matrix=axes)).cells
+    found = spec.read(written(tmp_path, matrix=axes)).cells
     assert [cell.label for cell in found] == [
         f"{strategy}, damping {damping} on 2 ranks, seed {seed}"
         for strategy in ("sgd", "mine")
@@ -58,7 +58,7 @@ def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
     assert (last.optimizer, last.kfac.strategy, last.kfac.damping) == ("kfac", "mem-opt", 0.2)
     assert (last.seed, last.batch, last.data.train_images) == (8, 120, 240)
     runs = [len({cell.directory for cell in half}) for half in (found[:4], found[4:])]
-    assert runs == [2, 4]  # damping is none of SGD's
+    assert runs == [2, 4]  # SGD has no damping
 
 
 def test_what_comes_later_goes_before_what_comes_first(tmp_path):
@@ -69,7 +69,7 @@ def test_what_comes_later_goes_before_what_comes_first(tmp_path):
     mine = {"mine": {"momentum": 0.3, "weight_decay": 0.3}}
     axes = {"strategy": ["mine"], "ranks": [1], "weight_decay": [0.4]}
     file = written(tmp_path, base=str(base), options=options, strategies=mine, matrix=axes)
-    (cell,) = matrix.read(file).cells
+    (cell,) = spec.read(file).cells
     chosen = cell.options
     assert (chosen.batch, chosen.lr, chosen.momentum, chosen.weight_decay) == (60, 0.2, 0.3, 0.4)
 
@@ -78,19 +78,19 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
     """Oracle: the known options, written out; workers take the place of the half."""
     own = {"mem-opt": {"kfac.basis_every": 50}, "hybrid": {"kfac": {"workers": 1}}}
     axes = {"strategy": ["mem-opt", "hybrid"], "ranks": [2]}
-    mem_opt, hybrid = matrix.read(written(tmp_path, strategies=own, matrix=axes)).cells
+    mem_opt, hybrid = spec.read(written(tmp_path, strategies=own, matrix=axes)).cells
     assert (mem_opt.options.kfac.strategy, mem_opt.options.kfac.basis_every) == ("mem-opt", 50)
     chosen = hybrid.options.kfac
     assert (chosen.strategy, chosen.workers, chosen.fraction) == ("hybrid", 1, None)
     axes = {"strategy": ["hybrid"], "ranks": [4], "kfac.workers": [1, 2, 4]}
-    found = matrix.read(written(tmp_path, strategies={}, matrix=axes)).cells
+    found = spec.read(written(tmp_path, strategies={}, matrix=axes)).cells
     assert [cell.options.kfac.workers for cell in found] == [1, 2, 4]
 
 
 def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
-    before = matrix.read(written(tmp_path)).cells
-    same = matrix.read(written(tmp_path, name="another name")).cells
-    changed = matrix.read(written(tmp_path, options=STUDY["options"] | {"lr": 0.3})).cells
+    before = spec.read(written(tmp_path)).cells
+    same = spec.read(written(tmp_path, name="another name")).cells
+    changed = spec.read(written(tmp_path, options=STUDY["options"] | {"lr": 0.3})).cells
     names = [[cell.directory for cell in found] for found in (before, same, changed)]
     assert names[0] == names[1]
     assert not set(names[0]) & set(names[2])
@@ -99,7 +99,7 @@ def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
 def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
     """Oracle: the training program's own words."""
     axes = {"strategy": ["sgd", "hybrid"], "ranks": [1, 2]}
-    found = matrix.read(written(tmp_path, matrix=axes))
+    found = spec.read(written(tmp_path, matrix=axes))
     assert [c.label for c in found.cells] == [
         "sgd on 1 rank",
         "sgd on 2 ranks",
@@ -110,7 +110,7 @@ def test_ranks_that_a_strategy_cannot_use_are_left_out(tmp_path):
     assert "fraction=0.5 of 1 ranks is no whole number of workers" in why
 
 
-@pytest.mark.parametrize("name", sorted(matrix.NAMED))
+@pytest.mark.parametrize("name", sorted(spec.NAMED))
 def test_every_named_strategy_can_be_used(tmp_path, name):
     """Oracle: the training program's parser."""
     file = written(tmp_path, strategies={}, matrix={"strategy": [name], "ranks": [4]})
@@ -120,7 +120,7 @@ def test_every_named_strategy_can_be_used(tmp_path, name):
 def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeypatch):
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    found = matrix.read(root / "jobs" / "studies" / "digits.yaml")
+    found = spec.read(root / "jobs" / "studies" / "digits.yaml")
     assert len({cell.strategy for cell in found.cells}) >= 8
     assert {cell.ranks for cell in found.cells} == {1, 2, 4}
     assert all(label == "hybrid on 1 rank" for label, _ in found.left_out)
@@ -188,13 +188,13 @@ def test_a_file_that_is_no_study_is_refused_with_its_line(tmp_path, text, messag
     path = tmp_path / "study.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=message.replace("[", r"\[")):
-        matrix.read(path)
+        spec.read(path)
     with pytest.raises(ValueError, match="No such file"):
-        matrix.read(tmp_path / "missing.yaml")
+        spec.read(tmp_path / "missing.yaml")
 
 
 def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeypatch, capsys):
-    """Oracle: the cells' files, and the words of the second start."""
+    """Oracle: the cells' files, and the output of the second start."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
@@ -202,10 +202,10 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
     first = capsys.readouterr().out
     assert "[1/2] sgd on 1 rank: " in first
     assert "complete" not in first
-    for cell in matrix.read(file).cells:
+    for cell in spec.read(file).cells:
         found = place / "cells" / cell.directory
-        assert cells.result(found).code == 0
-        assert 0 <= cells.result(found).others < 1
+        assert jobs.result(found).code == 0
+        assert 0 <= jobs.result(found).others < 1
         assert json.loads((found / "run" / "environment.json").read_text())["ranks"] == 1
     assert "mine" in (place / "report.html").read_text()
     launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 9\n")
@@ -214,7 +214,7 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
 
 
 def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkeypatch, capsys):
-    """Oracle: the program's line among those of a launcher."""
+    """Oracle: the program's line among lines of a launcher."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     words = 'echo "mpikfac: reading data: the disk is gone" >&2; echo "prterun noise" >&2; exit 2'
@@ -243,7 +243,7 @@ def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, 
 
 
 def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkeypatch):
-    """Oracle: 13 of 24 steps, of which one line of metrics tells, at step 10."""
+    """Oracle: 13 of 24 steps; the only line of metrics is at step 10."""
     options = {**STUDY["options"], "epochs": 12, "max_steps": 13}
     file = written(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
@@ -251,7 +251,7 @@ def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkey
 
 
 def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, capsys):
-    """Oracle: the number of starts; the words of a report that is written all the same."""
+    """Oracle: the number of starts; the report, which is written in any case."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {tmp_path}/starts\nexit 75\n")
     assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 75
@@ -264,7 +264,7 @@ def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, caps
 
 
 def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
-    """Oracle: the launcher has ended, which takes 2 s, and its cell has no result."""
+    """Oracle: the launcher has ended, which takes 2 s, and the cell has no result."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
     mpirun = tmp_path / "mpirun"
     ends = f'trap "sleep 2; echo > {tmp_path}/ended; exit 143" TERM'
@@ -274,25 +274,25 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
     interrupt(file, tmp_path / "place", environment, once=tmp_path / "pid")
     assert (tmp_path / "ended").exists()
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
-    (cell,) = matrix.read(file).cells
-    assert cells.result(tmp_path / "place" / "cells" / cell.directory) is None
+    (cell,) = spec.read(file).cells
+    assert jobs.result(tmp_path / "place" / "cells" / cell.directory) is None
 
 
 def interrupt(file, place, environment, once):
-    """Starts a study, and interrupts it once there is something in a file."""
-    words = [sys.executable, "-m", "mpikfac", "study", str(file), f"--run-dir={place}"]
+    """Start a study, and interrupt the study once the file `once` has content."""
+    words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run-dir={place}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
         while not once.exists() or not once.read_text():
             assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=60)
+        _, errors = job.communicate(timeout=240)
     assert job.returncode == 130
     assert errors == "mpikfac study: interrupted; the same command goes on\n"
 
 
 def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
-    """Oracle: the words that a stand-in for scancel is given; that sbatch ended by itself."""
+    """Oracle: the arguments of a stand-in for scancel; sbatch ends without a kill."""
     file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
     (tmp_path / "bin").mkdir()
     scripts = {
@@ -311,7 +311,7 @@ def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
 
 
 def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, monkeypatch):
-    """Oracle: the words that a stand-in for sbatch is given."""
+    """Oracle: the arguments of a stand-in for sbatch."""
     file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})
     (tmp_path / "bin").mkdir()
     sbatch = tmp_path / "bin" / "sbatch"
@@ -319,9 +319,9 @@ def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, mon
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
     monkeypatch.delenv("MPIRUN_FLAGS", raising=False)
-    (cell,) = matrix.read(file).cells
+    (cell,) = spec.read(file).cells
     place = tmp_path / "place"
-    ended = cells.run(cell, place, "slurm")
+    ended = jobs.run(cell, place, "slurm")
     assert (ended.code, ended.cores, ended.others) == (3, None, None)  # it ran elsewhere
     words = (tmp_path / "words").read_text().splitlines()
     assert {"--wait", "--parsable", "--ntasks=2", f"--output={place}/output.txt"} <= set(words)

@@ -1,4 +1,4 @@
-"""Jobs that make no progress, those that only take longer, and what they leave behind."""
+"""Jobs without progress, slow jobs, and the files that both leave behind."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch import launch
-from mpikfac_apps.watchdog import set_aside, summary
+from mpikfac_apps.guard.watchdog import set_aside, summary
+from support.launch import launch
 
 HANGS = """
 import ctypes, os, re, signal, sys, time
 from pathlib import Path
 import mpikfac
-from mpikfac_apps.asked import Requests
-from mpikfac_apps.watchdog import Watchdog, set_aside
+from mpikfac_apps.guard.requests import Requests
+from mpikfac_apps.guard.watchdog import Watchdog, set_aside
 
 def sleep(): time.sleep(600)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
@@ -53,7 +53,7 @@ SILENT = "rank 1 silent (stopped, holding the GIL, or at its end)"
     ],
 )
 def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks, where):
-    """Oracle: the place that is written into the program; a stopped process has no stack."""
+    """Oracle: the place written into the program; a stopped process has no stack."""
     hang = tmp_path / "hang"
     hang.mkdir()
     for old in ("summary.txt", "rank-1.txt", "rank-9.txt"):
@@ -77,7 +77,7 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
         for process in psutil.process_iter(["cmdline"])
         if str(program) in " ".join(process.info["cmdline"] or [])
     ]
-    assert not psutil.wait_procs(ranks, timeout=10)[1]  # killed, they may not be gone yet
+    assert not psutil.wait_procs(ranks, timeout=30)[1]  # killed, they may not be gone yet
     (kept,) = tmp_path.glob("hang-*")
     assert len(list(kept.iterdir())) == 3
 
@@ -85,7 +85,7 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
 ALONE = """
 import ctypes, os, sys, time
 from pathlib import Path
-from mpikfac_apps.watchdog import Watchdog
+from mpikfac_apps.guard.watchdog import Watchdog
 hang = Path(sys.argv[1])
 def watched(limit):
     return Watchdog(hang, 0, 1, limit, lambda: "decompose")
@@ -93,9 +93,9 @@ def watched(limit):
 
 
 def alone(hang: Path, body: str) -> subprocess.CompletedProcess[str]:
-    """How one process without MPI ends that does this."""
+    """Return the end of a single process without MPI that runs `body`."""
     command = [sys.executable, "-c", ALONE + textwrap.dedent(body), str(hang)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
 def test_what_may_last_longer_is_not_ended(tmp_path):
@@ -141,7 +141,7 @@ def test_a_crash_leaves_its_stack(tmp_path):
 
 
 def test_progress_that_comes_too_late_does_not_save_a_job(tmp_path):
-    """Oracle: the other ranks, which have reported that they end; here, the exit code."""
+    """Oracle: the exit code; in a real job, the remaining ranks have already reported an end."""
     body = """
     watchdog = watched(0.2)
     for step in range(2):
@@ -174,7 +174,7 @@ def test_the_summary_names_first_who_does_not_wait():
 
 
 def test_reports_of_an_earlier_start_are_set_aside_if_there_are_any(tmp_path):
-    """Oracle: a directory with a report, with an empty one, and none."""
+    """Oracle: a directory with a report, a directory with an empty report, and no directory."""
     hang = tmp_path / "hang"
     for content, kept in (("stack", 1), ("", 1)):
         hang.mkdir()

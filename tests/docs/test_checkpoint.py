@@ -1,4 +1,4 @@
-"""The page about checkpoints names what is in them."""
+"""The page about checkpoints names the items of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from torch import nn
 
 import mpikfac
+from support import problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
 
 def items_of(**settings):
-    """Names in the state of a trainer after a step."""
+    """Return the names in a trainer's state after a step."""
     model = nn.Sequential(OrderedDict(conv1=nn.Conv2d(1, 2, 3)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), **settings)
+    kfac = problem.kfac(model, optimizer, mpikfac.world(), **settings)
     model(torch.ones(2, 1, 4, 4)).square().mean().backward()
     kfac.step()
     return kfac.state_dict().keys()

@@ -1,4 +1,4 @@
-"""The page about CUDA-aware MPI: its programs run, and what it names exists."""
+"""The page about CUDA-aware MPI: programs run, and named settings exist."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch import launch
 from mpikfac import comm
+from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "cuda_mpi.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The page's blocks of code in a language."""
+    """Return the page's blocks of code in a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_check_passes_on_every_rank(tmp_path, ranks):
-    """Oracle: the sums that the program itself knows."""
+    """Oracle: the program's own sums."""
     program = tmp_path / "check.py"
     program.write_text(next(code for code in blocks("python") if "Grid" in code))
     job = launch(ranks, str(program), env={"MPIKFAC_CUDA_AWARE": "0"})
@@ -31,7 +33,7 @@ def test_the_check_passes_on_every_rank(tmp_path, ranks):
 
 
 def test_the_check_fails_where_a_collective_is_wrong(tmp_path):
-    """Oracle: a sum over ranks that is left out."""
+    """Oracle: an omitted sum over ranks."""
     program = tmp_path / "check.py"
     check = next(code for code in blocks("python") if "Grid" in code)
     program.write_text(check.replace('send("Allreduce",', "print("))
@@ -40,14 +42,14 @@ def test_the_check_fails_where_a_collective_is_wrong(tmp_path):
 
 @pytest.mark.skipif(not hasattr(torch.backends.cudnn, "conv"), reason="torch before 2.9")
 def test_the_setting_of_torch_exists():
-    """Oracle: torch, which refuses names that it does not know, and what it says afterwards."""
+    """Oracle: torch, which refuses unknown names, and the setting read afterwards."""
     (code,) = (code for code in blocks("python") if "fp32_precision" in code)
     job = launch(1, "-c", f"{code}print(torch.backends.cudnn.conv.fp32_precision)")
     assert job.stdout == "ieee\n", job.stderr
 
 
 def test_the_variables_of_mpikfac_are_read(monkeypatch):
-    """Oracle: the answer that a variable forces."""
+    """Oracle: the answer forced by a variable."""
     assert set(re.findall(r"MPIKFAC_\w+", PAGE.read_text())) == {"MPIKFAC_CUDA_AWARE"}
     for value in ("0", "1"):
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", value)

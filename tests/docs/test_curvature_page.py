@@ -1,11 +1,15 @@
-"""The programs on the page about curvature run as they stand, under MPI."""
+"""The programs on the page about curvature run unchanged, under MPI."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from launch import launch
+import pytest
+
+from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "curvature.md"
 BEFORE = """
@@ -46,7 +50,7 @@ print("as the module sees it")
 
 
 def code(word):
-    """The page's program that has that word."""
+    """Return the page's program that contains the word."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (found,) = (code for code in codes if word in code)
     return found
@@ -61,7 +65,7 @@ def test_a_rule_says_what_is_kept(tmp_path):
 
 
 def test_labels_are_drawn(tmp_path):
-    """Oracle: both factors of each layer after a step, whatever the labels are."""
+    """Oracle: both factors of every layer after a step, for any labels."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
         f"{BEFORE}{batch}loader = [(images, labels)]\n{code('squared-error')}"
@@ -73,7 +77,7 @@ def test_labels_are_drawn(tmp_path):
 
 
 def test_damping_is_adapted(tmp_path):
-    """Oracle: damping after five and ten steps of one batch, by hand: a power of 0.95**5 each."""
+    """Oracle: damping after five and ten steps of a batch, by hand: a power of 0.95**5 twice."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
         f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('kfac.adapt')}"
@@ -86,7 +90,7 @@ def test_damping_is_adapted(tmp_path):
 
 
 def test_a_layer_of_ones_own(tmp_path):
-    """Oracle: the inputs that the module multiplies by its weight."""
+    """Oracle: the inputs that the module multiplies by the weight."""
     first, _, last = code("class Scaled(").partition("kfac = ")
     program = BEFORE + first + OWN.replace("KFAC", f"kfac = {last}")
     (tmp_path / "program.py").write_text(program)

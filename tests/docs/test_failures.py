@@ -1,4 +1,4 @@
-"""The page about failures explains every message, and only messages that there are."""
+"""The page about failures explains every message, and only existing messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "failures.md"
-SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").glob("*.py")])
+SOURCES = sorted([*(ROOT / "mpikfac").rglob("*.py"), *(ROOT / "apps").rglob("*.py")])
 SCRIPTS = sorted(path for path in (ROOT / "jobs").rglob("*.*") if path.suffix != ".yaml")
 ERRORS = {"ArgumentTypeError", "OSError", "RuntimeError", "TypeError", "UserError", "ValueError"}
 SAYS = {"error", "print", "warning"}  # of a parser, to stderr, of a log
 
 
 def template(node: ast.AST | None) -> str:
-    """A text with … in the place of what is not constant."""
+    """Return a text with … in place of variable parts."""
     if isinstance(node, ast.Constant):
         return re.sub(r"(%[a-z])+", "…", str(node.value))
     if isinstance(node, ast.JoinedStr):
@@ -31,7 +31,7 @@ def called(call: ast.Call) -> str:
 
 
 def said(tree: ast.AST) -> Iterator[str]:
-    """Texts of errors and warnings; not those that are put together elsewhere."""
+    """Return the texts of errors and warnings, without texts assembled elsewhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             call, wanted = node.exc, ERRORS
@@ -45,39 +45,39 @@ def said(tree: ast.AST) -> Iterator[str]:
 
 
 def texts(tree: ast.AST) -> Iterator[str]:
-    """All texts of a program."""
+    """Return all texts of a program."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant | ast.JoinedStr):
             yield template(node)
 
 
 def shell_texts(script: str) -> Iterator[str]:
-    """What a script quotes."""
+    """Return the quoted texts of a script."""
     for quoted in re.findall(r'"([^"\n]*)"', script):
         yield re.sub(r"\$\w+|\$\{[^}]*\}", "…", quoted)
 
 
 def explained() -> list[str]:
-    """The page's messages: all code in the first cells of its tables."""
+    """Return the page's messages: all code in the first cells of the page's tables."""
     cells = re.findall(r"^\| (`.*?) \| ", PAGE.read_text(), re.MULTILINE)
     return [message for cell in cells for message in re.findall(r"`([^`]+)`", cell)]
 
 
 def tells(text: str) -> bool:
-    """Whether there is more to a text than another one's with a name before it."""
+    """Return whether a text has own words, besides a name before another message."""
     return re.search(r"[a-z]", text.replace("mpikfac", "").split(": ")[-1]) is not None
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_message_is_explained(path):
-    """Oracle: the texts of what is raised, logged as a warning, or printed to stderr."""
+    """Oracle: the texts of raised errors, logged warnings, and prints to stderr."""
     page = explained()
     messages = [text for text in said(ast.parse(path.read_text())) if tells(text)]
     assert [text for text in messages if not any(known in text for known in page)] == []
 
 
 def test_scripts_messages_are_explained():
-    """Oracle: what is quoted in lines that end a script."""
+    """Oracle: the quoted texts in lines that end a script."""
     page = explained()
     lines = [line for path in SCRIPTS for line in path.read_text().splitlines()]
     ends = [line for line in lines if re.search(r"\bdie |>&2", line)]

@@ -1,4 +1,4 @@
-"""docs/jobs.md speaks of the job scripts that there are."""
+"""docs/jobs.md names the existing job scripts."""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""The programs on the page about the library run as they stand, under MPI."""
+"""The programs on the page about the library run unchanged, under MPI."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from launch import launch
+import pytest
+
+from support.launch import launch
+
+pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 BEFORE = """
@@ -62,7 +66,7 @@ print("trains")
 
 
 def program(path: Path, word: str, after: str) -> str:
-    """A file with the page's program that has that word."""
+    """Return a file with the page's program that contains the word."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (code,) = (code for code in codes if word in code)
     path.write_text(BEFORE + code + after)
@@ -76,7 +80,7 @@ def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
 
 
 def test_parts_make_the_same_bits_on_any_number_of_ranks(tmp_path):
-    """Oracle: one rank's weights."""
+    """Oracle: the weights of a single rank."""
     path = program(tmp_path / "program.py", "collect()", BITS)
     (one,) = launch(1, path).stdout.splitlines()
     assert one.startswith("2 ")
@@ -90,6 +94,6 @@ def test_scaled_losses_train(tmp_path):
 
 
 def test_the_last_rank_decomposes_for_the_others(tmp_path):
-    """Oracle: which ranks train, and their loss."""
+    """Oracle: which ranks train, and the training ranks' loss."""
     job = launch(3, program(tmp_path / "program.py", "serve(", LEARNT))
     assert sorted(job.stdout.splitlines()) == ["decomposes", "trains", "trains"], job.stderr

@@ -1,4 +1,4 @@
-"""The page about long runs names what a run directory holds."""
+"""The page about long runs names the contents of a run directory."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 import re
 from pathlib import Path
 
-from mpikfac_apps import train_cnn
+from mpikfac_apps.training import train
 
 PAGE = Path(__file__).parents[2] / "docs" / "long_runs.md"
 QUICK = ("--batch=120", "--data.train_images=1200", "--epochs=2", "--threads=1")
 
 
 def test_files_and_metrics_of_a_run_are_in_its_tables(tmp_path):
-    """Oracle: a run's directory, and the keys of its metrics."""
+    """Oracle: a run's directory, and the keys of the run's metrics."""
     more = ("--trace_steps=2", "--kfac.strategy=event-driven", f"--run_dir={tmp_path}")
-    assert train_cnn.main([*QUICK, *more]) == 0
+    assert train.main([*QUICK, *more]) == 0
     section = PAGE.read_text().partition("## The run directory\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
     named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands."""
+"""The README's example runs unchanged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ README = Path(__file__).parents[2] / "README.md"
 
 
 def test_usage_example_trains(monkeypatch) -> None:
-    """Oracle: three steps on one batch of digits-like images lower the loss."""
+    """Oracle: three steps on a batch of digits-like images lower the loss."""
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len(example.splitlines()) <= 15
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Every system call by which two ranks write one checkpoint: killed there, or refused."""
+"""Every system call by which two ranks write a checkpoint: killed there, or refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, LEFT_ALONE, Comm, start, traced
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, LEFT_ALONE, Comm, start, traced
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 CALLS = ("mkdir", "write", "fsync", "rename", "unlinkat", "rmdir")
@@ -36,7 +38,7 @@ def write(comm: Comm, root: Path) -> None:
 
 
 def run(body, root: Path, *faults: str) -> tuple[list[int], list[str], str]:
-    """The ranks' exit codes and refusals, and strace's log, of one checkpoint on top of step 1."""
+    """Return the ranks' exit codes and refusals, and strace's log, of a checkpoint after step 1."""
     refusals = [FORK.Array("c", 2000, lock=False) for _ in range(2)]
 
     def rank(comm: Comm) -> None:
@@ -50,7 +52,7 @@ def run(body, root: Path, *faults: str) -> tuple[list[int], list[str], str]:
     receive, send = os.pipe()
 
     def job() -> None:
-        os.read(receive, 1)  # until strace is there
+        os.read(receive, 1)  # until strace is attached
         processes = start(2, rank)
         for process in processes:
             process.join()
@@ -68,7 +70,7 @@ def run(body, root: Path, *faults: str) -> tuple[list[int], list[str], str]:
 
 
 def check(root: Path, codes: list[int]) -> None:
-    """A whole checkpoint is there: the new one, if any rank was told so."""
+    """Check for a whole checkpoint: the new checkpoint, if any rank reported success."""
     found = find_checkpoint(mpikfac.world(), root)
     assert found is not None and found.step == (2 if 0 in codes else found.step)
     for rank in range(2):
@@ -78,7 +80,7 @@ def check(root: Path, codes: list[int]) -> None:
 
 @pytest.fixture
 def begin(tmp_path):
-    """Makes a directory that holds the checkpoint of step 1."""
+    """Return a function that makes a directory with the checkpoint of step 1."""
 
     def make(name: str) -> Path:
         root = tmp_path / name / "checkpoints"
@@ -91,7 +93,7 @@ def begin(tmp_path):
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("body", [save, write] if SOAK else [save])
 def test_a_kill_at_any_call_leaves_a_checkpoint(begin, body, call) -> None:
-    """Oracle: the whole state of step 1 or 2, of step 2 if a rank was told so."""
+    """Oracle: the whole state of step 1 or 2; of step 2 if a rank reported success."""
     for number in range(1, 99):
         root = begin(f"{call}-{number}")
         codes, _, _ = run(body, root, f"--inject={call}:signal=KILL:when={number}")
@@ -106,7 +108,7 @@ def test_a_kill_at_any_call_leaves_a_checkpoint(begin, body, call) -> None:
 @pytest.mark.parametrize("error", ["ENOSPC", "EIO"])
 @pytest.mark.parametrize("body", [save, write] if SOAK else [save])
 def test_an_error_at_any_call_is_reported_and_leaves_a_checkpoint(begin, body, call, error) -> None:
-    """Oracle: the whole state of step 1 or 2; no rank crashes, and all are told the same."""
+    """Oracle: the whole state of step 1 or 2; no rank crashes, and all ranks have the same text."""
     for number in range(1, 99):
         root = begin(f"{call}-{number}")
         codes, refusals, log = run(body, root, f"--inject={call}:error={error}:when={number}")
@@ -123,7 +125,7 @@ def test_an_error_at_any_call_is_reported_and_leaves_a_checkpoint(begin, body, c
 
 @pytest.mark.parametrize("body", [save, write])
 def test_the_order_of_calls(begin, body) -> None:
-    """Oracle: files, then the manifest, the directory, its name, its parent; then deletion."""
+    """Oracle: files, then manifest, directory, directory's name and parent; then deletion."""
     root = begin("order")
     codes, _, log = run(body, root)
     assert codes == [0, 0]

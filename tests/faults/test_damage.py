@@ -1,4 +1,4 @@
-"""Damaged checkpoints: refused before HDF5 parses them, and the one before is taken."""
+"""Damaged checkpoints: refused before HDF5 parses files, and replaced by the checkpoint before."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import start
 from mpikfac import UserError, find_checkpoint, save_checkpoint
+from support.forked import start
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 FLIPS = 1000 if SOAK else 200
@@ -22,7 +24,7 @@ FILES = ("manifest.json", "shard-0.h5", "shard-1.h5")
 
 
 def save_two(comm, root: Path) -> None:
-    """Steps 1 and 2, each with a shard of either rank."""
+    """Save steps 1 and 2, with a shard of either rank in both."""
     generator = torch.Generator().manual_seed(comm.rank)
     for step in (1, 2):
         items = {
@@ -98,7 +100,7 @@ def replaced_by_links(newest: Path) -> Iterator[Path]:
     "damages", [flipped, truncated, zeroed, deleted, swapped, replaced_by_links]
 )
 def test_what_is_damaged_is_passed_over(pristine, tmp_path, monkeypatch, caplog, damages) -> None:
-    """Oracle: the step before; one line names the file and what is taken; HDF5 parses nothing."""
+    """Oracle: the step before; a line names bad file and used checkpoint; HDF5 parses nothing."""
     root = tmp_path / "checkpoints"
     newest = root / "step-000000002"
     shutil.copytree(pristine, root)
@@ -118,7 +120,7 @@ def test_what_is_damaged_is_passed_over(pristine, tmp_path, monkeypatch, caplog,
 
 
 def test_directories_to_skip(pristine, caplog) -> None:
-    """Oracle: the other one, without a word, and nothing where all are skipped."""
+    """Oracle: the remaining checkpoint, without a message; nothing if all are skipped."""
     names = sorted(path.name for path in pristine.iterdir())
     assert find_checkpoint(mpikfac.world(), pristine, skip=names[1:]).path.name == names[0]
     assert find_checkpoint(mpikfac.world(), pristine, skip=names) is None
@@ -132,7 +134,7 @@ def test_a_directory_without_checkpoints(tmp_path) -> None:
 
 
 def test_if_all_are_damaged_they_are_listed(pristine) -> None:
-    """Oracle: the line names both files, and what is wrong with each."""
+    """Oracle: the line names both files, and the damage of both."""
     os.truncate(pristine / "step-000000001" / "shard-0.h5", 100)
     (pristine / "step-000000002" / "shard-1.h5").unlink()
     with pytest.raises(UserError) as refused:

@@ -1,4 +1,4 @@
-"""Disks that are full, read-only, forbidden or gone: one clear line, and training can go on."""
+"""Full, read-only, forbidden or removed disks: one clear line, and training can go on."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 
 import mpikfac
-from forked import FORK, Comm, start
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
+from support.forked import FORK, Comm, start
+
+pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 PAGE = 4096
@@ -21,14 +23,14 @@ DISK = 1 << 20
 
 
 def state(step: int, rank: int) -> dict[str, torch.Tensor]:
-    """130 kB in small and larger items, as small ones are what HDF5 buffers by itself."""
+    """Return 130 kB in small and larger items, because HDF5 itself buffers small items."""
     small = {f"bias/{rank}.{n}": torch.full((n,), float(step)) for n in range(40)}
     return small | {f"factors/{rank}": torch.full((15_000,), float(step))}
 
 
 @pytest.fixture
 def disk(tmp_path):
-    """A file system of 1 MiB."""
+    """Return the path of a file system of 1 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "mpikfac-test", str(place)]
@@ -40,7 +42,7 @@ def disk(tmp_path):
 
 
 def leave(disk: Path, free: int) -> None:
-    """Fills the file system up to `free` bytes."""
+    """Fill the file system up to `free` bytes."""
     filler = disk / "filler"
     filler.unlink(missing_ok=True)
     with open(filler, "wb") as file:
@@ -62,9 +64,9 @@ def check(root: Path, step: int) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_full_disk(disk, ranks) -> None:
-    """Oracle: the new checkpoint or the one before; the text has path, cause, bytes, and no crash.
+    """Oracle: the new checkpoint or the checkpoint before; the text has path, cause and bytes.
 
-    The bytes that are free are swept from none to enough for all.
+    No rank crashes. The free bytes are swept from none to enough for the checkpoint.
     """
     root = disk / "checkpoints"
     enough = 140_000 * ranks // PAGE + 4

@@ -1,4 +1,4 @@
-"""Files made to deceive, with digests that vouch for them: refused without following them."""
+"""Malicious files with correct digests: refused without following links."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ import torch
 from blake3 import blake3
 
 import mpikfac
-from forked import FORK, traced
 from mpikfac import UserError, find_checkpoint, read_checkpoint, save_checkpoint
 from mpikfac.checkpoint.manifest import _digest
+from support.forked import FORK, traced
 
 MODULES = ("durable", "shard", "manifest", "starts", "checkpoint")
 
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """A checkpoint with one item, `x`: four zeros."""
+    """Return a checkpoint with a single item, `x`: four zeros."""
     return save_checkpoint(mpikfac.world(), tmp_path / "root", {"x": torch.zeros(4)}, 1)
 
 
 @pytest.fixture
 def outside(tmp_path) -> Path:
-    """A file of the user's own that holds an `x`, too."""
+    """Return a file of the user's own with another `x`."""
     with h5py.File(tmp_path / "outside.h5", "w") as file:
         file["x"] = np.ones(4, "f4")
     return tmp_path / "outside.h5"
@@ -52,7 +52,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
 
 
 def forge(path: Path, build: Callable[[h5py.File], object], **changes: object) -> None:
-    """Replaces the shard by one that `build` fills, with a manifest that vouches for it."""
+    """Replace the shard by a file that `build` fills, with a correct digest in the manifest."""
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         build(file)
@@ -66,7 +66,7 @@ def forge(path: Path, build: Callable[[h5py.File], object], **changes: object) -
 
 
 def refusal(path: Path, name: str = "x") -> str:
-    """The one line that refuses the checkpoint, at opening it or at reading an item."""
+    """Return the single line that refuses the checkpoint, at opening or at reading an item."""
     with pytest.raises(UserError) as refused:
         read_checkpoint(path)[name]
     assert "\n" not in str(refused.value)
@@ -134,7 +134,7 @@ def virtual(other: Path) -> h5py.VirtualLayout:
 
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_only_plain_datasets_of_the_file_itself_are_read(path, outside, forgery) -> None:
-    """Oracle: the shard is as its manifest says, but the item is no plain dataset of its dtype."""
+    """Oracle: the shard matches the manifest, but the item is no plain dataset of its dtype."""
     build, reason = FORGERIES[forgery]
     forge(path, lambda file: build(file, outside))
     message = refusal(path)
@@ -144,7 +144,7 @@ def test_only_plain_datasets_of_the_file_itself_are_read(path, outside, forgery)
 
 
 def test_names_do_not_lead_through_groups(path, outside) -> None:
-    """Oracle: the item is missing, though HDF5 finds one of that name behind the link."""
+    """Oracle: the item is missing, though HDF5 finds an item of the same name behind the link."""
 
     def build(file: h5py.File) -> None:
         file["a"] = h5py.ExternalLink(outside, "/")
@@ -159,7 +159,7 @@ def test_names_do_not_lead_through_groups(path, outside) -> None:
 
 
 def test_pickles_in_attributes_are_not_read(path, tmp_path) -> None:
-    """Oracle: no file appears, which unpickling would make; the item is as stored."""
+    """Oracle: unpickling would make a file; no file appears. The item is as stored."""
 
     class Bomb:
         def __reduce__(self):
@@ -243,7 +243,7 @@ def test_nothing_outside_of_the_checkpoint_is_opened(path, outside, tmp_path) ->
 
 
 def test_a_manifest_cannot_point_out_of_its_directory(path, tmp_path) -> None:
-    """Oracle: the message shows the name; the file it points to exists."""
+    """Oracle: the message shows the name; the file of the name exists."""
     manifest = manifest_of(path)
     shutil.copy(path / "shard-0.h5", tmp_path / "shard-0.h5")
     manifest["shards"]["../../shard-0.h5"] = manifest["shards"].pop("shard-0.h5")
@@ -290,7 +290,7 @@ def test_what_is_no_plain_file_is_refused(path, tmp_path, file, kind) -> None:
     ],
 )
 def test_manifests_of_another_form_are_refused(path, part, value) -> None:
-    """Oracle: one line that names the manifest, whose digest is right."""
+    """Oracle: a line that names the manifest; the manifest's digest is right."""
     manifest = manifest_of(path)
     target = manifest
     for key in part[:-1]:
@@ -301,6 +301,6 @@ def test_manifests_of_another_form_are_refused(path, part, value) -> None:
 
 
 def test_a_manifest_without_end_is_refused(path) -> None:
-    """Oracle: one line that names the manifest."""
+    """Oracle: a line that names the manifest."""
     (path / "manifest.json").write_text("[" * 10**6)
     assert str(path / "manifest.json") in refusal(path)

@@ -1,4 +1,4 @@
-"""Which GPU jobs/bind_gpu.sh leaves a rank to see."""
+"""The GPU that jobs/bind_gpu.sh makes visible to a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BIND = Path(__file__).parents[2] / "jobs" / "bind_gpu.sh"
 
 
 def bound(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """How the wrapper ends on a node of four GPUs, when the command prints what it sees."""
+    """Return the wrapper's end on a node of four GPUs; the command prints the visible GPUs."""
     query = tmp_path / "nvidia-smi"
     query.write_text("#!/bin/sh\nprintf '0\\n1\\n2\\n3\\n'\n")
     query.chmod(0o755)
@@ -20,7 +20,7 @@ def bound(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
     )
 
 
@@ -45,13 +45,13 @@ def test_a_rank_gets_its_part_of_what_the_site_shows(tmp_path, visible, seen):
 
 
 def test_an_mpirun_inside_a_slurm_job_says_the_rank(tmp_path):
-    """Oracle: mpirun's number; Slurm's is that of the daemon which started the ranks."""
+    """Oracle: mpirun's number; Slurm's number belongs to the daemon that started the ranks."""
     ranks = {"SLURM_LOCALID": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
     assert bound(tmp_path, **ranks).stdout == "3\n"
 
 
 def test_a_start_without_a_launcher_is_refused_in_one_line(tmp_path):
-    """Oracle: code 2 and what to do."""
+    """Oracle: code 2 and a remedy."""
     found = bound(tmp_path)
     assert found.returncode == 2
     assert found.stderr == (

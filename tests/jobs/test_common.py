@@ -1,4 +1,4 @@
-"""What jobs/common.sh chooses: the interpreter, when to install, and which mpirun."""
+"""Choices of jobs/common.sh: the interpreter, the time of installation, and the mpirun."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from launch import launcher
+from support.launch import launcher
 
 COMMON = Path(__file__).parents[2] / "jobs" / "common.sh"
 
 
 @pytest.fixture
 def project(tmp_path):
-    """A project with nothing but the script, in a folder with a blank in its name."""
+    """Return a project with nothing but the script, in a folder with a blank in the name."""
     root = tmp_path / "a project"
     (root / "jobs").mkdir(parents=True)
     (root / ".venv" / "bin").mkdir(parents=True)
@@ -29,7 +29,7 @@ def project(tmp_path):
 
 
 def program(path: Path, text: str) -> Path:
-    """Makes `path` an executable shell script."""
+    """Make `path` an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -37,7 +37,7 @@ def program(path: Path, text: str) -> Path:
 
 
 def run(root: Path, commands: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """How `commands` end in a bash that has sourced the script, with an almost bare environment."""
+    """Return the end of `commands` in a bash that sourced the script; the environment is bare."""
     path = environment.pop("path", "")
     clean = {"HOME": str(root), "PATH": f"{path}:/usr/bin:/bin"}
     return subprocess.run(
@@ -46,12 +46,12 @@ def run(root: Path, commands: str, **environment: str) -> subprocess.CompletedPr
         env=clean | environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
 
 
 def choose(root: Path, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Lets the script choose an mpirun; it prints what it would install and use."""
+    """Let the script choose an mpirun; the script prints the chosen installation and mpirun."""
     python = shlex.quote(sys.executable)
     commands = f"""
         PYTHON={python}
@@ -89,7 +89,7 @@ def test_a_launcher_that_fails_with_code_0_is_not_used(project, tmp_path):
 
 
 def test_singletons_are_not_taken_for_a_job(project, tmp_path):
-    """An mpirun of another MPI starts two jobs of one rank: mpi4py's size says so."""
+    """Oracle: mpi4py's size; an mpirun of another MPI starts two jobs of a single rank."""
     text = 'while [ "$1" != -n ]; do shift; done; shift 2; "$@"'
     site = program(tmp_path / "site" / "mpirun", text)
     program(project / ".venv" / "bin" / "mpirun", "true")
@@ -124,7 +124,7 @@ def test_flags_by_make_of_mpi(project, tmp_path, says, flags):
 
 
 def test_pip_runs_once_for_the_same_requirements(project):
-    """Oracle: a stand-in for python that counts its calls."""
+    """Oracle: a stand-in for python that counts calls."""
     log = project / "calls"
     program(project / ".venv" / "bin" / "python", f'echo "$*" >>{shlex.quote(str(log))}')
     for _ in range(2):

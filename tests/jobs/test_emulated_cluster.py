@@ -1,4 +1,4 @@
-"""Emulated hosts of jobs/emulated_cluster.sh, for real; no time is bounded from above."""
+"""Emulated hosts of jobs/emulated_cluster.sh, for real; no time has an upper bound."""
 
 from __future__ import annotations
 
@@ -16,15 +16,17 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 JOBS = Path(__file__).parents[2] / "jobs"
-NAME = f"test{os.getpid()}"  # no cluster of a user, nor of a test beside this one
+NAME = f"test{os.getpid()}"  # no cluster of a user, nor of a parallel test
 STATE = Path(f"/run/mpikfac-{NAME}")
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv", "setsid", "flock", "pgrep")
 PROBE = """
 ip link add end1 type veth peer name end2 && ip link add hub type bridge &&
 tc qdisc add dev end1 root tbf rate 1gbit burst 125000 latency 50ms
 """
-# A project in a folder with a blank, whose virtual environment is the one of these tests.
+# A project in a folder with a blank; the project uses the virtual environment of the tests.
 COMMON = f"""
 . "{JOBS}/common.sh"
 ROOT=$(cd "$(dirname "${{BASH_SOURCE[0]}}")/.." && pwd)
@@ -40,7 +42,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory) -> Path:
-    """The script in a project of its own."""
+    """Return the script in an own project."""
     if reason := cannot_start():
         pytest.skip(reason)
     jobs = tmp_path_factory.mktemp("emulated") / "a project" / "jobs"
@@ -52,7 +54,7 @@ def script(tmp_path_factory) -> Path:
 
 
 def cannot_start() -> str | None:
-    """Why there can be no cluster here."""
+    """Return why this machine cannot start a cluster; None if it can."""
     if missing := [name for name in TOOLS if not shutil.which(name)]:
         return f"not installed: {', '.join(missing)}; Debian: iproute2, util-linux, procps"
     if not Path(sys.prefix, "bin", "mpirun").exists():
@@ -65,14 +67,14 @@ def cannot_start() -> str | None:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """What the script is started with."""
+    """Return the script's environment."""
     plain = {key: value for key, value in os.environ.items() if not key.startswith("MPIRUN")}
     return plain | {"MPIKFAC_CLUSTER": NAME} | more
 
 
 @pytest.fixture(scope="module")
 def call(script) -> Iterator[Run]:
-    """Calls the script, in a directory, with additions to the environment."""
+    """Return a function that calls the script, in a directory, with a larger environment."""
 
     def run(*args: str, cwd: Path = JOBS, **more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -81,7 +83,7 @@ def call(script) -> Iterator[Run]:
             env=environment(**more),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
 
     yield run
@@ -90,7 +92,7 @@ def call(script) -> Iterator[Run]:
 
 @pytest.fixture
 def cluster(call) -> Run:
-    """The script with a cluster that is up, at 100 Mbit/s."""
+    """Return `call` with a running cluster at 100 Mbit/s."""
     if call("status").returncode:
         up = call("up", str(HOSTS), "--rate", "100mbit")
         assert up.returncode == 0, up.stderr
@@ -98,7 +100,7 @@ def cluster(call) -> Run:
 
 
 def program(path: Path, text: str) -> Path:
-    """Makes `path` an executable shell script."""
+    """Make `path` an executable shell script."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(0o755)
@@ -106,17 +108,17 @@ def program(path: Path, text: str) -> Path:
 
 
 def ranks(job: psutil.Process) -> int:
-    """How many ranks of a job that sleeps have been started."""
+    """Return how many ranks of a sleeping job have started."""
     count = 0
     for process in job.children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             count += process.cmdline() == ["sleep", "3600"]
     return count
 
 
 @pytest.fixture
 def sleeping(cluster, script, tmp_path) -> Iterator[subprocess.Popen[str]]:
-    """A job of two ranks per host that would take an hour; its temporary files go to `tmp_path`."""
+    """Return a job of two ranks per host that takes an hour; temporary files go to `tmp_path`."""
     command = ["bash", str(script), "run", "-n", str(2 * HOSTS), "sleep", "3600"]
     more = environment(TMPDIR=str(tmp_path))
     job = subprocess.Popen(command, env=more, start_new_session=True)
@@ -129,31 +131,31 @@ def sleeping(cluster, script, tmp_path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.02)
 
 
 def network() -> str:
-    """What this machine's own network and mounts are."""
+    """Return this machine's own network and mounts."""
     commands = (["ip", "-brief", "link"], ["ip", "-brief", "address"], ["ip", "netns"])
     seen = [subprocess.run(one, capture_output=True, text=True).stdout for one in commands]
     return "".join([*seen, Path("/proc/self/mounts").read_text()])
 
 
 def namespaces(process: psutil.Process) -> set[str]:
-    """Those that this process has of its own."""
+    """Return the process's namespaces that this test does not share."""
     own = set()
     for kind in ("net", "uts", "mnt", "ipc", "pid"):
-        with suppress(FileNotFoundError, PermissionError):  # it has ended, or is not ours to see
+        with suppress(FileNotFoundError, PermissionError):  # ended, or no permission
             own |= {os.readlink(f"/proc/{process.pid}/ns/{kind}")}
             own -= {os.readlink(f"/proc/self/ns/{kind}")}
     return own
 
 
 def inhabited() -> set[str]:
-    """All namespaces in which there is a process."""
+    """Return all namespaces with a process."""
     return set().union(*map(namespaces, psutil.process_iter()))
 
 
@@ -177,7 +179,7 @@ def test_mpi_sees_one_node_per_host(cluster, tmp_path):
 
 
 def test_environment_and_folder_arrive_on_all_hosts(cluster, tmp_path):
-    """Oracle: those of the caller; the interpreter is that of the virtual environment."""
+    """Oracle: the caller's environment and folder; the virtual environment's interpreter."""
     names = ("MPIKFAC_WORD", "PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "HOME")
     given = {name: f"/{name} 'with \"quotes\"'; and $more" for name in names}
     text = f"import os, sys; print([os.environ[k] for k in {names}], os.getcwd(), sys.prefix)"
@@ -187,10 +189,11 @@ def test_environment_and_folder_arrive_on_all_hosts(cluster, tmp_path):
 
 
 def test_a_transfer_takes_no_less_time_than_the_rate_allows(cluster, tmp_path):
-    """Oracle: 4 MiB over the one link that all must pass, less the 1 ms that passes at once.
+    """Oracle: 4 MiB over the single link that all data must pass, less the first 1 ms of data.
 
-    Each clock starts before its rank lets the others begin. In a Bcast on two hosts the link is
-    either's; in a Gather that of the host that receives, in a Scatter that of the one that sends.
+    Every clock starts before the clock's rank lets the remaining ranks begin. In a Bcast on two
+    hosts the link is either host's link. In a Gather the link is the receiving host's link, in a
+    Scatter the sending host's link.
     """
     timed = tmp_path / "timed.py"
     timed.write_text(
@@ -219,7 +222,7 @@ def test_a_transfer_takes_no_less_time_than_the_rate_allows(cluster, tmp_path):
 
 
 def test_status_says_the_kernel_s_rate(cluster):
-    """Oracle: the rate that was asked for, on the links of both directions."""
+    """Oracle: the requested rate, on the links of both directions."""
     assert cluster("rate", "250mbit").returncode == 0
     assert cluster("status").stdout == "up: hosts node1 to node3, rate 250Mbit each way\n"
     shaped = cluster("run", "sh", "-c", "sleep 0.2; tc qdisc show dev eth0").stdout
@@ -228,7 +231,7 @@ def test_status_says_the_kernel_s_rate(cluster):
 
 
 def test_the_exit_code_is_the_command_s(cluster):
-    """Oracle: the code with which the last rank leaves."""
+    """Oracle: the exit code of the last rank."""
     text = f"import os; os._exit(7 * (os.environ['OMPI_COMM_WORLD_RANK'] == '{HOSTS - 1}'))"
     assert cluster("run", "python", "-c", text).returncode == 7
     assert cluster("run", *SHORT).returncode == 0
@@ -236,12 +239,12 @@ def test_the_exit_code_is_the_command_s(cluster):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_job_that_is_ended_leaves_nothing(sleeping, tmp_path, how):
-    """Oracle: its processes before, and the folder for its temporary files."""
+    """Oracle: the job's processes before, and the folder for the job's temporary files."""
     family = psutil.Process(sleeping.pid).children(recursive=True)
     assert len(family) > 2 * HOSTS
     sleeping.send_signal(how)
-    assert sleeping.wait(timeout=60) == -how
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert sleeping.wait(timeout=240) == -how
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -255,8 +258,8 @@ def test_down_ends_all_that_runs_and_leaves_nothing(sleeping, cluster):
     assert held <= inhabited()
     down = cluster("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "", "")
-    assert sleeping.wait(timeout=60) == -signal.SIGKILL
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert sleeping.wait(timeout=240) == -signal.SIGKILL
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert not held & inhabited()
     assert not STATE.exists()
     assert bystander.is_running()
@@ -274,12 +277,12 @@ def test_a_cluster_changes_nothing_outside(call):
 
 
 def test_one_of_two_at_once_comes_up(script, call):
-    """Oracle: the exit codes; another name is in nobody's way."""
+    """Oracle: the exit codes; a cluster of another name is independent."""
     call("down")
     command = ["bash", str(script), "up", "1", "--rate", "1gbit"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     both = [subprocess.Popen(command, env=environment(), **quiet) for _ in range(2)]
-    assert sorted(job.wait(timeout=60) for job in both) == [0, 2]
+    assert sorted(job.wait(timeout=240) for job in both) == [0, 2]
     other = {"MPIKFAC_CLUSTER": f"{NAME}-other"}
     try:
         assert call("up", "1", "--rate", "1gbit", **other).returncode == 0
@@ -292,7 +295,7 @@ def test_one_of_two_at_once_comes_up(script, call):
 
 
 def test_a_failure_half_way_leaves_nothing(call, tmp_path):
-    """Oracle: a tc that fails; the exit code, and the directory in which a cluster is noted."""
+    """Oracle: a tc that fails; the exit code, and the directory with a cluster's notes."""
     call("down")
     program(tmp_path / "tc", "echo 'no such kind of link' >&2; exit 1")
     up = call("up", "2", "--rate", "1gbit", PATH=f"{tmp_path}:{os.environ['PATH']}")
@@ -302,7 +305,7 @@ def test_a_failure_half_way_leaves_nothing(call, tmp_path):
 
 
 def test_killed_half_way_it_leaves_no_process_and_is_no_hindrance(script, call, tmp_path):
-    """Oracle: a tc that never ends; the processes that were there before the kill."""
+    """Oracle: a tc that never ends; the processes before the kill."""
     call("down")
     reached = tmp_path / "reached"
     program(tmp_path / "bin" / "tc", f"touch '{reached}'; exec sleep 3600")
@@ -313,7 +316,7 @@ def test_killed_half_way_it_leaves_no_process_and_is_no_hindrance(script, call, 
         family = psutil.Process(job.pid).children(recursive=True)
         assert len(family) >= 3
         job.kill()
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
     assert call("status").returncode == 1
     assert call("up", "2", "--rate", "1gbit").returncode == 0
     call("down")
@@ -332,7 +335,7 @@ def test_killed_half_way_it_leaves_no_process_and_is_no_hindrance(script, call, 
     ],
 )
 def test_what_cannot_be_done_is_refused(call, args, says):
-    """Oracle: one line, exit code 2, nothing made."""
+    """Oracle: a single line, exit code 2, nothing made."""
     call("down")
     refused = call(*args.split())
     assert refused.returncode == 2
@@ -349,7 +352,7 @@ def test_what_cannot_be_done_is_refused(call, args, says):
     ],
 )
 def test_what_cannot_be_done_on_a_cluster_is_refused(cluster, args, says):
-    """Oracle: one line, exit code 2; the cluster stays."""
+    """Oracle: a single line, exit code 2; the cluster stays."""
     refused = cluster(*args.split())
     assert refused.returncode == 2
     assert re.fullmatch(rf"{re.escape(says)}.*\n", refused.stderr)
@@ -364,7 +367,7 @@ def test_what_is_not_understood_is_answered_by_the_usage(call, args):
 
 
 def test_another_make_of_mpi_is_refused(cluster, tmp_path):
-    """Oracle: one line, exit code 2."""
+    """Oracle: a single line, exit code 2."""
     mpirun = program(tmp_path / "bin" / "mpirun", "echo 'HYDRA build details'")
     refused = cluster("run", "true", MPIRUN=str(mpirun))
     assert refused.returncode == 2
@@ -372,7 +375,7 @@ def test_another_make_of_mpi_is_refused(cluster, tmp_path):
 
 
 def test_the_caller_s_mpirun_is_taken(cluster):
-    """Oracle: nothing is installed, which the stand-in would say."""
+    """Oracle: nothing is installed; the stand-in would report an installation."""
     mpirun = str(Path(sys.prefix, "bin", "mpirun"))
     assert "install mpi" in cluster("run", *SHORT).stderr
     assert "install" not in cluster("run", *SHORT, MPIRUN=mpirun).stderr

@@ -1,4 +1,4 @@
-"""The job scripts, with stand-ins for the scheduler and the program; test_slurm has a real one."""
+"""The job scripts, with stand-ins for scheduler and program; test_slurm has a real scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ qsub() { echo "qsub $*"; }
 
 
 def run(tmp_path: Path, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """How a script ends in a project of stand-ins, as job 7 with 8 ranks; its program with CODE."""
+    """Return a script's end in a project of stand-ins, as job 7 with 8 ranks.
+
+    The program ends with CODE.
+    """
     (tmp_path / "jobs").mkdir(exist_ok=True)
     (tmp_path / "jobs" / "common.sh").write_text(STAND_INS)
     (tmp_path / "nodes").write_text("n1\n" * 4 + "n2\n" * 4)
@@ -34,14 +37,14 @@ def run(tmp_path: Path, script: str, **environment: str) -> subprocess.Completed
         env={"PATH": "/usr/bin:/bin", "HOME": "/home/me"} | scheduler | environment,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=240,
     )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_has_one_block_to_edit(script):
-    """Oracle: bash's parser; the two marks, in order; the scheduler reads no directive after."""
-    assert subprocess.run(["bash", "-n", str(script)], timeout=30).returncode == 0
+    """Oracle: bash's parser; the two marks, in order; no scheduler directive follows the block."""
+    assert subprocess.run(["bash", "-n", str(script)], timeout=240).returncode == 0
     before, _, rest = script.read_text().partition("# ---- edit from here ----\n")
     _, _, after = rest.partition("# ---- to here ----\n")
     assert "common.sh; set_up" in before
@@ -51,7 +54,7 @@ def test_every_script_has_one_block_to_edit(script):
 
 @pytest.mark.parametrize("name", ["pbs/one_node.pbs", "lsf/one_node.lsf"])
 def test_a_job_starts_the_program_on_all_its_ranks_and_hands_on_its_code(tmp_path, name):
-    """Oracle: the options that stop the program in time and let it go on."""
+    """Oracle: the options that stop the program in time and resume the program."""
     job = run(tmp_path, name, CODE="3")
     assert job.stdout.startswith("ranks 8 apps/train_cnn.py --config jobs/configs/")
     assert "--run_dir runs/7 --resume auto --max_time 60" in job.stdout
@@ -78,7 +81,7 @@ def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued
 @pytest.mark.parametrize("name", ["slurm/multi_node.sbatch", "slurm/requeue.sbatch"])
 @pytest.mark.parametrize(("cores", "asked"), [("3", " --cpus-per-task=3"), ("", "")])
 def test_ranks_under_srun_get_the_cores_that_the_job_asked_for(tmp_path, name, cores, asked):
-    """Oracle: srun's option, which it does not take over from the job; none if the job has none."""
+    """Oracle: srun's option, which srun does not take from the job; none if the job has none."""
     script = tmp_path / "jobs" / "edited"
     script.parent.mkdir()
     script.write_text((JOBS / name).read_text().replace("launcher=mpirun", "launcher=srun"))

@@ -1,4 +1,4 @@
-"""Settings of the tests that run on several ranks (`mpirun -n 3 ... -m pytest -x tests/mpi`)."""
+"""Settings of the tests on several ranks (`mpirun -n 3 ... -m pytest -x tests/mpi`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import faulthandler
 import os
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,23 +14,35 @@ import mpikfac
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
-SECONDS_PER_TEST = 60
+SECONDS_PER_TEST = 300
 STDERR = pytest.StashKey[int]()
+
+
+HERE = Path(__file__).parent
 
 
 @pytest.fixture
 def comm():
-    """The communicator of all ranks."""
+    """Return the communicator of all ranks."""
     return WORLD
 
 
 @pytest.fixture(autouse=True)
 def _time_limit(request):
-    # A rank that waits inside MPI sees no signal, so this thread prints where and ends the process.
+    # A rank that waits inside MPI sees no signal: a thread prints the place and ends the process.
     limit, stderr = SECONDS_PER_TEST, request.config.stash[STDERR]
     faulthandler.dump_traceback_later(limit, exit=True, file=stderr)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark three of four tests as slow, others at each number of ranks."""
+    own = [item for item in items if item.path.is_relative_to(HERE)]
+    for number, item in enumerate(own):
+        if number % 4 != WORLD.size % 4:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(tryfirst=True)

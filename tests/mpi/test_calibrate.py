@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import mpikfac
-from mpikfac_apps import calibrate
+from mpikfac_apps.planning import calibrate
 
 
 @pytest.fixture

@@ -35,12 +35,12 @@ DTYPES = (
 
 @pytest.fixture
 def root(comm, tmp_path) -> Path:
-    """A directory that all ranks share."""
+    """Return a directory that all ranks share."""
     return comm.bcast(tmp_path)
 
 
 def whole_state(ranks: int) -> dict:
-    """What a run on `ranks` ranks holds altogether; every rank can compute it."""
+    """Return the joint state of a run on `ranks` ranks; every rank can compute the state."""
     state = {"trainer/steps": 120, "lr": 0.1, "config": "damping: 0.003 µ"}
     for number, dtype in enumerate(DTYPES):
         for shape in [(), (0,), (3, 0), (7,), (5, 3)]:
@@ -53,7 +53,7 @@ def whole_state(ranks: int) -> dict:
 
 
 def share(state: dict, rank: int, ranks: int) -> dict:
-    """Items of which some are held by all ranks, some by one, some by two."""
+    """Return a rank's items: items are held by all ranks, by a single rank or by two ranks."""
     mine = {}
     for number, (name, value) in enumerate(state.items()):
         holders = [range(ranks), [number % ranks], [number % ranks, (number + 1) % ranks]]
@@ -74,7 +74,7 @@ def check(checkpoint, state: dict) -> None:
 
 
 def refused(comm, root: Path, items: dict, step: int) -> str:
-    """The text with which all ranks refuse to save; the same on all of them."""
+    """Return the text with which all ranks refuse to save; check that the text is the same."""
     with pytest.raises(UserError) as error:
         save_checkpoint(comm, root, items, step)
     texts = comm.allgather(str(error.value))
@@ -83,7 +83,7 @@ def refused(comm, root: Path, items: dict, step: int) -> str:
 
 
 def test_round_trip_with_different_holders(comm, root) -> None:
-    """Oracle: the state that every rank can compute by itself."""
+    """Oracle: the state, computed by every rank."""
     state = whole_state(comm.size)
     path = save_checkpoint(comm, root, share(state, comm.rank, comm.size), 120)
     assert path == root / "step-000000120"
@@ -103,7 +103,7 @@ def test_items_of_several_ranks_are_stored_once_and_spread(comm, root) -> None:
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
 def test_written_by_all_ranks_read_by_fewer(comm, root, readers) -> None:
-    """Oracle: the state that was saved, on groups of `readers` ranks."""
+    """Oracle: the saved state, on groups of `readers` ranks."""
     state = whole_state(comm.size)
     path = save_checkpoint(comm, root, share(state, comm.rank, comm.size), 5)
     check(load_checkpoint(comm.Split(comm.rank // readers), path), state)
@@ -111,7 +111,7 @@ def test_written_by_all_ranks_read_by_fewer(comm, root, readers) -> None:
 
 @pytest.mark.parametrize("writers", [1, 2, 3])
 def test_written_by_few_ranks_read_by_all(comm, root, writers) -> None:
-    """Oracle: the state that was saved by the first `writers` ranks."""
+    """Oracle: the state saved by the first `writers` ranks."""
     writers = min(writers, comm.size)
     state = whole_state(writers)
     some = comm.Split(comm.rank >= writers)
@@ -122,7 +122,7 @@ def test_written_by_few_ranks_read_by_all(comm, root, writers) -> None:
 
 
 def test_rank_0_says_which_checkpoint(comm, root) -> None:
-    """Oracle: the step that rank 0 named, whatever the other ranks see as newest."""
+    """Oracle: the step named by rank 0, for any newest step on further ranks."""
     for step in (1, 2):
         save_checkpoint(comm, root, {"x": step}, step)
     checkpoint = load_checkpoint(comm, root / f"step-{1 if comm.rank == 0 else 2:09d}")
@@ -134,10 +134,10 @@ def test_rank_0_says_which_checkpoint(comm, root) -> None:
 def test_a_failing_write_on_one_rank_is_known_to_all(
     comm, root, monkeypatch, call, failing
 ) -> None:
-    """Oracle: the older checkpoint; nothing but it is left, and the next save works."""
+    """Oracle: the older checkpoint alone is left, and the next save works."""
     older = save_checkpoint(comm, root, {"x": 1}, 1)
     rank = 0 if failing == "first" or call == "replace" else comm.size - 1
-    # every rank has something of its own to write, so that every rank can fail
+    # every rank has an own item to write, so that every rank can fail
     items = {f"factors/{comm.rank}": torch.ones(9)}
 
     def full(*args):
@@ -163,7 +163,7 @@ def test_an_item_that_cannot_be_stored_on_one_rank_is_known_to_all(comm, root) -
 
 
 def test_ranks_that_disagree_are_told(comm, root) -> None:
-    """Oracle: the message names what differs; nothing was written."""
+    """Oracle: the message names the difference; nothing was written."""
     if comm.size == 1:
         pytest.skip("one rank cannot disagree")
     assert "step" in refused(comm, root, {}, comm.rank)
@@ -176,7 +176,7 @@ def test_ranks_that_disagree_are_told(comm, root) -> None:
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_a_damaged_shard_is_refused_by_all(comm, root, damage) -> None:
-    """Oracle: one line that names the file, on every rank, though only one rank needs the item."""
+    """Oracle: a line with the file's name on every rank, though only one rank needs the item."""
     name = f"factors/{comm.rank}"
     path = save_checkpoint(comm, root, {name: torch.ones(500)}, 1)
     victim = path / f"shard-{comm.size - 1}.h5"
@@ -204,7 +204,7 @@ def test_a_missing_manifest_is_refused_by_all(comm, root) -> None:
 
 
 def test_the_manifest_is_written_after_all_shards(comm, root, monkeypatch) -> None:
-    """Oracle: what is in the temporary directory when rank 0 opens the manifest."""
+    """Oracle: the temporary directory's files when rank 0 opens the manifest."""
     seen = []
     fsync = os.fsync
 
@@ -223,7 +223,7 @@ def test_the_manifest_is_written_after_all_shards(comm, root, monkeypatch) -> No
 
 
 def test_written_in_the_background(comm, root) -> None:
-    """Oracle: the state at the call, whatever becomes of the tensors; all ranks know of it."""
+    """Oracle: the state at the call, for any later change of tensors; all ranks know the path."""
     writer = CheckpointWriter(comm, root)
     state = whole_state(comm.size)
     for step in (5, 6):
@@ -272,7 +272,7 @@ def test_an_item_that_differs_between_ranks_is_named(comm, root, value) -> None:
 
 
 def test_a_damaged_shard_makes_all_ranks_go_back(comm, root, caplog) -> None:
-    """Oracle: the step before on every rank; rank 0 says which file is bad."""
+    """Oracle: the step before on every rank; rank 0 names the damaged file."""
     for step in (1, 2):
         save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(500)}, step)
     victim = root / "step-000000002" / f"shard-{comm.size - 1}.h5"
@@ -286,7 +286,7 @@ def test_a_damaged_shard_makes_all_ranks_go_back(comm, root, caplog) -> None:
 
 @pytest.mark.parametrize("lag", [0.3, 60])
 def test_files_that_one_rank_does_not_see_yet(comm, root, monkeypatch, lag) -> None:
-    """Oracle: the checkpoint, once the files are seen; else one line, the same on all ranks."""
+    """Oracle: the checkpoint, once the files are seen; else the same line on all ranks."""
     save_checkpoint(comm, root, {f"factors/{comm.rank}": torch.ones(5)}, 1)
     seen, begun = checkpoint._files, time.monotonic()
     late = comm.rank == comm.size - 1 and comm.size > 1

@@ -1,12 +1,10 @@
-"""Solvers, Fishers, placements and ways to share a weight, all with all: one process's numbers."""
+"""All combinations of solvers, Fishers, placements and weight sharing: one process's numbers."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"basis_every": 2}
@@ -22,21 +21,21 @@ SHARING = "expand", "reduce"
 ESTIMATORS = [
     *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("sampled", "exact"), SHARING),
     *itertools.product(("eigen", "inverse", "unsplit-inverse"), ("empirical",), ("reduce",)),
-    ("unsplit-inverse", "forward-only", "reduce"),  # one damped factor: alike for all solvers
+    ("unsplit-inverse", "forward-only", "reduce"),  # a single damped factor: equal for all solvers
     *itertools.product(("rank-one",), ("empirical", "forward-only"), ("reduce",)),
 ]
-"""What test_kinds.py has not; "rank-one" takes no labels that the model gives."""
+"""Combinations that test_kinds.py lacks; "rank-one" takes no labels from the model."""
 PLACEMENTS = {
     "comm-opt": Strategy.comm_opt(RANKS),
     "mem-opt": Strategy.mem_opt(),
     "owner-stepped": Strategy(1, "owners", "owner"),
 }
-if RANKS == 4:  # elsewhere it is one of these
+if RANKS == 4:  # other rank counts repeat a placement above
     PLACEMENTS["hybrid-opt"] = Strategy.hybrid(RANKS, workers=2, reduction="owners")
 
 
 class Tokens(nn.Module):
-    """A convolution, whose pixels are tokens; a layer of each token, and one of their mean."""
+    """A convolution whose pixels are tokens, a layer per token, and a layer of the tokens' mean."""
 
     def __init__(self):
         super().__init__()
@@ -54,19 +53,19 @@ def network():
 
 
 def train(comm, strategy, shares, solver, fisher, sharing):
-    """The state after steps with these of all ranks' shares, one after the other."""
+    """Train with the given shares of the ranks, a share after a share; return the state."""
 
     def rule(layer):
         return replace(mpikfac.usual_rule(layer), sharing=sharing)
 
     model = network()
     choices = {**SETTINGS, "solver": solver, "fisher": fisher, "rule": rule}
-    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **choices)
+    kfac = problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
     for step in STEPS:
         kfac.optimizer.zero_grad()
         for share in shares:
             images, labels = problem.shards(step, RANKS)[share]
-            torch.manual_seed(RANKS * step + share)  # the same labels, whoever draws them
+            torch.manual_seed(RANKS * step + share)  # the same labels on any rank
             outputs = model(images)
             kfac.record(outputs)
             (F.cross_entropy(outputs, labels) / len(shares)).backward()
@@ -75,18 +74,16 @@ def train(comm, strategy, shares, solver, fisher, sharing):
     return problem.state(model)
 
 
-@functools.cache
-def alone(*estimator):
-    """One process that takes all shares, while the others wait for its state."""
-    world = mpikfac.world()
-    own = world.Split(world.rank)
-    return world.bcast(train(own, None, range(RANKS), *estimator) if world.rank == 0 else None)
+@problem.by_one_process
+def alone(own, *estimator):
+    """The state of one process that takes all shares."""
+    return train(own, None, range(RANKS), *estimator)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids="-".join)
 def test_each_estimator_and_solver_under_each_placement(comm, estimator, placement):
-    """Oracle: one process that takes all shares, with the labels that are drawn for each."""
+    """Oracle: a single process that takes all shares, with every share's drawn labels."""
     expected = alone(*estimator)
     found = train(comm, PLACEMENTS[placement], [comm.rank], *estimator)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
@@ -95,6 +92,6 @@ def test_each_estimator_and_solver_under_each_placement(comm, estimator, placeme
 
 
 def test_no_two_estimators_are_the_same():
-    """Oracle: states far apart: a choice that does nothing would pass for another one."""
+    """Oracle: states far apart: a choice without effect would equal another choice."""
     for one, other in itertools.combinations(ESTIMATORS, 2):
         assert (alone(*one) - alone(*other)).abs().max() > 1e-6, (one, other)

@@ -1,4 +1,4 @@
-"""GPUs give the same numbers as CPUs, device buffers going to MPI directly or through the host."""
+"""GPUs give the same numbers as CPUs, with device buffers in MPI directly or through the host."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from support import problem
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
 
@@ -28,11 +29,11 @@ def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) 
     )
     model = model.double().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=2, **settings)
+    return problem.kfac(model, optimizer, comm, strategy, basis_every=2, **settings)
 
 
 def train(comm, kfac: mpikfac.KFAC, device: torch.device, steps: int = STEPS) -> torch.Tensor:
-    """Weights after a few steps on `device`."""
+    """Return the weights after a few steps on `device`."""
     mine = slice(comm.rank * BATCH // comm.size, (comm.rank + 1) * BATCH // comm.size)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
@@ -55,7 +56,7 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
     for workers, solver, delay in itertools.product(
         mpikfac.divisors(comm.size), ("inverse", "eigen"), (0, 1)
     ):
-        strategy = mpikfac.Strategy(workers, reduction, update, delay=delay)
+        strategy = mpikfac.Strategy(workers, reduction, update).changed(delay=delay)
         settings = {"solver": solver}
         expected = train(comm, trainer(comm, cpu, strategy, **settings), cpu)
         found = train(comm, trainer(comm, cuda, strategy, **settings), cuda)
@@ -66,14 +67,14 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 @pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
 def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) -> None:
-    """Oracle: the same job on the CPU; what is rounded differs too little to be rounded apart."""
+    """Oracle: the same job on the CPU; differences are too small to change the rounding."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
     others = "int8" if wire == "top-k" else wire
     wires = {"factor_wire": others, "basis_wire": others, "gradient_wire": wire, "top_share": 0.1}
     for workers, reduction in itertools.product(mpikfac.divisors(comm.size), REDUCTIONS):
-        strategy = mpikfac.Strategy(workers, reduction, update, **wires)
+        strategy = mpikfac.Strategy(workers, reduction, update).changed(**wires)
         expected = train(comm, trainer(comm, cpu, strategy), cpu)
         found = train(comm, trainer(comm, cuda, strategy), cuda)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Ranks that do not train but decompose: the numbers of those that train, and the plan's bytes."""
+"""Curvature ranks, which decompose for the training ranks: the same numbers, the plan's bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import time
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,11 +15,13 @@ from mpikfac import NAMED, Strategy, Trace
 from mpikfac.comm import curvature_ranks as intercomm
 from mpikfac.engine import decomposers
 from mpikfac.solvers import decompose
+from support import problem
 
 RANKS = mpikfac.world().size
+SOLVERS = "eigen", "inverse", "unsplit-inverse"
 STEPS = range(10)  # decompositions at 0, 3, 6 and 9
 OWNERS = {"reduction": "owners", "update": "owner"}
-# Of strategies with so many training ranks.
+# Choices of strategies, by the number of training ranks.
 CHOICES = {
     "all workers": lambda ranks: {"workers": ranks},
     "two owners of a layer": lambda ranks: {"workers": ranks, "colocate": False},
@@ -37,24 +38,28 @@ every_number = pytest.mark.parametrize("curvature_ranks", range(1, RANKS))
 
 
 def on_both(comm, curvature_ranks, train, **serving):
-    """What `train(training, curvature)` returns on ranks that train; None on curvature ranks."""
-    training, curvature = mpikfac.split(comm, curvature_ranks)
-    if training is None:
-        return mpikfac.serve(curvature, **serving)
-    return train(training, curvature)
+    """Return the result of `train(training, curvature)`, and None on curvature ranks."""
+    team = mpikfac.split(comm, curvature_ranks)
+    if team.comm is None:
+        return mpikfac.serve(team, **serving)
+    return train(team.comm, team.link)
 
 
 def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all workers"], **settings):
-    """K-FAC that decomposes two steps ahead, in the background or on curvature ranks."""
+    """Return K-FAC that decomposes two steps ahead, in the background or on curvature ranks."""
     model = problem.network().to(dtype)
     curvature_ranks = curvature.remote_size if curvature else 0
-    strategy = Strategy(**{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)})
+    strategy = Strategy().changed(
+        **{"delay": 2, "curvature_ranks": curvature_ranks, **choices(comm.size)}
+    )
     settings = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, curvature=curvature, **settings)
+    return problem.kfac(
+        model, problem.sgd(model), mpikfac.Team(comm, curvature), strategy, **settings
+    )
 
 
 def run(kfac, steps=STEPS):
-    """Trains on this rank's shards, as one part where batches come in parts; the model's state."""
+    """Train on this rank's shards, a shard as a part if batches come in parts; return the state."""
     ranks, rank, dtype = kfac.plan.ranks, kfac.grid.world.rank, kfac.votes.dtype
     for step in steps:
         images, labels = problem.shards(step, ranks)[rank]
@@ -67,7 +72,7 @@ def run(kfac, steps=STEPS):
 
 
 def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
-    """Oracle: the ranks that train, alone, decomposing in their background; to the last bit."""
+    """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
 
     def train(training, curvature):
         found = trainer(training, curvature, **settings)
@@ -81,11 +86,14 @@ def assert_same(comm, curvature_ranks, steps=STEPS, **settings):
     return on_both(comm, curvature_ranks, train)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 @pytest.mark.parametrize("name", CHOICES)
 @every_number
-def test_curvature_ranks_change_no_bit(comm, curvature_ranks, name, solver):
-    """Oracle: see `assert_same`."""
+def test_curvature_ranks_change_no_bit(comm, curvature_ranks, name):
+    """Oracle: see `assert_same`.
+
+    Each number of ranks of both kinds takes another solver.
+    """
+    solver = SOLVERS[(list(CHOICES).index(name) + curvature_ranks + RANKS) % len(SOLVERS)]
     assert_same(comm, curvature_ranks, choices=CHOICES[name], solver=solver)
 
 
@@ -111,7 +119,7 @@ def test_in_messages_of_limited_size(comm, monkeypatch):
     assert_same(comm, 1)
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
+@pytest.mark.parametrize("solver", SOLVERS)
 def test_relative_damping(comm, solver):
     """Oracle: see `assert_same`."""
     assert_same(comm, 1, solver=solver, relative_damping=True)
@@ -131,7 +139,7 @@ def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 def test_owners_note_what_curvature_ranks_cannot_decompose(comm, solver, monkeypatch):
-    """Oracle: see `assert_same`; one factor fails at 0, 3 and 6, whose decompositions are taken."""
+    """Oracle: see `assert_same`; a factor fails at 0, 3 and 6, whose decompositions are used."""
     for name in ("eigenbasis", "damped_inverse"):
         make = getattr(decompose, name)
 
@@ -146,7 +154,7 @@ def test_owners_note_what_curvature_ranks_cannot_decompose(comm, solver, monkeyp
 
 @every_number
 def test_what_is_sent_is_planned(comm, curvature_ranks):
-    """Oracle: the plan's messages of four refreshes; what is received is what is sent."""
+    """Oracle: the plan's messages of four refreshes; received bytes equal sent bytes."""
 
     def train(training, curvature):
         kfac = trainer(training, curvature, choices=lambda n: {"workers": n, "delay": 1})
@@ -174,9 +182,10 @@ def test_what_is_sent_is_planned(comm, curvature_ranks):
 
 @pytest.mark.parametrize("others", range(RANKS))
 def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
-    """Oracle: the uninterrupted run, but for rounding where other ranks train; on its way at 5.
+    """Oracle: the uninterrupted run, except for rounding with other training ranks.
 
-    With as many, to the last bit.
+    Decompositions are pending at step 5. With as many training ranks the runs agree to the last
+    bit.
     """
 
     def before(training, curvature):
@@ -204,13 +213,13 @@ def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
 
 @every_number
 def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
-    """Oracle: the time limit; curvature ranks are let go when the last rank is done, not before."""
+    """Oracle: the time limit; curvature ranks end when the last rank is done, not before."""
 
     def train(training, curvature):
         kfac = trainer(training, curvature)
         run(kfac, range(3))
         training.Barrier()
-        time.sleep(0.2 * training.rank)  # then the decomposition of step 3 is asked for
+        time.sleep(0.2 * training.rank)  # later, ranks request the decomposition of step 3
         kfac.bases.decompose(kfac.factors.whole(None), 3, 0.01, None)
         kfac.close()
 
@@ -218,7 +227,7 @@ def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
 
 
 def test_a_state_is_loaded_over_bases_on_their_way(comm):
-    """Oracle: the run from that state on; what comes for the one before is not used."""
+    """Oracle: the run from the state on; decompositions pending from before are not used."""
 
     def train(training, curvature):
         kfac = trainer(training, curvature, solver="eigen")
@@ -247,4 +256,4 @@ def test_other_numbers_of_curvature_ranks_are_refused(comm):
     with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
         trainer(alone, choices=lambda _: {"curvature_ranks": 1})
     with pytest.raises(ValueError, match="needs a delay of at least 1, replicate_below=0 and"):
-        Strategy(curvature_ranks=1)
+        Strategy().changed(curvature_ranks=1)

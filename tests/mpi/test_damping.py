@@ -1,18 +1,17 @@
-"""Damping and the length of a step are the same for every way to distribute them."""
+"""Damping and step length are the same for every distribution."""
 
 from __future__ import annotations
 
 import collections
 import functools
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LevenbergMarquardt
+from support import oracles, problem
 
 RANKS = mpikfac.world().size
 EXACT = problem.strategies(RANKS, ("everyone", "owners"))
@@ -21,12 +20,12 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 def trainer(comm, strategy, **settings):
     model = problem.network()
     choices = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 @functools.cache
 def textbook(**settings):
-    """The model after training in one process on the joined batches, and the clip's factors."""
+    """Return the model after training in one process on joined batches, and the clip's factors."""
     model = problem.network()
     steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
     scales = oracles.train(model, problem.sgd(model), steps, **problem.SETTINGS | settings)
@@ -34,7 +33,7 @@ def textbook(**settings):
 
 
 def refused(strategy, solver):
-    """Whether the plan of that solver needs other owners."""
+    """Return whether the solver's plan needs other owners."""
     return solver == "inverse" and not strategy.colocate and strategy.reduction == "owners"
 
 
@@ -76,13 +75,13 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
 
 
 def adaptive(comm, strategy, **settings):
-    """K-FAC whose damping follows every step, from where it has to fall."""
+    """Return K-FAC whose damping follows every step, from a value that has to fall."""
     damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
     return trainer(comm, strategy, **{"damping": damping, "basis_every": 2, **settings})
 
 
 def run_adaptive(comm, kfac, steps):
-    """Trains; the model's state, and the ratios and dampings of all steps."""
+    """Train; return the model's state, and the ratios and dampings of all steps."""
     seen = []
     for step in steps:
         images, labels = problem.shards(step, comm.size)[comm.rank]
@@ -97,6 +96,12 @@ def run_adaptive(comm, kfac, steps):
     return problem.state(kfac.model), seen
 
 
+@problem.by_one_process
+def adapted_alone(own, solver, steps):
+    """What `run_adaptive` returns of one process on the joined batches."""
+    return run_adaptive(own, adaptive(own, None, solver=solver), steps)
+
+
 def assert_same_run(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-9)
     numbers = [[number for row in seen for number in row] for _, seen in (found, expected)]
@@ -106,20 +111,19 @@ def assert_same_run(found, expected):
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strategy, solver):
-    """Oracle: one process on the joined batches; among ranks, to the last bit."""
+    """Oracle: a single process on the joined batches; among ranks, to the last bit."""
     if refused(strategy, solver):
         return
-    steps, alone = range(6), comm.Split(comm.rank)
-    expected = run_adaptive(alone, adaptive(alone, None, solver=solver), steps)
+    steps = range(6)
     found = run_adaptive(comm, adaptive(comm, strategy, solver=solver), steps)
-    assert_same_run(found, expected)
+    assert_same_run(found, adapted_alone(solver, steps))
     assert len(set(map(str, comm.allgather(found[1])))) == 1
     assert len({damping for _, damping in found[1]}) > 1
 
 
 @pytest.mark.parametrize("fewer", range(1, RANKS + 1))
 def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
-    """Oracle: the uninterrupted run; the restarted one is made with another damping."""
+    """Oracle: the uninterrupted run; the resumed run is made with another damping."""
     strategy = mpikfac.Strategy(1, "owners", "owner")
     kfac = adaptive(comm, strategy)
     run_adaptive(comm, kfac, range(3))

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
 from mpikfac.numerics import triangles
+from support import problem
 
 STORED = Path(__file__).parents[1] / "golden" / "kfac_pytorch.npz"
 CASES = [
@@ -25,7 +25,7 @@ CASES = [
 
 
 class Net(nn.Module):
-    """The net whose numbers are stored."""
+    """The net of the stored numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
     net = Net().double()
     for name, parameter in net.named_parameters():
         parameter.data = torch.from_numpy(stored[f"{inputs}/weights/{name}"])
-    kfac = mpikfac.KFAC(
+    kfac = problem.kfac(
         net,
         torch.optim.SGD(net.parameters(), lr=0.1),
         sub,

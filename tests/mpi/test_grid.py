@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import problem
 import pytest
 import torch
 
@@ -11,30 +10,31 @@ from mpikfac import Strategy, UserError, agree, make_plan, together
 from mpikfac.comm import Grid, agreement
 from mpikfac.comm import collectives as primitives
 from mpikfac.plan import Message
+from support import problem
 
 RANKS = mpikfac.world().size
 
 
 def bounds(*counts):
-    """Segment bounds of so many elements each."""
+    """Return the bounds of segments with the given numbers of elements."""
     return [sum(counts[:k]) for k in range(len(counts) + 1)]
 
 
 def numbers(rank, size):
-    """What a rank contributes; sums of such are exact."""
+    """Return a rank's contribution; sums of contributions are exact."""
     return torch.arange(size).double() * (rank + 1) + rank
 
 
 @pytest.fixture(params=[None, 3], ids=["whole", "in pieces"])
 def pieces(request, monkeypatch):
-    """Messages in one piece, and split as large reductions and messages of 2^31 elements are."""
+    """Send messages whole, or in pieces like large reductions and messages of 2^31 elements."""
     if request.param:
         monkeypatch.setattr(primitives, "MAX_COUNT", request.param)
         monkeypatch.setattr(primitives, "PIECE", request.param)
 
 
 def sent(primitive, over, spans, root=-1):
-    """A message; what it says of bytes does not matter here."""
+    """Return a message; the numbers of bytes do not matter."""
     return Message("stage", primitive, over, tuple(spans), root, 0, 0, 0)
 
 
@@ -59,7 +59,7 @@ def gather(grid, flat, edges, over, primitive):
 
 
 def uneven(size):
-    """Segment lengths with an empty one where there are several."""
+    """Return segment lengths, with an empty segment among several."""
     return [0 if k == 1 else 5 + 2 * k for k in range(size)]
 
 
@@ -111,7 +111,7 @@ def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch):
 @pytest.mark.parametrize("primitive", ["Allgatherv", "Bcast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers, primitive, dtype):
-    """Oracle: segment k as member k filled it."""
+    """Oracle: segment k with member k's numbers."""
     grid = Grid(comm, workers, mpikfac.Trace())
     team = getattr(grid, over)
     edges = bounds(*uneven(team.size))
@@ -131,7 +131,7 @@ def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
     def trained():
         model = problem.network()
         strategy = Strategy(workers, reduction, update)
-        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+        kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
         return problem.run(kfac, comm)
 
     whole = trained()
@@ -159,7 +159,7 @@ def test_what_mpi_would_take_for_bytes_is_refused_before_it_is_sent(comm, flat, 
         lambda: sum_everywhere(grid, flat),
         lambda: sum_to_owners(grid, flat, edges, "Reduce_scatter"),
     ]
-    if flat.dtype != torch.bfloat16:  # which is handed on as it is
+    if flat.dtype != torch.bfloat16:  # bfloat16 is forwarded unchanged
         calls.append(lambda: gather(grid, flat, edges, "world", "Allgatherv"))
     for call in calls:
         with pytest.raises(ValueError, match=text):
@@ -168,7 +168,7 @@ def test_what_mpi_would_take_for_bytes_is_refused_before_it_is_sent(comm, flat, 
 
 
 def told(comm, call):
-    """What the ranks are told: the same text on all of them."""
+    """Return the error's text; check that all ranks have the same text."""
     with pytest.raises(UserError) as refused:
         call()
     (text,) = set(comm.allgather(str(refused.value)))
@@ -176,7 +176,7 @@ def told(comm, call):
 
 
 def test_together_everyone_learns_the_lowest_failing_ranks_text(comm):
-    """Oracle: by hand; of several failures the lowest rank's is told, on every rank."""
+    """Oracle: by hand; of several failures, every rank raises the lowest rank's failure."""
 
     def read(failing, kind=OSError):
         with together(comm, "reading data"):
@@ -193,7 +193,7 @@ def test_together_everyone_learns_the_lowest_failing_ranks_text(comm):
 
 
 def test_agreement_names_the_first_key_that_differs(comm):
-    """Oracle: by hand: rank 0's value and the first other one."""
+    """Oracle: by hand: rank 0's value and the first different value."""
     agree(comm, {"a": 1, "b": [1, "x"], "c": None})
     if comm.size == 1:
         return
@@ -226,10 +226,10 @@ def test_agreement_names_the_first_key_that_differs(comm):
     ],
 )
 def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
-    """Oracle: one text on every rank; the last rank is the one that differs."""
+    """Oracle: the same text on every rank; the last rank differs."""
     model = problem.network()
     settings = given(comm.rank < comm.size - 1)
-    text = told(comm, lambda: mpikfac.KFAC(model, problem.sgd(model), comm, **settings))
+    text = told(comm, lambda: problem.kfac(model, problem.sgd(model), comm, **settings))
     assert text.startswith(f"ranks disagree on {key}: ")
     assert f"on rank {comm.size - 1}; start all ranks with the same code" in text
 
@@ -238,7 +238,7 @@ def test_ranks_that_disagree_on_settings_all_stop(comm, key, given):
 @pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
 @pytest.mark.parametrize("difference", ["lr", "class", "parameters"])
 def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
-    """Oracle: one text on every rank; weights would part at the first step."""
+    """Oracle: the same text on every rank; weights would part at the first step."""
     last = comm.rank == comm.size - 1
     model = torch.nn.Sequential(torch.nn.Linear(3, 2))
     kind = torch.optim.Adam if last and difference == "class" else torch.optim.SGD
@@ -254,7 +254,7 @@ def test_ranks_that_disagree_on_the_optimizer_all_stop(comm, make, difference):
 @pytest.mark.parametrize("make", [mpikfac.KFAC, mpikfac.DataParallel])
 @pytest.mark.parametrize("difference", ["width", "dtype", "frozen"])
 def test_ranks_that_disagree_on_the_model_all_stop(comm, make, difference):
-    """Oracle: one text on every rank, whatever is different."""
+    """Oracle: the same text on every rank, for any difference."""
     last = comm.rank == comm.size - 1
     model = torch.nn.Sequential(torch.nn.Linear(3 + (last and difference == "width"), 2))
     if last and difference == "dtype":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 BF16 = torch.bfloat16
@@ -39,31 +39,38 @@ STEPS = range(7)
 def trainer(comm, placement, **settings):
     model = problem.network()
     settings = problem.SETTINGS | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(**placement), **settings)
+    return problem.kfac(
+        model, problem.sgd(model), comm, Strategy().changed(**placement), **settings
+    )
+
+
+@problem.by_one_process
+def alone(own, solver, kept, **of_time):
+    """The states after each step of one process with the joined batches."""
+    serial = trainer(own, of_time, solver=solver, **KEPT[kept])
+    return [problem.run(serial, own, [step]) for step in STEPS]
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+@pytest.mark.parametrize("kept", KEPT)
 def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, placement, solver):
-    """Oracle: one process that keeps them so, with the joined batch; the plan.
+    """Oracle: a single process with the same dtypes, on the joined batch; the plan.
 
-    To rounding in bfloat16, as eigenvectors of the value 0 may be any: examples are few.
+    The numbers agree to rounding in bfloat16: with few examples, eigenvectors of eigenvalue 0 are
+    arbitrary.
     """
     start = problem.state(problem.network())
-    kfac = trainer(comm, placement, solver=solver, **kept)
+    kfac = trainer(comm, placement, solver=solver, **KEPT[kept])
     of_time = {name: placement[name] for name in OVER_TIME if name in placement}
-    own = comm.Split(comm.rank)
-    serial = trainer(own, of_time, solver=solver, **kept)
-    expected = collections.Counter()
-    for step in STEPS:
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, alone(solver, kept, **of_time)):
         found = problem.run(kfac, comm, [step])
-        expected += problem.planned(kfac, step)
-        alone = problem.run(serial, own, [step])
-        assert (found - alone).norm() < 0.05 * (alone - start).norm()
+        sent += problem.planned(kfac, step)
+        assert (found - expected).norm() < 0.05 * (expected - start).norm()
         assert all(torch.equal(found, other) for other in comm.allgather(found))
     if "delay" not in placement:
-        assert +collections.Counter(kfac.trace.sent) == expected
+        assert +collections.Counter(kfac.trace.sent) == sent
     memory = kfac.plan.memory(comm.rank)
     for name, arena in (("averages", kfac.factors.averages), ("bases", kfac.bases.arena)):
         assert memory[name] == arena.flat.nbytes
@@ -71,7 +78,7 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, pla
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS.values(), {"reduce_at": "bases"}])
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
-    """Oracle: the run that wrote it."""
+    """Oracle: the run that wrote the checkpoint."""
     first, second = (trainer(comm, placement, **KEPT["both"]) for _ in range(2))
     problem.run(first, comm, range(4))
     second.load_state_dict(problem.whole_state(first, comm))
@@ -82,7 +89,7 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 @pytest.mark.parametrize("placement", [{"workers": RANKS}, OWNERS])
 @pytest.mark.parametrize("towards", ["rounded", "exact"])
 def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
-    """Oracle: its numbers, rounded or as they are."""
+    """Oracle: the checkpoint's numbers, rounded or unchanged."""
     kept = [{}, KEPT["both"]] if towards == "rounded" else [KEPT["both"], {}]
     first, second = (trainer(comm, placement, **dtypes) for dtypes in kept)
     problem.run(first, comm, range(4))

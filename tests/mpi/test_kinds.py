@@ -1,10 +1,9 @@
-"""Every kind of layer, form of factors and Fisher under every placement: one process's numbers."""
+"""Every kind of layer, factor and Fisher under every placement: one process's numbers."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,21 +11,23 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
 SETTINGS = problem.SETTINGS | {"covers": COVERS, "damping": 0.1}
+SOLVERS = "eigen", "inverse", "unsplit-inverse", "rank-one"
 STRATEGIES = [
     *problem.strategies(RANKS, ["everyone", "owners"]),
-    Strategy(RANKS, packing="square", fusion=1),
-    Strategy(1, "owners", "owner", reduce_at="bases"),
-    Strategy(RANKS, reduce_at="bases", delay=1, stagger=3),
-    Strategy(RANKS, overlap=True, fusion=2, replicate_below=5),
+    Strategy(RANKS).changed(packing="square", fusion=1),
+    Strategy(1, "owners", "owner").changed(reduce_at="bases"),
+    Strategy(RANKS).changed(reduce_at="bases", delay=1, stagger=3),
+    Strategy(RANKS, replicate_below=5).changed(overlap=True, fusion=2),
 ]
 
 
 class AllKinds(nn.Module):
-    """Each kind of layer once, one that few batches use, and one whose weight is frozen."""
+    """Every kind of layer once, a layer that few batches use, and a layer with a frozen weight."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +56,7 @@ def network():
 
 
 def forms(layer):
-    """Another form of factors for each of some layers."""
+    """Return another form of factors for some layers."""
     chosen = {
         "transposed": {"diagonal": "A"},
         "tokens": {"largest": 5},
@@ -67,17 +68,17 @@ def forms(layer):
 
 
 def joined(shards):
-    """One shard's branch for all: a batch takes the branch of its first image."""
+    """Give all shards of a batch a single branch, chosen by the batch's first image."""
     images, labels = shards
     images[:, 0, 0, 0] = images[0, 0, 0, 0]
     return images, labels
 
 
 def train(comm, strategy, ranks, record=False, **settings):
-    """Trains on this rank's shards of as many as `ranks` ranks have; the whole state."""
+    """Train on this rank's shards of `ranks` shards; return the whole state."""
     model = network()
     optimizer = problem.sgd_all(model)
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
+    kfac = problem.kfac(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
     for step in range(2 * problem.STEPS):
         batch = joined(problem.batch(step))
         images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in batch)
@@ -91,22 +92,33 @@ def train(comm, strategy, ranks, record=False, **settings):
     return problem.state(model)
 
 
+@problem.by_one_process
+def alone(own, delay, stagger, **settings):
+    """The state of one process on the joined batches."""
+    return train(own, Strategy().changed(delay=delay, stagger=stagger), 1, **settings)
+
+
 def assert_as_one_process(comm, strategy, **settings):
-    """Compares all ranks' training with that of one process on the joined batches."""
-    alone = Strategy(delay=strategy.delay, stagger=strategy.stagger)
-    expected = train(comm.Split(comm.rank), alone, 1, **settings)
+    """Compare training on all ranks with training in one process on the joined batches."""
+    expected = alone(strategy.refresh.delay, strategy.refresh.stagger, **settings)
     found = train(comm, strategy, RANKS, **settings)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     assert (expected - problem.state(network())).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse", "rank-one"])
-@pytest.mark.parametrize("rule", [mpikfac.usual_rule, forms], ids=["whole", "forms"])
+@pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_all_kinds_of_layers_under_each_placement(comm, strategy, rule, solver):
-    """Oracle: one process on the joined batches."""
+def test_all_kinds_of_layers_under_each_placement(comm, strategy, solver):
+    """Oracle: one process on the joined batches.
+
+    Each strategy takes whole factors for two solvers and other forms for the other two.
+    """
+    rules = mpikfac.usual_rule, forms
+    rule = rules[(STRATEGIES.index(strategy) + SOLVERS.index(solver)) % 2]
     apart = not strategy.colocate and strategy.reduction != "everyone"
-    if (solver == "inverse" and apart) or (solver == "rank-one" and strategy.packing == "square"):
+    if (solver == "inverse" and apart) or (
+        solver == "rank-one" and strategy.transport.packing == "square"
+    ):
         return  # refused: test_plan.py
     assert_as_one_process(comm, strategy, solver=solver, rule=rule)
 
@@ -114,7 +126,7 @@ def test_all_kinds_of_layers_under_each_placement(comm, strategy, rule, solver):
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_relative_damping_under_each_placement(comm, strategy, solver):
-    """Oracle: one process on the joined batches; factors in blocks may have several owners."""
+    """Oracle: a single process on the joined batches; factors in blocks may have several owners."""
     if solver != "inverse" or strategy.colocate or strategy.reduction == "everyone":
         choices = {"solver": solver, "rule": forms, "relative_damping": True}
         assert_as_one_process(comm, strategy, **choices)
@@ -122,19 +134,19 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
 
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_lengths_of_adam_under_each_placement(comm, strategy):
-    """Oracle: one process on the joined batches."""
+    """Oracle: a single process on the joined batches."""
     assert_as_one_process(comm, strategy, solver="eigen", graft="adam", kl_clip=None)
 
 
 def low_rank(layer):
-    """The same forms, of whose eigenvectors two are kept."""
+    """Return the same forms with two kept eigenvectors."""
     return replace(forms(layer), rank=2)
 
 
 @pytest.mark.parametrize("relative", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_low_rank_under_each_placement(comm, strategy, relative):
-    """Oracle: one process on the joined batches."""
+    """Oracle: a single process on the joined batches."""
     choices = {"solver": "eigen", "rule": low_rank, "relative_damping": relative}
     assert_as_one_process(comm, strategy, **choices)
 
@@ -142,14 +154,14 @@ def test_low_rank_under_each_placement(comm, strategy, relative):
 @pytest.mark.parametrize("chosen", ["exact", "forward-only"])
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):
-    """Oracle: one process on the joined batches."""
+    """Oracle: a single process on the joined batches."""
     assert_as_one_process(comm, strategy, solver="eigen", fisher=chosen, record=True)
 
 
 def averages(comm, images, labels):
-    """Factors after one batch."""
+    """Return factors after a batch."""
     model = network()
-    kfac = mpikfac.KFAC(model, problem.sgd_all(model), comm, **SETTINGS)
+    kfac = problem.kfac(model, problem.sgd_all(model), comm, **SETTINGS)
     F.cross_entropy(model(images), labels).backward()
     kfac.precondition()
     return kfac.factors.averages
@@ -157,7 +169,7 @@ def averages(comm, images, labels):
 
 @pytest.mark.skipif(RANKS == 1, reason="needs two ranks that take other branches")
 def test_a_layer_may_take_part_on_some_ranks_only(comm):
-    """Oracle: the factors of those ranks alone."""
+    """Oracle: the factors of the branch's ranks alone."""
     images, labels = problem.shards(0, RANKS)[comm.rank]
     images[:, 0, 0, 0] = 1.0 if comm.rank == 0 else -1.0
     ranks_of_a_branch = comm.Split(min(comm.rank, 1))
@@ -167,17 +179,17 @@ def test_a_layer_may_take_part_on_some_ranks_only(comm):
 
 
 def test_shards_of_unequal_size_weigh_by_their_examples(comm):
-    """Oracle: factors of all examples at once, each gradient that of its shard's mean loss."""
+    """Oracle: factors of all examples at once, with gradients of the shards' mean losses."""
     sizes = [2 * rank + 2 for rank in range(RANKS)]
     images, labels = (torch.cat([part] * 3) for part in problem.batch(0))
     start = sum(sizes[: comm.rank])
     mine = slice(start, start + sizes[comm.rank])
     model = problem.network()
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
     F.cross_entropy(model(images[mine]), labels[mine]).backward()
     kfac.precondition()
     whole = problem.network()
-    one = mpikfac.KFAC(whole, problem.sgd(whole), comm.Split(comm.rank), **problem.SETTINGS)
+    one = problem.kfac(whole, problem.sgd(whole), comm.Split(comm.rank), **problem.SETTINGS)
     total = slice(0, sum(sizes))
     F.cross_entropy(whole(images[total]), labels[total]).backward()
     one.precondition()

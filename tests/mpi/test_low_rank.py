@@ -1,16 +1,16 @@
-"""Factors of which only leading eigenvectors are kept: the plan's bytes, and restarts."""
+"""Factors with few kept leading eigenvectors: the plan's bytes, and restarts."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SENT = {
@@ -18,26 +18,26 @@ SENT = {
     "one worker": Strategy(1),
     "to owners, apart": Strategy(RANKS, "owners", colocate=False),
     "owners": Strategy(1, "owners", "owner"),
-    "staggered, late": Strategy(RANKS, reduce_at="bases", stagger=3),
+    "staggered, late": Strategy(RANKS).changed(reduce_at="bases", stagger=3),
     "small ones everywhere": Strategy(RANKS, replicate_below=10),
-    "factors in 8 bits": Strategy(RANKS, factor_wire="int8"),
+    "factors in 8 bits": Strategy(RANKS).changed(factor_wire="int8"),
 }
 
 
 def low(layer):
-    """The usual factors, of which three eigenvectors are kept."""
+    """Return the usual factors with three kept eigenvectors."""
     return replace(mpikfac.usual_rule(layer), rank=3)
 
 
 def trainer(comm, strategy, **settings):
     model = problem.network()
     choices = problem.SETTINGS | {"rule": low} | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 @pytest.mark.parametrize("name", SENT)
 def test_bytes_and_memory_are_the_plans(comm, name):
-    """Oracle: the plan; other ranks' weights, to the last bit; more bytes for whole bases."""
+    """Oracle: the plan; weights of all ranks, to the last bit; more bytes for whole bases."""
     kfac = trainer(comm, SENT[name])
     whole = trainer(comm, SENT[name], rule=mpikfac.usual_rule)
     for step in range(2 * problem.STEPS):
@@ -55,11 +55,11 @@ def test_bytes_and_memory_are_the_plans(comm, name):
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 def test_a_run_goes_on_from_another_placement(comm, tolerance):
-    """Oracle: the same run under one placement; also from where a decomposition is on its way."""
-    first = trainer(comm, Strategy(RANKS, delay=2, tolerance=tolerance))
+    """Oracle: the same run under a single placement; also with pending decompositions."""
+    first = trainer(comm, Strategy(RANKS).changed(delay=2, tolerance=tolerance))
     problem.run(first, comm, range(4))
     shared = problem.whole_state(first, comm)
-    second = trainer(comm, Strategy(1, delay=2, tolerance=tolerance))
+    second = trainer(comm, Strategy(1).changed(delay=2, tolerance=tolerance))
     second.load_state_dict(shared)
     found, expected = (problem.run(kfac, comm, range(4, 8)) for kfac in (second, first))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -1,25 +1,25 @@
-"""What is kept, and what is sent at most."""
+"""Memory on every rank, and bounds of sent bytes."""
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
+from support import problem
 
 RANKS = mpikfac.world().size
 
 
 def trainer(comm, strategy):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
 
 
 def arenas(kfac):
-    """Bytes of the buffers that exist."""
+    """Return the bytes of all buffers."""
     kept = {
         "statistics": kfac.factors.statistics,
         "squares": kfac.factors._squares,
@@ -66,7 +66,7 @@ def test_factor_memory_of_resnet32(comm, workers, reduction):
 def test_statistics_travel_as_triangles(comm):
     """Oracle: n (n + 1) / 2 numbers of 8 bytes for n = 18, 9, 82, 4, 37, 5, rounded up to 16.
 
-    And 16 for the number of examples beside each.
+    Every factor's number of examples takes 16 numbers more.
     """
     kfac = trainer(comm, Strategy(1))
     problem.run(kfac, comm, [0])
@@ -75,9 +75,9 @@ def test_statistics_travel_as_triangles(comm):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
 def test_owners_that_step_send_no_more_than_data_parallelism(comm):
-    """Oracle: the baseline's gradients to be reduced, as many weights to be gathered.
+    """Oracle: the baseline's reduced gradients, and equally many gathered weights.
 
-    A ring's Allreduce is a Reduce_scatter and an Allgather; 8 bytes more are the clip's.
+    A ring's Allreduce is a Reduce_scatter and an Allgather; the clip sends 8 bytes more.
     """
     model = problem.network()
     baseline = mpikfac.DataParallel(model, problem.sgd(model), comm)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
@@ -40,8 +40,8 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
         return dataclasses.replace(layer, solver=mixture[layer.name])
 
     optimizer = problem.sgd(model)
-    strategy = Strategy(**placement)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
+    strategy = Strategy().changed(**placement)
+    return problem.kfac(model, optimizer, comm, strategy, rule=rule, **problem.SETTINGS, **more)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def trainer(comm, placement, mixture=MIXTURE, **more):
     ids=[*PLACEMENTS, "with scales"],
 )
 def test_they_train_as_one_process_does_and_send_what_is_planned(comm, placement, mixture):
-    """Oracle: one process with the joined batch, to rounding; the plan."""
+    """Oracle: a single process with the joined batch, to rounding; the plan."""
     kfac = trainer(comm, placement, mixture)
     of_time = {name: placement[name] for name in OVER_TIME if name in placement}
     own = comm.Split(comm.rank)
@@ -65,14 +65,14 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, placement
         alone = problem.run(serial, own, [step])
         torch.testing.assert_close(found, alone, rtol=0, atol=1e-10)
         assert all(torch.equal(found, other) for other in comm.allgather(found))
-    kfac.factors.settle()  # sends the last ones, where they overlap
+    kfac.factors.settle()  # sends the last factors, if overlapped
     assert +collections.Counter(kfac.trace.sent) == expected
     kfac.close()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
-    """Oracle: the run that wrote it."""
+    """Oracle: the run that wrote the checkpoint."""
     first, second = (trainer(comm, placement) for _ in range(2))
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
@@ -85,14 +85,15 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, placement):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_a_curvature_rank_decomposes_each_layer_by_its_solver(comm):
-    """Oracle: the ranks that train, alone, decomposing in their background; to the last bit."""
-    training, curvature = mpikfac.split(comm, 1)
-    if training is None:
-        mpikfac.serve(curvature)
+    """Oracle: the training ranks alone, with decompositions in the background; to the last bit."""
+    team = mpikfac.split(comm, 1)
+    if team.comm is None:
+        mpikfac.serve(team)
         return
+    training = team.comm
     mixture, choices = MIXTURE | {"5": "unsplit-inverse"}, {"workers": training.size, "delay": 2}
     spared = choices | {"curvature_ranks": 1}
-    found = trainer(training, spared, mixture, curvature=curvature)
+    found = trainer(team, spared, mixture)
     state = problem.run(found, training, STEPS)
     found.close()
     assert torch.equal(state, problem.run(trainer(training, choices, mixture), training, STEPS))

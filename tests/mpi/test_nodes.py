@@ -1,4 +1,4 @@
-"""Two levels: the numbers of one, exactly, and refusals where ranks do not sit as they should."""
+"""Two levels: exactly the numbers of a single level, and refusals of wrongly placed ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHERS = [("votes", (16,)), ("scale", ())]
 
 
 def stages(plan, rank):
-    """Messages of each stage with the layout of its arena."""
+    """Return the messages of every stage with the stage's layout."""
     yield plan.reduce_statistics(rank), plan.statistics(rank)
     yield plan.publish_bases(rank), plan.bases(rank)
     yield plan.reduce_gradients(rank), plan.gradients()
@@ -26,7 +26,10 @@ def stages(plan, rank):
 
 
 def defined(plan, stage, layout, rank):
-    """What of an arena a rank may read after a stage: its own segment where owners get sums."""
+    """Return the part of an arena that a rank may read after a stage.
+
+    The part is the rank's own segment if owners get sums.
+    """
     to_owners = {0: plan.strategy.reduction == "owners", 2: plan.strategy.update == "owner"}
     if to_owners.get(stage):
         return slice(*layout.segments()[rank])
@@ -50,12 +53,12 @@ def defined(plan, stage, layout, rank):
 def test_every_stage_gives_the_numbers_of_one_level(
     comm, monkeypatch, choices, workers, per_node, piece
 ):
-    """Oracle: one level; whole numbers, whose sums are exact. Bytes sent are those planned."""
+    """Oracle: a single level, with exact sums of whole numbers; sent bytes equal planned bytes."""
     if piece:
         monkeypatch.setattr(primitives, "PIECE", piece)
     found = []
     for ranks_per_node in (None, per_node):
-        strategy = Strategy(workers, **choices, ranks_per_node=ranks_per_node)
+        strategy = Strategy(workers).changed(**choices, ranks_per_node=ranks_per_node)
         plan = make_plan(LAYERS, RANKS, strategy, OTHERS, "eigen", 8)
         grid = Grid(comm, workers, mpikfac.Trace(), ranks_per_node)
         for stage, (messages, layout) in enumerate(stages(plan, comm.rank)):
@@ -85,7 +88,7 @@ def test_ranks_of_several_nodes_are_no_node(comm, monkeypatch):
 
 @pytest.mark.skipif(RANKS != 4, reason="two nodes of two ranks")
 def test_a_node_may_be_a_part_of_one(comm, monkeypatch):
-    """Oracle: by hand: ranks 0 and 1 share a node, and 2 and 3, whatever else does."""
+    """Oracle: by hand: ranks 0 and 1 share a node, and 2 and 3 too, on one node or on two."""
     for nodes in ([0, 0, 2, 2], [0, 0, 0, 0]):
         monkeypatch.setattr(startup, "lowest_in_node", lambda comm, at=nodes: at[comm.rank])
         Grid(comm, 1, mpikfac.Trace(), 2)

@@ -1,10 +1,10 @@
-"""Numbers that are not finite: what they touch is left out on all ranks, and training goes on."""
+"""Non-finite numbers: all ranks leave affected parts out, and training goes on."""
 
 from __future__ import annotations
 
+import itertools
 import math
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,18 +14,20 @@ import mpikfac
 from mpikfac import Strategy, UserError
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.solvers import decompose
+from support import problem
 
 RANKS = mpikfac.world().size
 ALL = problem.strategies(RANKS)
+BAD = itertools.cycle([math.nan, math.inf, -math.inf])
 
 
 def trainer(comm, strategy=None, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def backward(trainer, comm, step, spoil=None):
-    """The passes of a step, in which `spoil` may change this rank's images."""
+    """Run the passes of a step, in which `spoil` may change this rank's images."""
     images, labels = problem.shards(step, comm.size)[comm.rank]
     trainer.optimizer.zero_grad()
     F.cross_entropy(trainer.model(spoil(images) if spoil else images), labels).backward()
@@ -36,7 +38,7 @@ def total(comm, trainer, kind):
 
 
 def assert_alike(comm, trainer):
-    """All ranks hold the same finite model; its bits."""
+    """Check that all ranks hold the same finite model; return the model's bits."""
     state = problem.state(trainer.model)
     assert state.isfinite().all()
     assert all(torch.equal(state, other) for other in comm.allgather(state))
@@ -48,17 +50,16 @@ def state_and_momentum(trainer):
     return torch.cat([problem.state(trainer.model), *buffers])
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("strategy", ALL, ids=problem.label)
+@pytest.mark.parametrize(("strategy", "bad"), list(zip(ALL, BAD)), ids=problem.label)
 def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, bad):
-    """Oracle: weights, momentum and averages before; every layer and both its factors counted."""
+    """Oracle: weights, momentum and averages before; a count for every layer and both factors."""
     kfac = trainer(comm, strategy)
     problem.run(kfac, comm, [0, 1])
     before = state_and_momentum(kfac), kfac.factors.averages.flat.clone()
     spoil = (lambda images: images * bad) if comm.rank == comm.size - 1 else None
     backward(kfac, comm, 2, spoil)
     kfac.step()
-    if strategy.reduction != "none":  # there, other ranks' factors are of other data
+    if strategy.reduction != "none":  # with "none", ranks have factors of different data
         assert torch.equal(kfac.factors.averages.flat, before[1])
         assert total(comm, kfac, "statistics") == 6
     assert torch.equal(state_and_momentum(kfac), before[0])
@@ -69,7 +70,7 @@ def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, 
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_a_layer_whose_gradient_is_not_finite_stays_while_the_others_move(comm, strategy):
-    """Oracle: by hand: the weights that change, with the KL clip over the other layers."""
+    """Oracle: by hand: the changed weights, with the KL clip over the remaining layers."""
     kfac = trainer(comm, strategy)
     problem.run(kfac, comm, [0])
     weights = {name: kfac.model[int(name)].weight for name in ("0", "3", "5")}
@@ -85,7 +86,7 @@ def test_a_layer_whose_gradient_is_not_finite_stays_while_the_others_move(comm, 
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
-    """Oracle: the identity's triangle, and the statistics of the others."""
+    """Oracle: the identity's triangle, and the statistics of the remaining factors."""
     kfac = trainer(comm, strategy)
     backward(kfac, comm, 0)
     if "0.A" in kfac.factors.statistics:
@@ -102,7 +103,7 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
 
 @pytest.mark.parametrize("strategy", ALL, ids=problem.label)
 def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
-    """Oracle: 0, and the gradient by the damping as what it then gives."""
+    """Oracle: 0, and hence the gradient divided by the damping."""
     kfac = trainer(comm, strategy, solver="rank-one", damping=0.5, kl_clip=None)
     backward(kfac, comm, 0)
     if "0.A" in kfac.factors.statistics:
@@ -135,7 +136,7 @@ def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, mo
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["everyone"]), ids=problem.label)
 def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, solver, monkeypatch):
-    """Oracle: the averaged gradient of that layer, times the KL clip's factor of the step."""
+    """Oracle: the layer's averaged gradient, times the step's KL clip factor."""
     fail_at(monkeypatch, order=82)  # 3.A: 9 channels of 3 x 3, and the bias
     kfac = trainer(comm, strategy, solver=solver)
     backward(kfac, comm, 0)
@@ -149,7 +150,7 @@ def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, so
 
 
 def fail_at(monkeypatch, order):
-    """No factor of that order can be decomposed from now on."""
+    """Let every decomposition of factors of the given order fail."""
 
     def failing(function):
         def decomposed(factor, *rest):
@@ -168,7 +169,7 @@ def fail_at(monkeypatch, order):
 def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
     comm, solver, works, monkeypatch
 ):
-    """Oracle: nothing is counted where a later attempt works; damping as said."""
+    """Oracle: nothing is counted if a later attempt works; damping as documented."""
     seen = []
     for name in ("eigenbasis", "damped_inverse"):
         function = getattr(decompose, name)
@@ -183,7 +184,7 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
         monkeypatch.setattr(decompose, name, picky)
     model = problem.network().float()
     settings = problem.SETTINGS | {"solver": solver}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     images, labels = problem.shards(0, comm.size)[comm.rank]
     F.cross_entropy(model(images.float()), labels).backward()
     kfac.step()
@@ -194,8 +195,8 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
 
 @pytest.mark.parametrize("update", ["everyone", "owner"])
 def test_too_many_in_a_row_end_the_run(comm, update):
-    """Oracle: the first step at which there are more than are tolerated; layer and rank named."""
-    alone = comm.Split(comm.rank)  # the rank that answers for a layer raises, which ends the job
+    """Oracle: the first step with more failures than tolerated; layer and rank are named."""
+    alone = comm.Split(comm.rank)  # the layer's owner raises and ends the job
     kfac = trainer(alone, Strategy(1, update=update))
     problem.run(kfac, alone, [0])
     for _ in range(TOLERATED):
@@ -207,12 +208,12 @@ def test_too_many_in_a_row_end_the_run(comm, update):
 
 
 def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
-    """Oracle: the first decomposition and the first turns of its share; layers refreshed between.
+    """Oracle: the first decomposition and the first turns of the share, with refreshes between.
 
     With two shares a factor's turn comes every sixth step, at 3 and 9 and so on.
     """
     alone = comm.Split(comm.rank)
-    kfac = trainer(alone, Strategy(1, stagger=2), basis_every=6)
+    kfac = trainer(alone, Strategy(1).changed(stagger=2), basis_every=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.shares_of["0"] == 1
     last = 3 + 6 * (TOLERATED - 1)
@@ -239,7 +240,7 @@ def test_running_statistics_are_taken_back(comm):
 
 
 def test_votes_come_back_as_their_mean(comm):
-    """Oracle: the sum over ranks of what they wrote, for every way to update."""
+    """Oracle: the sum over ranks of the written votes, for every way to update."""
     for strategy in ALL:
         kfac = trainer(comm, strategy)
         for step in range(2):
@@ -251,12 +252,12 @@ def test_votes_come_back_as_their_mean(comm):
 
 
 def test_a_few_bad_batches_cost_little(comm):
-    """Oracle: the loss of the same 200 steps without them, to 1 %."""
+    """Oracle: the loss of the same 200 steps without bad batches, to 1 %."""
     losses = []
     for bad_steps in ((), (0, 7, 8, 50, 111)):
         kfac = trainer(comm, damping=0.1, kl_clip=None, factor_every=1)
         for group in kfac.optimizer.param_groups:
-            group |= {"lr": 0.02, "weight_decay": 0.03}  # so that there is something to end at
+            group |= {"lr": 0.02, "weight_decay": 0.03}  # so that the loss converges
         for step in range(200):
             bad = step in bad_steps and comm.rank == step % comm.size
             backward(kfac, comm, step % 4, (lambda images: images * math.nan) if bad else None)

@@ -1,10 +1,9 @@
-"""Batches in parts, added in order: the same bits on every number of ranks that divides them."""
+"""Batches in parts, added in order: the same bits on every number of ranks that divides parts."""
 
 from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,13 +13,14 @@ import mpikfac
 from mpikfac import Strategy
 from mpikfac.comm import Grid
 from mpikfac.comm import collectives as primitives
+from support import problem
 
-PARTS = 12  # a divisor of it is every number of ranks that the tests are run on
+PARTS = 12  # every tested number of ranks divides 12
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
 
 
 def network():
-    """With BatchNorm in training, which normalises each part by itself."""
+    """Return a network with BatchNorm in training, which normalises every part alone."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(2, 9, 3, padding=1), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(576, 5)
@@ -31,8 +31,8 @@ def trainer(comm, optimizer, **choices):
     model = network()
     if optimizer == "sgd":
         return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=PARTS)
-    strategy = Strategy(**choices, parts=PARTS)
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
+    strategy = Strategy().changed(**choices, parts=PARTS)
+    return problem.kfac(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
 
 
 def run(trainer, comm, steps):
@@ -52,7 +52,7 @@ def run(trainer, comm, steps):
 
 @pytest.mark.parametrize("workers", mpikfac.divisors(mpikfac.world().size))
 def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
-    """Oracle: one rank that takes all parts; the plan's bytes."""
+    """Oracle: a single rank that takes all parts; the plan's bytes."""
     kfac = trainer(comm, "kfac", workers=workers)
     found = run(kfac, comm, range(3))
     alone = comm.Split(comm.rank)
@@ -68,7 +68,7 @@ def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
 
 
 def test_sgd_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm):
-    """Oracle: one rank that takes all parts."""
+    """Oracle: a single rank that takes all parts."""
     alone = comm.Split(comm.rank)
     expected = run(trainer(alone, "sgd"), alone, range(3))
     assert torch.equal(run(trainer(comm, "sgd"), comm, range(3)), expected)
@@ -88,11 +88,11 @@ def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
 
 
 def test_parts_are_those_of_the_joined_batch(comm):
-    """Oracle: as many ranks as parts without an order, to rounding."""
+    """Oracle: the run with as many ranks as parts and without an order, to rounding."""
     model, plain = problem.network(), problem.network()
-    strategy = Strategy(parts=comm.size)
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
-    other = mpikfac.KFAC(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
+    strategy = Strategy().changed(parts=comm.size)
+    kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
+    other = problem.kfac(plain, problem.sgd(plain), comm, Strategy(), **problem.SETTINGS)
     for step in range(problem.STEPS):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         kfac.optimizer.zero_grad()
@@ -104,15 +104,15 @@ def test_parts_are_those_of_the_joined_batch(comm):
 
 
 def test_a_wrong_number_of_parts_is_refused(comm):
-    """Oracle: the numbers that are meant."""
+    """Oracle: the right numbers."""
     if comm.size == PARTS:
         pytest.skip("every rank has one part")
     text = f"parts={comm.size + 1} must be a multiple of the number of ranks"
     if comm.size > 1:
         with pytest.raises(ValueError, match=text):
-            mpikfac.make_plan([], comm.size, Strategy(parts=comm.size + 1))
+            mpikfac.make_plan([], comm.size, Strategy().changed(parts=comm.size + 1))
     with pytest.raises(ValueError, match="parts=4 needs reduction='everyone'"):
-        Strategy(reduction="owners", parts=4)
+        Strategy(reduction="owners").changed(parts=4)
     sgd = trainer(comm, "sgd")
     count = PARTS // comm.size
     with pytest.raises(ValueError, match=rf"step\(\) needs {count} parts; collect\(\) took 0"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,13 +11,14 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {
     **{"solver": "ekfac", "basis_every": 6, "kl_clip": 0.1, "damping": 0.1},
     "covers": {**mpikfac.KINDS, **mpikfac.NORMS},
 }
-STEPS = range(14)  # statistics at every second, all bases or shares of them at 0, 6 and 12
+STEPS = range(14)  # statistics at every second, bases or shares at 0, 6 and 12
 CHOICES = {
     "plain": {},
     "two owners of a layer": {"colocate": False},
@@ -30,17 +30,17 @@ CHOICES = {
     "staggered and delayed": {"stagger": 3, "delay": 1, "fusion": 1},
     "event-driven": {"tolerance": 0.3},
 }
-EXACT = {name: Strategy(RANKS, **choices) for name, choices in CHOICES.items()}
+EXACT = {name: Strategy(RANKS).changed(**choices) for name, choices in CHOICES.items()}
 if RANKS == 4:
-    EXACT["in nodes"] = Strategy(RANKS, ranks_per_node=2)
+    EXACT["in nodes"] = Strategy(RANKS).changed(ranks_per_node=2)
 WIRES = {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "top-k"}
 
 
 def plain():
-    """Two convolutions and a linear layer.
+    """Return two convolutions and a linear layer.
 
-    Fewer inputs than examples, and no ReLU: of factors with several eigenvalues of 0, rounding
-    chooses the eigenvectors, in which scales differ.
+    The network has fewer inputs than examples, and no ReLU. If a factor had several eigenvalues of
+    0, rounding would choose the eigenvectors, and scales would differ.
     """
     torch.manual_seed(2)
     first, second = nn.Conv2d(2, 4, 3, padding=1, bias=False), nn.Conv2d(4, 3, 3, stride=2)
@@ -49,7 +49,7 @@ def plain():
 
 
 class Kinds(nn.Module):
-    """Layers of several kinds, one of which few batches use."""
+    """Layers of several kinds, with a layer that few batches use."""
 
     def __init__(self):
         super().__init__()
@@ -74,15 +74,15 @@ def kinds():
     return Kinds().double()
 
 
-def trainer(comm, strategy, network=plain, curvature=None, **settings):
+def trainer(comm, strategy, network=plain, **settings):
     model = network()
     optimizer = problem.sgd_all(model)
     choices = SETTINGS | settings
-    return mpikfac.KFAC(model, optimizer, comm, strategy, curvature=curvature, **choices)
+    return problem.kfac(model, optimizer, comm, strategy, **choices)
 
 
 def learn(kfac, step, shard, shards):
-    """A step on one of the shards of a batch, all of which take the branch of its first image."""
+    """Take a step on a single shard of a batch; all shards take the branch of the first image."""
     images, labels = problem.batch(step)
     images[:, 0, 0, 0] = images[0, 0, 0, 0]
     kfac.optimizer.zero_grad()
@@ -91,36 +91,42 @@ def learn(kfac, step, shard, shards):
     kfac.step()
 
 
+@problem.by_one_process
+def alone(own, network, solver, **times):
+    """The states after each step of one process on the joined batches."""
+    kfac, states = trainer(own, Strategy().changed(**times), network, solver=solver), []
+    for step in STEPS:
+        learn(kfac, step, 0, 1)
+        states.append(problem.state(kfac.model))
+    return states
+
+
 @pytest.mark.parametrize("network", [plain, kinds])
 @pytest.mark.parametrize("name", EXACT)
 def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, network):
-    """Oracle: one process on the joined batches, which refreshes when the strategy does; the plan.
+    """Oracle: a single process on the joined batches with the same refreshes; the plan.
 
-    Without the scales it ends elsewhere.
+    Without the scales, training ends elsewhere.
     """
     strategy = EXACT[name]
     times = {key: getattr(strategy, key) for key in ("delay", "stagger", "tolerance")}
     kfac = trainer(comm, strategy, network)
-    serial = trainer(comm.Split(comm.rank), Strategy(**times), network)
-    eigen = trainer(comm.Split(comm.rank), Strategy(**times), network, solver="eigen")
-    expected = collections.Counter()
-    for step in STEPS:
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, alone(network, "ekfac", **times)):
         learn(kfac, step, comm.rank, RANKS)
-        learn(serial, step, 0, 1)
-        learn(eigen, step, 0, 1)
-        expected += problem.planned(kfac, step)
+        sent += problem.planned(kfac, step)
         found = problem.state(kfac.model)
-        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-8)
-        if strategy.delay == 0:
-            assert +collections.Counter(kfac.trace.sent) == expected
-    assert ("reduce scales" in expected) == (RANKS > 1)
-    assert (found - problem.state(eigen.model)).abs().max() > 1e-4
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+        if strategy.refresh.delay == 0:
+            assert +collections.Counter(kfac.trace.sent) == sent
+    assert ("reduce scales" in sent) == (RANKS > 1)
+    assert (found - alone(network, "eigen", **times)[-1]).abs().max() > 1e-4
 
 
 def test_one_message_for_all_scales(comm):
-    """Oracle: 8 bytes of each element of gradients of 4 x 18, 3 x 37 and 5 x 4, and a count each.
+    """Oracle: 8 bytes per element of gradients of 4 x 18, 3 x 37 and 5 x 4, and a count per layer.
 
-    All of them rounded up to 16 elements.
+    All blocks are rounded up to 16 elements.
     """
     kfac = trainer(comm, Strategy(RANKS))
     messages = kfac.plan.reduce_scales(comm.rank)
@@ -132,8 +138,8 @@ def test_one_message_for_all_scales(comm):
 
 
 def test_with_wires_ranks_agree(comm):
-    """Oracle: each other's bits; the plan's bytes, of which scales travel as they are."""
-    kfac = trainer(comm, Strategy(RANKS, **WIRES))
+    """Oracle: the bits of all ranks; the plan's bytes, in which scales are not compressed."""
+    kfac = trainer(comm, Strategy(RANKS).changed(**WIRES))
     for step in STEPS:
         learn(kfac, step, comm.rank, RANKS)
     ends = comm.allgather([problem.state(kfac.model), kfac.scales.averages.flat])
@@ -144,7 +150,7 @@ def test_with_wires_ranks_agree(comm):
 
 
 def test_shards_of_unequal_size_weigh_by_their_examples(comm):
-    """Oracle: scales of all examples at once, each gradient that of its shard's mean loss."""
+    """Oracle: scales of all examples at once, with gradients of the shards' mean losses."""
     sizes = [2 * rank + 1 for rank in range(RANKS)]
     start, total = sum(sizes[: comm.rank]), sum(sizes)
     mine, found = slice(start, start + sizes[comm.rank]), []
@@ -152,7 +158,7 @@ def test_shards_of_unequal_size_weigh_by_their_examples(comm):
         kfac = trainer(ranks, None, factor_every=1, decay=0.0)
         for step in range(2):
             images, labels = (torch.cat([part] * 2) for part in problem.batch(step))
-            taken = some if step else slice(None)  # first, all the same: the bases are equal
+            taken = some if step else slice(None)  # first the same: the bases are equal
             kfac.optimizer.zero_grad()
             F.cross_entropy(kfac.model(images[taken]), labels[taken]).backward()
             kfac.precondition()
@@ -162,7 +168,7 @@ def test_shards_of_unequal_size_weigh_by_their_examples(comm):
 
 
 def whole_state(comm, kfac):
-    """All ranks' shares as one; what several ranks hold is equal on all of them."""
+    """Return all ranks' shares as one state; items of several ranks must be equal."""
     whole = {}
     for part in comm.allgather(kfac.state_dict()):
         for name, value in part.items():
@@ -175,7 +181,7 @@ def whole_state(comm, kfac):
 @pytest.mark.parametrize("stop", [3, 7])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
-    """Oracle: the run that wrote the state, also where bases are on their way."""
+    """Oracle: the run that wrote the state, also with pending bases."""
     first, second = (trainer(comm, EXACT[name]) for _ in range(2))
     for step in range(stop):
         learn(first, step, comm.rank, RANKS)
@@ -196,15 +202,16 @@ def test_a_run_goes_on_to_the_last_bit(comm, name, stop):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
 def test_curvature_ranks_change_no_bit(comm):
-    """Oracle: ranks that train decompose in their own background."""
-    training, curvature = mpikfac.split(comm, 1)
-    if training is None:
-        mpikfac.serve(curvature)
+    """Oracle: training ranks that decompose in their own background."""
+    team = mpikfac.split(comm, 1)
+    if team.comm is None:
+        mpikfac.serve(team)
         return
+    training = team.comm
     ends = []
-    for join in (curvature, None):
-        strategy = Strategy(training.size, delay=2, curvature_ranks=int(join is not None))
-        kfac = trainer(training, strategy, curvature=join)
+    for ranks in (team, training):
+        strategy = Strategy(training.size).changed(delay=2, curvature_ranks=int(ranks is team))
+        kfac = trainer(ranks, strategy)
         for step in STEPS:
             images, labels = problem.shards(step, training.size)[training.rank]
             kfac.optimizer.zero_grad()

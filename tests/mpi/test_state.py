@@ -1,13 +1,13 @@
-"""A run may stop and go on with other ranks and another strategy."""
+"""A run may stop and resume with other ranks and another strategy."""
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 
 import mpikfac
 from mpikfac import Strategy, UserError
+from support import problem
 
 RANKS = mpikfac.world().size
 STOP = 2  # between two decompositions
@@ -17,11 +17,11 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 
 def trainer(comm, strategy=None, optimizer=problem.sgd, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def whole_state(comm, trainer):
-    """All ranks' shares as one; what several ranks hold is equal on all of them."""
+    """Return all ranks' shares as one state; items of several ranks must be equal."""
     whole = {}
     for part in comm.allgather(trainer.state_dict()):
         for name, value in part.items():
@@ -36,7 +36,7 @@ def same(a, b):
 
 
 def interrupted(comm, strategy, optimizer=problem.sgd, **settings):
-    """A run's state at STOP, and where it ends if it goes on."""
+    """Return a run's state at STOP, and the run's end without a stop."""
     kfac = trainer(comm, strategy, optimizer, **settings)
     problem.run(kfac, comm, range(STOP))
     state = whole_state(comm, kfac)
@@ -62,7 +62,7 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
 
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
 def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
-    """Oracle: the uninterrupted run; without its averages of squares, another one."""
+    """Oracle: the uninterrupted run; without Adam's averages of squares, the end differs."""
     state, expected = interrupted(comm, strategy, graft="adam", kl_clip=None)
     assert torch.equal(continued(comm, state, strategy, graft="adam", kl_clip=None), expected)
     assert not trainer(comm, strategy, graft="adam", kl_clip=None).missing(state)
@@ -71,9 +71,9 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
 
 
 def test_all_ranks_miss_the_same(comm):
-    """Oracle: rank 0; ranks that precondition nothing count what grafting keeps, too."""
+    """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
     settings = {"graft": "adam", "kl_clip": None, "factor_every": 1}
-    kfac = trainer(comm, Strategy(1, delay=2), **settings)
+    kfac = trainer(comm, Strategy(1).changed(delay=2), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()
     lost = {name for name in names if "graft/0" in name or "decompositions/5" in name}
@@ -87,7 +87,7 @@ def test_all_ranks_miss_the_same(comm):
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "rank-one"])
 def test_any_strategy_goes_on_with_anothers_state(comm, solver):
-    """Oracle: the uninterrupted run, but for rounding. Each hands over to the next."""
+    """Oracle: the uninterrupted run, except for rounding. The next strategy resumes every run."""
     strategies = [s for s in EXACT if s.colocate]
     for before, after in zip(strategies, [*strategies[1:], strategies[0]]):
         state, expected = interrupted(comm, before, solver=solver)
@@ -101,13 +101,13 @@ def test_any_strategy_goes_on_with_anothers_state(comm, solver):
 def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
     comm, stagger, begun, layers, other
 ):
-    """Oracle: on all ranks, what was begun before the state was saved, and is due after it.
+    """Oracle: on all ranks, the decompositions begun before the saved state, and due after it.
 
-    Its layers are of another share then, or of several.
+    The layers belong to another share then, or to several shares.
     """
 
     def fresh(stagger):
-        strategy = Strategy(RANKS, delay=1, stagger=stagger)
+        strategy = Strategy(RANKS).changed(delay=1, stagger=stagger)
         return trainer(comm, strategy, factor_every=1, basis_every=12)
 
     first, second = fresh(stagger), fresh(other)
@@ -127,7 +127,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
     ids=["owners", "everyone"],
 )
 def test_other_numbers_of_ranks_go_on(comm, fewer, strategy, optimizer):
-    """Oracle: the uninterrupted run, on all ranks and on fewer, but for rounding."""
+    """Oracle: the uninterrupted run, on all ranks and on fewer, except for rounding."""
     team = comm.Split(comm.rank < fewer, comm.rank)
     state, expected = interrupted(comm, strategy, optimizer)
     if comm.rank < fewer:
@@ -140,7 +140,7 @@ def test_other_numbers_of_ranks_go_on(comm, fewer, strategy, optimizer):
 
 
 def test_a_rank_that_owns_no_factor_goes_on_between_two_updates_of_factors(comm):
-    """Oracle: the uninterrupted run, to the last bit; with 4 ranks, one has no layer."""
+    """Oracle: the uninterrupted run, to the last bit; with 4 ranks, one rank has no layer."""
     strategy = Strategy(1, "owners", "owner")
     first, second = trainer(comm, strategy), trainer(comm, strategy)
     problem.run(first, comm, range(3))
@@ -150,7 +150,7 @@ def test_a_rank_that_owns_no_factor_goes_on_between_two_updates_of_factors(comm)
 
 
 def test_a_first_order_runs_state_starts_kfac(comm):
-    """Oracle: one process that does the same."""
+    """Oracle: a single process that does the same."""
 
     def run(team):
         model = problem.network()
@@ -165,12 +165,12 @@ def test_a_first_order_runs_state_starts_kfac(comm):
 
 
 def without(name):
-    """A change to a state: the item is gone."""
+    """Return a change of a state that removes the item."""
     return lambda state: state.pop(name)
 
 
 def replaced(name, value):
-    """A change to a state: the item is another."""
+    """Return a change of a state that replaces the item."""
     return lambda state: state.update({name: value})
 
 
@@ -191,7 +191,7 @@ def replaced(name, value):
     ids=["missing", "shape", "basis", "kind"],
 )
 def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(comm, change, message):
-    """Oracle: every rank's state before; the item, what is expected and what is there."""
+    """Oracle: every rank's state before; the error names item, expected value and found value."""
     state, _ = interrupted(comm, None)
     kfac = trainer(comm)
     problem.run(kfac, comm, range(1))
@@ -208,7 +208,7 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(comm, chan
 
 @pytest.mark.parametrize("kind", ["kfac", "sgd"])
 def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
-    """Oracle: every rank's weights before; the file's name, on ranks that do not need it too."""
+    """Oracle: every rank's weights before; the file's name, also on ranks without need of it."""
 
     def fresh():
         if kind == "kfac":
@@ -233,7 +233,7 @@ def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
 
 
 def test_a_batch_that_is_discarded_after_loading_leaves_what_was_loaded(comm):
-    """Oracle: the running statistics that were saved."""
+    """Oracle: the saved running statistics."""
     first, second = trainer(comm), trainer(comm)
     norm = first.model[1]
     norm.running_mean += 1

@@ -1,23 +1,22 @@
-"""Every strategy by name and every choice: the numbers of one process, and the plan's bytes."""
+"""Every named strategy and every choice: the numbers of one process, and the plan's bytes."""
 
 from __future__ import annotations
 
 import collections
 import threading
-from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import NAMED, Strategy
+from support import problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "unsplit-inverse", "rank-one"
 SETTINGS = problem.SETTINGS | {"basis_every": 6}
-STEPS = range(14)  # all kinds of step, with each share of a staggered refresh
+STEPS = range(14)  # all kinds of step, with every share of a staggered refresh
 OWNERS = {"workers": 1, "reduction": "owners", "update": "owner"}
 CHOICES = {
     "squares": {"packing": "square"},
@@ -64,64 +63,70 @@ TWO_LEVELS = {
 }
 if RANKS == 4:  # as two nodes of two
     CHOICES |= TWO_LEVELS
-STRATEGIES = {name: Strategy(**choices) for name, choices in CHOICES.items()}
+STRATEGIES = {name: Strategy().changed(**choices) for name, choices in CHOICES.items()}
 STRATEGIES |= {name: way.make(RANKS) for name, way in NAMED.items() if way.same}
 del STRATEGIES["curvature-ranks"]  # test_curvature.py
 STRATEGIES["staggered by name"] = NAMED["staggered"].make(RANKS, stagger=6)
-del STRATEGIES["staggered"]  # in five turns, which do not divide this interval
+del STRATEGIES["staggered"]  # five turns do not divide the interval
 
 
 def trainer(comm, strategy, solver, **settings):
     model = problem.network()
     choices = SETTINGS | {"solver": solver} | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 def alone(strategy):
-    """What one process does at the same times."""
-    tolerance = strategy.tolerance
-    return Strategy(delay=strategy.delay, stagger=strategy.stagger, tolerance=tolerance)
+    """Return a single process's strategy with the same times."""
+    tolerance = strategy.refresh.tolerance
+    return Strategy().changed(
+        delay=strategy.refresh.delay, stagger=strategy.refresh.stagger, tolerance=tolerance
+    )
+
+
+@problem.by_one_process
+def trained(own, strategy, solver):
+    """The states after each step of one process with the joined batches."""
+    serial = trainer(own, strategy, solver)
+    return [problem.run(serial, own, [step]) for step in STEPS]
 
 
 def decompositions(comm, kfac):
-    """How many factors were decomposed on all ranks since the trace was cleared."""
+    """Return how many factors all ranks have decomposed since the trace was cleared."""
     return comm.allreduce(kfac.trace.calls["decompositions"])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, name):
-    """Oracle: one process with the joined batch, refreshing when the strategy does; the plan.
+    """Oracle: a single process with the joined batch and the same refreshes; the plan.
 
-    With another solver on each number of ranks.
+    Every number of ranks tests another solver.
     """
     strategy = STRATEGIES[name]
     solver = SOLVERS[(list(STRATEGIES).index(name) + RANKS) % len(SOLVERS)]
-    if solver == "rank-one" and (strategy.packing == "square" or strategy.tolerance):
+    if solver == "rank-one" and (
+        strategy.transport.packing == "square" or strategy.refresh.tolerance
+    ):
         with pytest.raises(ValueError, match="vectors, which are neither squares nor decomposed"):
             trainer(comm, strategy, solver)
         return
     kfac = trainer(comm, strategy, solver)
-    serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
-    expected = collections.Counter()
-    for step in STEPS:
+    sent = collections.Counter()
+    for step, expected in zip(STEPS, trained(alone(strategy), solver)):
         found = problem.run(kfac, comm, [step])
-        expected += problem.planned(kfac, step)
-        if strategy.delay == 0 and not strategy.overlap:
-            assert +collections.Counter(kfac.trace.sent) == expected
-        images, labels = problem.batch(step)
-        serial.optimizer.zero_grad()
-        F.cross_entropy(serial.model(images), labels).backward()
-        serial.step()
-        torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-11)
+        sent += problem.planned(kfac, step)
+        if strategy.refresh.delay == 0 and not strategy.transport.overlap:
+            assert +collections.Counter(kfac.trace.sent) == sent
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
     kfac.factors.settle()
-    if strategy.delay == 0:
-        assert +collections.Counter(kfac.trace.sent) == expected
+    if strategy.refresh.delay == 0:
+        assert +collections.Counter(kfac.trace.sent) == sent
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
 def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_sent(comm):
-    """Oracle: by hand; and the caller's own averaging, which would come too late."""
-    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    """Oracle: by hand; also a refusal of the caller's own averaging, which would come too late."""
+    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     with pytest.raises(ValueError, match="gradients are not the caller's"):
         kfac.precondition()
     images, labels = problem.shards(0, comm.size)[comm.rank]
@@ -132,8 +137,8 @@ def test_a_second_backward_pass_is_refused_where_the_first_ones_gradients_are_se
 
 
 def test_a_detached_model_sends_nothing(comm):
-    """Oracle: by hand: two backward passes are no step's, and are not refused."""
-    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    """Oracle: by hand: two backward passes belong to no step, and are not refused."""
+    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     problem.run(kfac, comm, [0])
     kfac.detach()
     kfac.factors.settle()
@@ -145,9 +150,9 @@ def test_a_detached_model_sends_nothing(comm):
 
 
 def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
-    """Oracle: the threads before; the last factors, which were on their way, in the averages."""
+    """Oracle: the threads before; the averages contain the last pending factors."""
     before = threading.active_count()
-    kfac = trainer(comm, Strategy(overlap=True, fusion=1), "eigen")
+    kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     problem.run(kfac, comm, range(3))
     assert threading.active_count() == before + (RANKS > 1)
     kfac.close()
@@ -157,8 +162,8 @@ def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
 
 @pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
 def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
-    """Oracle: the run that was not interrupted; at step 2 there are factors, and no bases."""
-    strategy = Strategy(overlap=True, fusion=1, **choices)
+    """Oracle: the uninterrupted run; at step 2 the run sends factors, and no bases."""
+    strategy = Strategy().changed(overlap=True, fusion=1, **choices)
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(3))
     assert first.factors.settled == first.intact == (RANKS == 1)
@@ -170,8 +175,8 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
 
 @pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse"])
 def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
-    """Oracle: one process, which decomposes some factors again and leaves others, by number."""
-    strategy = Strategy(workers=RANKS, tolerance=0.3)
+    """Oracle: a single process, which decomposes some factors again and keeps some, by number."""
+    strategy = Strategy(workers=RANKS).changed(tolerance=0.3)
     kfac = trainer(comm, strategy, solver)
     serial = trainer(comm.Split(comm.rank), alone(strategy), solver)
     made = []
@@ -187,8 +192,8 @@ def test_owners_decide_alike_what_is_decomposed_anew(comm, solver):
 
 
 def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
-    """Oracle: the run that wrote it and went on; its factors are those of one process."""
-    strategy = Strategy(reduce_at="bases", reduction="owners")
+    """Oracle: the run that wrote the checkpoint and continued; factors as in one process."""
+    strategy = Strategy(reduction="owners").changed(reduce_at="bases")
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(4))
     state = problem.whole_state(first, comm)
@@ -206,8 +211,8 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
 
 
 def test_a_share_is_refreshed_at_its_turn(comm):
-    """Oracle: by hand: bases of layers of one share change at a time, and each in turn."""
-    strategy = Strategy(workers=RANKS, stagger=3)
+    """Oracle: by hand: at a time the bases of a single share change, share after share."""
+    strategy = Strategy(workers=RANKS).changed(stagger=3)
     kfac = trainer(comm, strategy, "unsplit-inverse", factor_every=1)
     changed = []
     for step in range(13):
@@ -223,14 +228,14 @@ def test_a_share_is_refreshed_at_its_turn(comm):
 
 
 def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):
-    """Oracle: the numbers that are meant."""
+    """Oracle: the right numbers."""
     with pytest.raises(ValueError, match="basis_every=6 must be a multiple of stagger=4"):
-        trainer(comm, Strategy(stagger=4), "eigen")
+        trainer(comm, Strategy().changed(stagger=4), "eigen")
 
 
 def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     """Oracle: the choices by hand."""
     strategy, settings = mpikfac.named("kfac-opt", RANKS)
-    assert strategy == Strategy(RANKS, colocate=False, packing="square", fusion=1)
+    assert strategy == Strategy(RANKS, colocate=False).changed(packing="square", fusion=1)
     assert settings == {"solver": "eigen"}
-    assert mpikfac.named("late", RANKS)[0] == replace(Strategy(RANKS), reduce_at="bases")
+    assert mpikfac.named("late", RANKS)[0] == Strategy(RANKS).changed(reduce_at="bases")

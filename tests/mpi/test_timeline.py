@@ -1,15 +1,15 @@
-"""What is recorded on several ranks is one timeline."""
+"""Records of several ranks make a single timeline."""
 
 from __future__ import annotations
 
 import time
 
-import problem
 import pytest
 
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.timeline import Recorded, waiting
+from support import problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = problem.strategies(RANKS)
@@ -17,11 +17,11 @@ SOLVER = {"solver": "unsplit-inverse"}
 
 
 def recorded(comm, strategy):
-    """K-FAC that has recorded all of its steps, and the events of each step."""
+    """Return K-FAC that has recorded all steps, and the events of every step."""
     model = problem.network()
     trace = mpikfac.Trace(events=True)
     settings = problem.SETTINGS | SOLVER
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
+    kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **settings, trace=trace)
     steps = []
     for step in range(problem.STEPS):
         before = len(trace.events)
@@ -32,7 +32,7 @@ def recorded(comm, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=problem.label)
 def test_events_are_the_plans_messages(comm, strategy):
-    """Oracle: the plan: stage, communicator and bytes of each message, in order."""
+    """Oracle: the plan: stage, communicator and bytes of every message, in order."""
     kfac, steps = recorded(comm, strategy)
     for step, events in enumerate(steps):
         kind = step % 2 == 0, step % 3 == 0
@@ -42,7 +42,7 @@ def test_events_are_the_plans_messages(comm, strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=problem.label)
 def test_members_of_a_communicator_see_the_same_collectives(comm, strategy):
-    """Oracle: each other."""
+    """Oracle: the communicator's members."""
     kfac, steps = recorded(comm, strategy)
     grid = kfac.grid
     for over, team in (("world", grid.world), ("column", grid.column), ("row", grid.row)):
@@ -51,17 +51,17 @@ def test_members_of_a_communicator_see_the_same_collectives(comm, strategy):
 
 
 def best_offset(comm, expected=0.0):
-    """The offset found that is nearest to what is expected: busy machines delay readings."""
+    """Return the measured offset nearest to the expected offset: busy machines delay readings."""
     return min((mpikfac.clock_offset(comm) for _ in range(10)), key=lambda o: abs(o - expected))
 
 
 def test_clocks_of_one_host_agree(comm):
-    """Oracle: `perf_counter`, which is one clock for all processes of a host."""
+    """Oracle: `perf_counter`, a single clock for all processes of a host."""
     assert abs(best_offset(comm)) < 1e-3
 
 
 def test_a_clock_that_is_ahead_is_found_out(comm, monkeypatch):
-    """Oracle: by how much it is."""
+    """Oracle: the clock's lead."""
     clock, ahead = time.perf_counter, 50.0 * comm.rank
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead)
     assert best_offset(comm, -ahead) == pytest.approx(-ahead, abs=1e-3)
@@ -69,7 +69,7 @@ def test_a_clock_that_is_ahead_is_found_out(comm, monkeypatch):
 
 @pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
 def test_nobody_leaves_an_allreduce_before_all_have_come(comm, monkeypatch, workers):
-    """Oracle: MPI; on clocks that are far apart, set by their offsets."""
+    """Oracle: MPI; clocks far apart, set by measured offsets."""
     clock, ahead = time.perf_counter, 50.0 * comm.rank
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + ahead)
     began = time.perf_counter()

@@ -1,13 +1,10 @@
-"""Training on N ranks is training on the joined batch, for every way to distribute it."""
+"""Training on N ranks is training on the joined batch, for every distribution."""
 
 from __future__ import annotations
 
 import collections
 import functools
-from dataclasses import replace
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from support import oracles, problem
 
 RANKS = mpikfac.world().size
 WORKERS = mpikfac.divisors(RANKS)
@@ -24,12 +22,12 @@ EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 
 def trainer(comm, strategy, optimizer=problem.sgd, **settings):
     model = problem.network()
-    return mpikfac.KFAC(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
+    return problem.kfac(model, optimizer(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 @functools.cache
 def textbook(optimizer=problem.sgd, sources=None, **settings):
-    """The model after training in one process on the joined batches, and the clip's factors."""
+    """Return the model after training in one process on joined batches, and the clip's factors."""
     model = problem.network()
     steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
     choices = problem.SETTINGS | settings | {"sources": dict(sources) if sources else None}
@@ -42,7 +40,7 @@ def bits(tensor):
 
 
 def run_as_planned(comm, kfac):
-    """Trains; every step sends the plan's bytes, stage by stage."""
+    """Train; check that every step sends the plan's bytes, stage by stage."""
     for step in range(problem.STEPS):
         kfac.trace.clear()
         problem.run(kfac, comm, [step])
@@ -55,7 +53,7 @@ def run_as_planned(comm, kfac):
 
 
 def assert_trained(comm, trainer, found, expected):
-    """All ranks end with the same bits, the expected ones but for rounding."""
+    """Check that all ranks end with the same bits, as expected except for rounding."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     assert len(set(comm.allgather(bits(found)))) == 1
     assert trainer.steps == problem.STEPS
@@ -76,18 +74,18 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     assert max(scales) < 1  # else the clip would not be tested
 
 
+@problem.by_one_process
+def delayed(own, steps):
+    """The model after these steps of one process that decomposes two steps ahead."""
+    return problem.run(trainer(own, Strategy().changed(delay=2)), own, steps)
+
+
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
-    """Oracle: one process that does the same; steps with decompositions of before and without."""
+    """Oracle: a single process that does the same; steps with old decompositions, and without."""
     steps = range(6)
-    found = problem.run(trainer(comm, replace(strategy, delay=2)), comm, steps)
-    alone = trainer(comm.Split(comm.rank), Strategy(delay=2))
-    for step in steps:
-        images, labels = problem.batch(step)
-        alone.optimizer.zero_grad()
-        F.cross_entropy(alone.model(images), labels).backward()
-        alone.step()
-    torch.testing.assert_close(found, problem.state(alone.model), rtol=0, atol=1e-10)
+    found = problem.run(trainer(comm, strategy.changed(delay=2)), comm, steps)
+    torch.testing.assert_close(found, delayed(steps), rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("update", UPDATES)
@@ -102,7 +100,7 @@ def test_unclipped_steps(comm, workers, update):
 @pytest.mark.parametrize("solver", ["eigen", "rank-one"])
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS, ["none"]), ids=problem.label)
 def test_owners_may_use_their_own_batch_only(comm, strategy, solver):
-    """Oracle: K-FAC in one process with each factor from its owner's shard [DP-KFAC]."""
+    """Oracle: K-FAC in one process, every factor from the owner's shard [DP-KFAC]."""
     start = "identity" if strategy.colocate and solver == "eigen" else "first"
     kfac = trainer(comm, strategy, start=start, solver=solver)
     sources = tuple(kfac.plan.owners.items())
@@ -127,7 +125,7 @@ def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reducti
 
 @pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse", "rank-one"])
 def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
-    """Oracle: each other."""
+    """Oracle: the strategies, compared with one another."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
     strategies = [
         Strategy(w, balance=b, colocate=c) for w, b, c in [*placements, (1, "compute", True)]
@@ -158,7 +156,7 @@ def test_averaging_and_stepping_oneself_is_a_step(comm, workers):
 
 @pytest.mark.parametrize("update", UPDATES)
 def test_skipped_layers_and_gradient_accumulation(comm, update):
-    """Oracle: one process that skips the layer too, with the joined batch in one pass."""
+    """Oracle: a single process that skips the layer too, with the joined batch in one pass."""
 
     def run(team, strategy, micro_batch):
         kfac = trainer(team, strategy, skip=["3"])
@@ -199,7 +197,7 @@ def with_batchnorm():
 
 @pytest.mark.parametrize("update", ["first-order", *UPDATES])
 def test_batchnorm_statistics_become_the_mean_of_all_ranks(comm, update):
-    """Oracle: the mean of what each rank's own shard makes of a copy of the layer."""
+    """Oracle: the mean over ranks of a layer copy's statistics after the rank's own shard."""
     model = with_batchnorm()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if update == "first-order":

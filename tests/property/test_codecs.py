@@ -1,4 +1,4 @@
-"""Numbers as fewer bytes: how far off they are, and that error feedback makes up for it."""
+"""Numbers in fewer bytes: bounded errors, and error feedback."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float64]
 
 
 def draw(seed, blocks=12, dtype=torch.float32):
-    """Numbers that differ by orders of magnitude from block to block, and a block of zeros."""
+    """Return numbers whose size differs by orders of magnitude among blocks; and a block of 0."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(blocks, 16, generator=generator, dtype=dtype)
     values *= 10.0 ** torch.randint(-20, 20, (blocks, 1), generator=generator)
@@ -34,7 +34,7 @@ def decoded(values, codec, lost=None):
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 @given(st.integers(0, 99), st.integers(1, 12))
 def test_encoded_numbers_take_the_bytes_that_are_planned(codec, dtype, seed, blocks):
-    """Oracle: the formula that plans are made with, and by hand for 32 numbers."""
+    """Oracle: the formula of the plans, and by hand for 32 numbers."""
     values = draw(seed, blocks, dtype)
     encoded = encode(values, codec)
     assert encoded.dtype == torch.uint8
@@ -51,7 +51,7 @@ def test_rounding_is_bounded_by_half_a_unit(seed):
     largest = values.view(-1, 16).abs().amax(1, keepdim=True)
     unit = 2.0 ** largest.double().clamp(min=1e-30).log2().floor() / 64
     error = (decoded(values, INT8) - values).view(-1, 16).abs()
-    clamped = (values.view(-1, 16).abs() / unit) > 127  # there is no 128
+    clamped = (values.view(-1, 16).abs() / unit) > 127  # int8 has no 128
     assert (error <= torch.where(clamped, 1.0, 0.5) * unit).all()
 
 
@@ -77,7 +77,7 @@ def test_the_largest_numbers_travel(seed):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_what_is_not_finite_arrives_alone_and_is_not_kept(codec, dtype, bad):
-    """Oracle: all other numbers, that of an arena's padding beside it: NaN there would stay."""
+    """Oracle: all finite numbers, as well as an arena's padding: NaN in padding would stay."""
     values, lost = torch.linspace(1, 2, 64, dtype=dtype), torch.zeros(64, dtype=dtype)
     values[20], values[21] = bad, 0
     found = decoded(values, codec, lost)
@@ -87,8 +87,8 @@ def test_what_is_not_finite_arrives_alone_and_is_not_kept(codec, dtype, bad):
 
 
 def mean_error(codec, steps, feedback):
-    """How far the mean of what arrives is from what is sent, at most, and the largest number."""
-    values = draw(7, dtype=torch.float64) % 1  # of like size, or else the largest one is all
+    """Return the largest error of the mean of received numbers."""
+    values = draw(7, dtype=torch.float64) % 1  # of like size: no single number may dominate
     lost = torch.zeros_like(values) if feedback else None
     total = torch.zeros_like(values)
     for _ in range(steps):
@@ -98,9 +98,10 @@ def mean_error(codec, steps, feedback):
 
 @pytest.mark.parametrize("codec", [INT8, TOP], ids=str)
 def test_with_feedback_the_mean_over_steps_goes_to_what_is_sent(codec):
-    """Oracle: what is lost stays bounded, so the mean is off by 1 / steps of it; without, it stays.
+    """Oracle: lost parts stay bounded; the mean's error falls as 1 / steps.
 
-    A number waits at most until it is the largest one: numbers below 1 for 1 / share steps.
+    Without feedback the error is constant. With top-k a number waits at most until no number is
+    larger: numbers below 1 wait at most 1 / share steps.
     """
     bound = 1 / codec.share
     for steps in (100, 1000):

@@ -3,7 +3,7 @@ from __future__ import annotations
 from functools import partial
 from unittest import mock
 
-import oracles
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import assume, given, settings
@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mpikfac.layers.convolution import moments, window
+from support import oracles
 
-SIZES = {1: 8, 2: 5, 3: 2}  # up to how much more than one position asks for, by dimensions
+pytestmark = pytest.mark.slow
+
+SIZES = {1: 8, 2: 5, 3: 2}  # most elements beyond a single position, by dimensions
 KERNELS = {1: 5, 2: 4, 3: 3}
 
 
 @st.composite
 def convolutions(draw, stride):
-    """A module without padding, an input that has a position, and the zeros around it."""
+    """Draw a module without padding, an input with at least a position, and the input's padding."""
     n = draw(st.integers(1, 3))
     kernel, dilation, strides = (
         draw(st.tuples(*[numbers] * n))
@@ -34,7 +37,7 @@ def convolutions(draw, stride):
 
 @st.composite
 def transposed(draw):
-    """A transposed convolution and an input for which it has an output."""
+    """Draw a transposed convolution and an input that gives an output."""
     n = draw(st.integers(1, 3))
     kernel, stride, dilation, padding, size = (
         draw(st.tuples(*[st.integers(least, most)] * n))
@@ -49,7 +52,7 @@ def transposed(draw):
 
 @st.composite
 def modules(draw, name, size, *geometry, **options):
-    """A module with one output for each group, and its input `[batch, channels, *size]`."""
+    """Draw a module with a single output per group, and an input `[batch, channels, *size]`."""
     groups, channels = draw(st.sampled_from([(1, 1), (1, 3), (1, 8), (2, 2), (2, 6), (3, 3)]))
     batch, bias = draw(st.integers(1, 3)), draw(st.booleans())
     torch.manual_seed(draw(st.integers(0, 99)))
@@ -58,7 +61,10 @@ def modules(draw, name, size, *geometry, **options):
 
 
 def assert_moments(a, x, shape, bias, groups):
-    """Moments of what `shape` sees of `x` are those of `a` `[batch, positions, groups, inputs]`."""
+    """Check moments of `x`, seen through `shape`, against moments of `a`.
+
+    `a` has the shape `[batch, positions, groups, inputs]`.
+    """
     total, vector, means = torch.einsum("bpgi,bpgj->gij", a, a), a.sum((0, 1)), a.mean(1)
     if groups == 1:
         total, vector, means = total[0], vector[0], means[:, 0]
@@ -78,7 +84,7 @@ def assert_convolution(module, x, padding):
 @given(convolutions(st.just(1)))
 @settings(max_examples=300)
 def test_unstrided_convolutions(case):
-    """Oracle: autograd's derivative of the module's output, whether correlating pays or not."""
+    """Oracle: autograd's derivative of the module's output, also where correlating does not pay."""
     with mock.patch.object(moments, "worth_correlating", return_value=True):
         assert_convolution(*case)
 
@@ -86,14 +92,14 @@ def test_unstrided_convolutions(case):
 @given(convolutions(st.integers(1, 3)))
 @settings(max_examples=300)
 def test_any_convolution(case):
-    """Oracle: autograd's derivative of the module's output by its weight and bias."""
+    """Oracle: autograd's derivative of the module's output by weight and bias."""
     assert_convolution(*case)
 
 
 @given(transposed(), st.booleans())
 @settings(max_examples=300)
 def test_transposed_convolutions(case, correlates):
-    """Oracle: autograd's derivative of the module's output by its weight and bias."""
+    """Oracle: autograd's derivative of the module's output by weight and bias."""
     module, x = case
     image, shape = window.spread(
         *(x, module.kernel_size, module.stride, module.padding),

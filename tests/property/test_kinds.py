@@ -1,4 +1,4 @@
-"""Any layer of any geometry, in a step of K-FAC: its factors and gradient by brute force."""
+"""Any layer of any geometry, in a step of K-FAC: factors and gradient by brute force."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 from dataclasses import replace
 
-import brute
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import nn
 import mpikfac
 from mpikfac import layers
 from mpikfac.numerics import triangles
+from support import brute, problem
 
 COVERS = {**layers.KINDS, **layers.NORMS}
 PRECISION = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4}  # sums in float32
@@ -29,14 +29,14 @@ small = st.integers(1, 3)
 
 @st.composite
 def linears(draw, batch):
-    """A linear layer over any dimensions of positions."""
+    """Draw a linear layer over any dimensions of positions."""
     x = torch.randn(batch, *draw(st.lists(small, max_size=2)), draw(st.integers(1, 5)))
     return nn.Linear(x.shape[-1], draw(st.integers(1, 4)), bias=draw(st.booleans())), x
 
 
 @st.composite
 def convolutions(draw, batch):
-    """Any convolution that has an output: of groups, down to depthwise ones, and transposed."""
+    """Draw any convolution with an output: of groups, depthwise, and transposed."""
     n, transposed = draw(small), draw(st.booleans())
     groups, inputs, outputs = draw(small), draw(st.integers(1, 2)), draw(st.integers(1, 2))
     kernel, stride, dilation, extra = (draw(st.tuples(*[small] * n)) for _ in range(4))
@@ -63,7 +63,7 @@ def convolutions(draw, batch):
 
 @st.composite
 def embeddings(draw, batch):
-    """An embedding of words at any dimensions of positions; perhaps one of them is padding."""
+    """Draw an embedding of words at any dimensions of positions, perhaps with a padding word."""
     entries = draw(st.integers(1, 5))
     padding = draw(st.none() | st.integers(0, entries - 1))
     x = torch.randint(entries, (batch, *draw(st.lists(small, max_size=2))))
@@ -72,7 +72,7 @@ def embeddings(draw, batch):
 
 @st.composite
 def normalisations(draw, batch):
-    """A normalisation, of units that are not constant, and where it takes place."""
+    """Draw a normalisation of units that are not constant, and the units' input."""
     channels, positions = draw(st.integers(2, 4)), draw(st.lists(small, max_size=3))
     kind = draw(st.sampled_from(["layer", "rms", "group", "batch"]))
     bias = draw(st.booleans())
@@ -89,12 +89,12 @@ def normalisations(draw, batch):
     return getattr(nn, f"BatchNorm{max(1, len(positions))}d")(channels), x
 
 
-# -- a step, and what its factors are ------------------------------------------------------------
+# -- a step and the step's factors ---------------------------------------------------------------
 
 
 @st.composite
 def forms(draw):
-    """A rule for all layers."""
+    """Draw a rule for all layers."""
     sharing, diagonal = draw(st.sampled_from(["expand", "reduce"])), st.sampled_from("AG")
     chosen = "".join(draw(st.sets(diagonal, max_size=1)))
     largest = draw(st.none() | st.integers(1, 4))
@@ -107,10 +107,10 @@ def forms(draw):
 
 
 def step(model, x, rule, solver="eigen"):
-    """K-FAC after a step, and the gradient of its loss at the outputs."""
+    """Return K-FAC after a step, and the loss's gradient at the outputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     choices = {"covers": COVERS, "rule": rule, "solver": solver}
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), **choices)
+    kfac = problem.kfac(model, optimizer, mpikfac.world(), **choices)
     y = model(x)
     gradient = torch.randn(y.shape).to(y)
     y.backward(gradient)
@@ -120,7 +120,7 @@ def step(model, x, rule, solver="eigen"):
 
 
 def in_form(shape, side, whole):
-    """What stands for a whole factor `[groups, n, n]`, or vector `[groups, n]`, by name."""
+    """Return a side's parts of a factor `[groups, n, n]` or vector `[groups, n]`, by name."""
     if side in shape.diagonal and whole.dim() == 3:
         whole = whole.diagonal(dim1=1, dim2=2)
     found, start = {}, 0
@@ -134,7 +134,7 @@ def in_form(shape, side, whole):
 
 
 def by_definition(shape, uses, of_vectors):
-    """Factors or vectors, from all `a` and `g` `[batch, shared, groups, n]` of each call."""
+    """Return factors or vectors, from every call's `a` and `g` `[batch, shared, groups, n]`."""
     batch = len(uses[0][0])
     if shape.sharing == "reduce":
         uses = [(a.mean(1, keepdim=True), g.sum(1, keepdim=True)) for a, g in uses]
@@ -150,21 +150,21 @@ def by_definition(shape, uses, of_vectors):
 
 
 def assert_as_defined(kfac, layer, uses, dtype):
-    """Compares factors, or vectors, and gradient of a layer."""
+    """Compare a layer's factors, or vectors, and gradient."""
     uses = [tuple(vectors.double() for vectors in use) for use in uses]
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype]}
     for name, expected in by_definition(layer.shape, uses, kfac.plan.vectors).items():
         found = kfac.factors.averages[name]
         found = (found if kfac.plan.vectors else triangles.unfold_triangle(found)).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
-    if dtype != torch.bfloat16:  # whose gradients are rounded sums
+    if dtype != torch.bfloat16:  # gradients of bfloat16 are rounded sums
         expected = sum(torch.einsum("bsgo,bsgi->goi", g, a) for a, g in uses)
         found = kfac.gradients.arena[layer.name].double()
         torch.testing.assert_close(found.view_as(expected), expected, **precision)
 
 
 class Watched(nn.Module):
-    """A module, called as often as asked, that keeps its inputs and outputs."""
+    """A module that is called a given number of times, and keeps inputs and outputs."""
 
     def __init__(self, module, calls=1, tied=False):
         super().__init__()
@@ -188,9 +188,10 @@ class Watched(nn.Module):
 
 @given(st.data(), st.integers(1, 4), forms(), st.sampled_from(list(PRECISION)))
 @settings(max_examples=250)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using padding='same'")
 def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
-    """Oracle: autograd's derivatives of each output by the weight; gradients of outputs."""
+    """Oracle: autograd's derivatives of every output by the weight; gradients of outputs."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     module, x = data.draw(st.one_of(*(kind(batch) for kind in (linears, convolutions, embeddings))))
     x = x.to(dtype) if x.is_floating_point() else x
@@ -206,14 +207,14 @@ def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
 @given(st.data(), st.integers(1, 4), forms(), st.sampled_from(list(PRECISION)))
 @settings(max_examples=200)
 def test_normalisations(data, batch, rule, dtype):
-    """Oracle: autograd's gradients of scale and shift of which each example has its own."""
+    """Oracle: autograd's gradients of scale and shift, with own copies for every example."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     module, x = data.draw(normalisations(batch))
     model = Watched(module.to(dtype))
     x = x.to(dtype)
     if x.dim() in LAST and data.draw(st.booleans()):
         x = x.to(memory_format=LAST[x.dim()])
-    x.requires_grad_()  # torch's GroupNorm asks for it where channels come last
+    x.requires_grad_()  # torch's GroupNorm needs grad with channels last
     kfac, _ = step(model, x, rule)
     (layer,) = kfac.layers
     _, u = brute.own_gradients(module.double(), x.double(), model.seen[0][1].grad.double())
@@ -227,7 +228,7 @@ def test_normalisations(data, batch, rule, dtype):
 @given(st.data(), st.integers(1, 3), forms(), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_attention_of_a_tensor_to_itself(data, batch, rule, bias, batch_first, weights):
-    """Oracle: attention written out, with the gradients of what its projections give."""
+    """Oracle: attention written out, with the gradients at the projections' outputs."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     heads, width, tokens = data.draw(small), data.draw(small), data.draw(st.integers(1, 4))
     inner = heads * width
@@ -246,7 +247,7 @@ def test_attention_of_a_tensor_to_itself(data, batch, rule, bias, batch_first, w
 
 
 class Attention(nn.Module):
-    """Torch's attention of tokens `[batch, tokens, width]`, and the same written out."""
+    """Torch's attention of tokens `[batch, tokens, width]`, and the same attention written out."""
 
     def __init__(self, width, heads, bias, batch_first, weights):
         super().__init__()
@@ -259,7 +260,7 @@ class Attention(nn.Module):
         return y if self.attention.batch_first else y.transpose(0, 1)
 
     def written_out(self, x):
-        """Inputs and outputs `[batch, tokens, n]` of both projections."""
+        """Return inputs and outputs `[batch, tokens, n]` of both projections."""
         module = self.attention
         projected = F.linear(x, module.in_proj_weight, module.in_proj_bias)
         projected.retain_grad()

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracles
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 from mpikfac.numerics import triangles
 from mpikfac.plan.layout import triangle_shape
 from mpikfac.solvers import eigen
+from support import oracles
 
 
 def symmetric(order, rank):

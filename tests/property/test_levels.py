@@ -14,10 +14,10 @@ from mpikfac.plan.two_levels import in_two_levels, seat
 
 
 def play(queues, values, ranks_per_node):
-    """What the ranks hold after their messages; a collective takes place when all its members wait.
+    """Return the ranks' values after all messages; a collective runs when all members wait.
 
     Raises:
-        AssertionError: they wait for each other, or do not mean the same collective.
+        AssertionError: ranks wait for each other, or disagree on the collective.
     """
     team = range(len(queues))
     queues = [collections.deque(queue) for queue in queues]
@@ -40,7 +40,7 @@ def play(queues, values, ranks_per_node):
 
 
 def carry_out(messages, values):
-    """One collective of members that hold `values`; what it leaves undefined becomes -1."""
+    """Carry out a collective of members that hold `values`; undefined elements become -1."""
     (kind,) = {(m.primitive, m.spans, m.root) for m in messages}
     primitive, spans, root = kind
     for place, (start, stop) in enumerate(spans):
@@ -58,7 +58,7 @@ def carry_out(messages, values):
 
 @st.composite
 def jobs(draw):
-    """Ranks, ranks per node, a segment of blocks for each rank, and the message of each block."""
+    """Draw ranks, ranks per node, a segment of blocks for every rank, and every block's message."""
     ranks_per_node, nodes = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     ranks = ranks_per_node * nodes
     blocks = st.lists(st.integers(0, 40), max_size=3)
@@ -76,7 +76,7 @@ def in_levels(found, rank, ranks, ranks_per_node):
 
 
 def contributions(ranks, size):
-    """Numbers whose sums are exact and tell who is in them."""
+    """Return numbers whose sums are exact and identify the contributors."""
     return [np.arange(size, dtype=np.int64) + 1000 * 2**rank for rank in range(ranks)]
 
 
@@ -110,7 +110,7 @@ def test_owners_get_the_sum_of_their_segment(job, primitive):
 @given(jobs())
 @settings(max_examples=150)
 def test_segments_of_all_members_make_the_whole(job):
-    """Oracle: each segment as its owner filled it."""
+    """Oracle: every segment with the owner's values."""
     ranks, per_node, layout, kind = job
     values = contributions(ranks, layout.size)
     parts = [value[slice(*span)] for value, span in zip(values, layout.segments())]
@@ -125,7 +125,7 @@ def test_segments_of_all_members_make_the_whole(job):
 
 @given(st.integers(2, 6), st.integers(2, 6), st.integers(1, 50))
 def test_what_a_rank_sends_between_nodes(nodes, places, count):
-    """Oracle: 2 (M-1)/M n/L elements of a sum everywhere; half of that to owners and from them."""
+    """Oracle: 2 (M-1)/M n/L elements of a sum everywhere; half as many to or from owners."""
     ranks = nodes * places
     blocks = [(f"block{rank}", (16 * count,)) for rank in range(ranks)]
     whole, by_owner = lay_out([blocks]), lay_out([block] for block in blocks)

@@ -1,11 +1,10 @@
-"""Factors of which only leading eigenvectors are kept, against dense solves in float64."""
+"""Factors with few kept leading eigenvectors, against dense solves in float64."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import oracles
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,17 +12,18 @@ from torch import Tensor
 
 from mpikfac.plan import LayerShape
 from mpikfac.solvers import eigen
+from support import oracles
 
 
 def symmetric(*shape):
-    """Positive semidefinite matrices with decaying spectra."""
+    """Return positive semidefinite matrices with decaying spectra."""
     rows = torch.randn(*shape[:-1], 3, shape[-1]).double() * torch.logspace(0, -1, 3)[:, None]
     product = rows.mT @ rows + 0.1 * torch.eye(shape[-1]).double()
     return (product + product.mT) / 2
 
 
 def kept(matrix: Tensor, rank: int | None) -> Tensor:
-    """What a matrix is taken for, written out."""
+    """Return the low-rank approximation of a matrix, written out."""
     order = len(matrix)
     if rank is None or rank >= order:
         return matrix
@@ -36,7 +36,7 @@ def kept(matrix: Tensor, rank: int | None) -> Tensor:
 
 
 def decomposed(layer, side, factors):
-    """Values and vectors of each factor of a side, in the forms that the plan gives them."""
+    """Return values and vectors of all factors of a side, in the plan's forms."""
     found = []
     for shape, factor in zip(layer.side(side), factors):
         if side in layer.diagonal:
@@ -53,7 +53,7 @@ def decomposed(layer, side, factors):
 
 @st.composite
 def layers(draw):
-    """Layers of some rank: whole, in blocks, of one side only, with a diagonal, in groups."""
+    """Draw layers of some rank: whole, in blocks, of a single side, with a diagonal, in groups."""
     layer = LayerShape("layer", draw(st.integers(1, 12)), draw(st.integers(1, 12)))
     groups, diagonal = draw(st.sampled_from([(1, ""), (1, "A"), (1, "G"), (3, "")]))
     return replace(
@@ -67,7 +67,7 @@ def layers(draw):
 
 
 def factors_of(layer):
-    """Random factors of each side, of all groups."""
+    """Return random factors of both sides, of all groups."""
     groups = () if layer.groups == 1 else (layer.groups,)
     orders = {"A": layer.inputs, "G": layer.outputs}
     return {
@@ -79,7 +79,7 @@ def factors_of(layer):
 
 
 def dense(layer, side, factors, group):
-    """What a side of one group stands for, written out."""
+    """Return the matrix for a side of a single group, written out."""
     order = layer.inputs if side == "A" else layer.outputs
     if side not in layer.sides:
         return torch.eye(order).double()
@@ -109,7 +109,7 @@ def test_preconditioning_is_the_exact_inverse_of_what_is_kept(layer, damping, se
 @given(layers(), st.integers(0, 9))
 @settings(max_examples=100)
 def test_means_of_low_rank_are_those_of_the_factor(layer, seed):
-    """Oracle: the mean of the diagonal of what each factor stands for; the trace is kept."""
+    """Oracle: the mean diagonal of every factor's approximation; the trace is kept."""
     torch.manual_seed(seed)
     factors = factors_of(layer)
     for side in layer.sides:
@@ -123,7 +123,7 @@ def test_means_of_low_rank_are_those_of_the_factor(layer, seed):
 
 @given(st.integers(2, 12), st.integers(1, 6), st.floats(0, 2), st.integers(0, 9))
 def test_low_rank_and_a_multiple_of_the_identity_lose_nothing(order, rank, rest, seed):
-    """Oracle: the factor itself."""
+    """Oracle: the factor."""
     torch.manual_seed(seed)
     rank = min(rank, order - 1)
     rows = torch.randn(rank, order).double()

@@ -14,7 +14,7 @@ orders = st.integers(1, 40)
 
 @st.composite
 def shapes(draw):
-    """Orders, groups and factors of any layer; plain ones mostly."""
+    """Draw orders, groups and factors of any layer, mostly of plain layers."""
     size = draw(st.tuples(orders, orders))
     if draw(st.booleans()):
         return size
@@ -26,7 +26,7 @@ def shapes(draw):
 
 @st.composite
 def plans(draw):
-    """Any plan that `make_plan` accepts, for up to 12 ranks."""
+    """Draw any plan that `make_plan` accepts, for up to 12 ranks."""
     ranks = draw(st.integers(1, 12))
     sizes = draw(st.lists(shapes(), max_size=8))
     solver = draw(st.sampled_from(["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]))
@@ -39,13 +39,12 @@ def plans(draw):
         "everyone" if everywhere else draw(st.sampled_from(["everyone", "owner"])),
         draw(st.sampled_from(["compute", "memory"])),
         draw(st.booleans()) if separate else True,
-        ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])),
-    )
+    ).changed(ranks_per_node=draw(st.sampled_from([None, *divisors(ranks)])))
     own = st.sampled_from([None, None, "eigen", "unsplit-inverse", "rank-one"])
     layers = [LayerShape(f"layer{i}", *size, solver=draw(own)) for i, size in enumerate(sizes)]
     layers = [
         layer if (layer.solver or solver) == "eigen" else replace(layer, rank=None)
-        for layer in layers  # others keep no eigenvectors
+        for layer in layers  # inverses and vectors keep no eigenvectors
     ]
     rest = draw(st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), max_size=5))
     others = [(f"other{i}", shape) for i, shape in enumerate(rest)]
@@ -75,7 +74,7 @@ def test_every_factor_has_one_owner_in_its_layers_column(plan):
 @given(plans())
 @settings(max_examples=150)
 def test_every_layer_is_preconditioned_by_its_workers(plan):
-    """Oracle: `workers` ranks of one column, or the updater alone; each holds both bases."""
+    """Oracle: `workers` ranks of a single column, or the updater alone; all hold both bases."""
     for layer in plan.layers:
         ranks = [r for r in range(plan.ranks) if layer.name in plan.preconditioned(r)]
         if plan.strategy.update == "owner":
@@ -94,9 +93,9 @@ def test_every_layer_is_preconditioned_by_its_workers(plan):
 @given(plans())
 @settings(max_examples=150)
 def test_load_stays_near_the_mean(plan):
-    """Oracle: Graham's bound for list scheduling: the mean and one longest job.
+    """Oracle: Graham's bound for list scheduling: the mean and a longest job.
 
-    Separate owners of a hybrid are bound to a column, where the bound does not hold.
+    Separate owners of a hybrid are bound to a column. The bound does not hold in a column.
     """
     if plan.strategy.balance == "memory":
         return
@@ -116,7 +115,7 @@ def test_load_stays_near_the_mean(plan):
 @given(plans())
 @settings(max_examples=100)
 def test_blocks_are_aligned_and_disjoint_and_inside_a_segment(plan):
-    """Oracle: intervals [start, end) sorted by start; each begins where it may at the earliest."""
+    """Oracle: intervals [start, end) sorted by start; intervals begin as early as possible."""
     for rank in range(plan.ranks):
         for layout in layouts(plan, rank):
             assert sum(layout.counts()) == layout.size
@@ -134,7 +133,7 @@ def test_blocks_are_aligned_and_disjoint_and_inside_a_segment(plan):
 @given(plans(), st.booleans(), st.booleans())
 @settings(max_examples=100)
 def test_members_of_a_communicator_agree_on_what_travels_in_it(plan, statistics, refresh):
-    """Oracle: one message of each member; gathered parts make the whole, sums are equally long."""
+    """Oracle: a message of every member; gathered parts make the whole, sums are equally long."""
     teams = {}
     for rank in range(plan.ranks):
         for message in plan.messages(rank, statistics, refresh):
@@ -166,12 +165,12 @@ def elements(messages):
 @given(plans(), st.sampled_from(["bfloat16", "int8", "top-k"]), st.sampled_from([None, 1, 2]))
 @settings(max_examples=100)
 def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
-    """Oracle: the messages of the same plan without wires, which hold as many elements."""
+    """Oracle: the messages of the same plan without compression, with equally many elements."""
     other = "int8" if wire == "top-k" else wire
     wires = {"factor_wire": other, "basis_wire": other, "gradient_wire": wire}
-    strategy = replace(plan.strategy, fusion=fusion, ranks_per_node=None, sums="reduce")
+    strategy = plan.strategy.changed(fusion=fusion, ranks_per_node=None, sums="reduce")
     exact = replace(plan, strategy=strategy)
-    encoded = replace(plan, strategy=replace(strategy, **wires))
+    encoded = replace(plan, strategy=strategy.changed(**wires))
     sent = [encoded.messages(rank, True, True) for rank in range(plan.ranks)]
     for over in ("world", "column", "row"):
         team = [[m for m in sent[rank] if m.over == over] for rank in plan.team(0, over)]
@@ -189,13 +188,13 @@ def test_members_agree_on_what_travels_encoded(plan, wire, fusion):
 @given(plans())
 @settings(max_examples=100)
 def test_a_rank_changes_what_is_decomposed_alone(plan):
-    """Oracle: the plan without ranks: as many eigenvectors as are kept of n, and nothing else."""
+    """Oracle: the plan without a kept rank: fewer eigenvectors of n, and no further change."""
     layers = [replace(layer, rank=None) for layer in plan.layers]
     whole = make_plan(layers, plan.ranks, plan.strategy, plan.others, plan.solver)
     same = replace(whole, owners=plan.owners, columns_of=plan.columns_of, updaters=plan.updaters)
     for rank in range(plan.ranks):
         for kind in ("statistics", "averages", "directions", "request"):
-            if kind != "request" or plan.strategy.curvature_ranks:
+            if kind != "request" or plan.strategy.refresh.curvature_ranks:
                 assert getattr(plan, kind)(rank) == getattr(same, kind)(rank)
         expected = same.bases(rank).shapes
         assert plan.bases(rank).shapes.keys() == expected.keys()
@@ -225,7 +224,7 @@ def test_a_folded_triangle_wastes_nothing(order):
 
 @given(shapes())
 def test_the_factors_of_a_side_make_it_up(shape):
-    """Oracle: orders add up to the side's, of even blocks none is larger than asked."""
+    """Oracle: orders add up to the side's order; even blocks stay within the given maximum."""
     layer = LayerShape("layer", *shape)
     for side, order in (("A", layer.inputs), ("G", layer.outputs)):
         factors = layer.side(side)

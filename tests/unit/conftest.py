@@ -7,5 +7,5 @@ import mpikfac
 
 @pytest.fixture
 def comm():
-    """A communicator of one rank."""
+    """Return a communicator of a single rank."""
     return mpikfac.world()

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
 from mpikfac import LevenbergMarquardt
 from mpikfac.numerics import triangles
+from support import problem
 
 DAMPING = 0.05
 
@@ -32,11 +32,11 @@ def batch(model):
 def trainer(comm, model, rates, **settings):
     groups = [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), rates)]
     choices = {"fisher": "exact", "kl_clip": None, "solver": "eigen"} | settings
-    return mpikfac.KFAC(model, torch.optim.SGD(groups, lr=0.1), comm, **choices)
+    return problem.kfac(model, torch.optim.SGD(groups, lr=0.1), comm, **choices)
 
 
 def adapted_step(kfac, x, y):
-    """Takes a step; the ratio that `adapt` gives, and what the loss changed by."""
+    """Take a step; return the ratio from `adapt` and the change of the loss."""
     kfac.optimizer.zero_grad()
     outputs = kfac.model(x)
     kfac.record(outputs, loss="squared-error")
@@ -49,7 +49,7 @@ def adapted_step(kfac, x, y):
 
 
 def gauss_newton(model, index, x):
-    """A layer's block of the Gauss-Newton matrix of the squared error, by autograd."""
+    """Return a layer's block of the Gauss-Newton matrix of the squared error, by autograd."""
     weights = [module.weight.detach() for module in model]
 
     def outputs(weight):
@@ -63,7 +63,7 @@ def gauss_newton(model, index, x):
 
 
 def damped_product(kfac, name):
-    """`(G + damping / pi) (x) (A + damping pi)` of a layer, written out."""
+    """Return a layer's `(G + damping / pi) (x) (A + damping pi)`, written out."""
     a, g = (triangles.unfold_triangle(kfac.factors.averages[f"{name}.{side}"]) for side in "AG")
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
     shares = pi * DAMPING**0.5, DAMPING**0.5 / pi
@@ -76,10 +76,10 @@ def damped_product(kfac, name):
     "clip", [{}, {"kl_clip": 1e-4}, {"kl_clip": None, "norm_clip": 0.1}], ids=["", "kl", "norm"]
 )
 def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, solver, clip):
-    """Oracle: the quadratic model of the step that was taken, with dense matrices.
+    """Oracle: the quadratic model of the taken step, with dense matrices.
 
-    The eigen solver's is autograd's Gauss-Newton matrix with damping, that of inverses their own
-    damped product; in a deep linear net both have the same factors.
+    The eigen solver's matrix is autograd's Gauss-Newton matrix with damping. The inverse solver's
+    matrix is the solver's own damped product. In a deep linear net both have the same factors.
     """
     model = deep_linear(6, 5, 4, 3)
     x, y = batch(model)
@@ -101,9 +101,11 @@ def test_the_ratio_is_that_of_autograds_gauss_newton_matrix(comm, solver, clip):
 
 @pytest.mark.parametrize(("widths", "power"), [((6, 3), 1), ((6, 5, 4, 4, 3), -1)])
 def test_damping_moves_to_where_the_model_is_right(comm, widths, power):
-    """Oracle: by hand. One layer's loss is the model's but for damping, so it falls further.
+    """Oracle: by hand.
 
-    Of four, each promises to mend the same error as the others.
+    A single layer's loss equals the model except for damping, and falls further.
+
+    With four layers, every layer promises to mend the same error.
     """
     model = deep_linear(*widths)
     damping = LevenbergMarquardt(DAMPING, every=3, decay=0.9)
@@ -138,7 +140,7 @@ def test_damping_stays_within_its_bounds():
 
 
 def test_it_is_due_every_so_many_steps():
-    """Oracle: the multiples."""
+    """Oracle: the multiples of `every`."""
     damping = LevenbergMarquardt(every=3)
     assert [steps for steps in range(1, 10) if damping.due(steps)] == [3, 6, 9]
 

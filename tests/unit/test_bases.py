@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import problem
 
 
 def trainer(comm, delay=0, tolerance=0.0, **settings):
-    model, strategy = problem.network(), mpikfac.Strategy(delay=delay, tolerance=tolerance)
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
+    model, strategy = (
+        problem.network(),
+        mpikfac.Strategy().changed(delay=delay, tolerance=tolerance),
+    )
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS | settings)
 
 
 def stopped(kfac):
-    """K-FAC whose steps leave the weights where they are."""
+    """Set the learning rates of `kfac` to 0, so that steps keep the weights; return `kfac`."""
     for group in kfac.optimizer.param_groups:
         group["lr"] = 0.0
     return kfac
@@ -28,7 +31,7 @@ def distance(ours, theirs):
 
 
 def standing(comm, **settings):
-    """The bases after each of nine steps that leave the weights where they are."""
+    """Return the bases after every step of nine steps that keep the weights."""
     kfac, seen = stopped(trainer(comm, **settings)), []
     for step in range(9):
         problem.run(kfac, comm, [step])
@@ -70,9 +73,9 @@ def test_a_run_stopped_before_a_decomposition_is_used_goes_on_to_the_last_bit(
 
 @pytest.mark.parametrize(("stop", "intact"), [(3, False), (5, True)])
 def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop, intact):
-    """Oracle: by hand: steps 3 and 5 take no statistics; 3 begins a refresh, 5 does not.
+    """Oracle: by hand: steps 3 and 5 take no statistics; step 3 begins a refresh, step 5 does not.
 
-    At both the first sum over ranks that fails is that of gradients.
+    At both steps the sum of gradients is the first sum over ranks, and the sum of gradients fails.
     """
 
     def fail():
@@ -109,19 +112,19 @@ def test_averages_kept_in_bfloat16(comm, solver, settings):
         problem.run(stopped(kfac), comm, range(4))
     ours, theirs = (kfac.factors.averages.flat for kfac in (rounded, exact))
     assert ours.dtype == torch.bfloat16
-    # At most half of what was off before remains: in all not twice what rounding costs.
+    # At most half of the earlier error remains: the error stays below twice the rounding.
     assert 1e-4 < distance(ours, theirs) < 2 * 2**-9
     assert 1e-4 < distance(rounded.directions.flat, exact.directions.flat) < 0.05
 
 
 def dense(kfac, name):
-    """A factor's running average."""
+    """Return a factor's running average as a square matrix."""
     return triangles.unfold_triangle(kfac.factors.averages[name])
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
-    """Oracle: the run without it, which decomposes everything at each refresh."""
+    """Oracle: the run without a tolerance, which decomposes everything at every refresh."""
     settings = {"solver": solver, "basis_every": 1, "factor_every": 1}
     always, never = trainer(comm, **settings), trainer(comm, tolerance=1e-300, **settings)
     assert torch.equal(problem.run(never, comm), problem.run(always, comm))
@@ -131,7 +134,7 @@ def test_a_tolerance_that_nothing_meets_changes_no_bit(comm, solver):
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
-    """Oracle: the first step's eigenvectors or inverses, and present factors' values in them."""
+    """Oracle: the first step's eigenvectors or inverses; in these, present factors' values."""
     kfac = trainer(comm, tolerance=1e9, solver=solver, basis_every=1, factor_every=1)
     problem.run(kfac, comm, [0])
     first = {name: block.clone() for name, block in kfac.bases.arena.items()}
@@ -149,17 +152,17 @@ def test_with_a_huge_tolerance_all_is_decomposed_once(comm, solver):
 
 
 def full_rank(comm, **settings):
-    """A trainer whose factors have no eigenvalue near 0, so that damping is next to nothing."""
+    """Return a trainer whose factors have no eigenvalue near 0, so that damping is negligible."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4, bias=False)).double()
-    strategy = mpikfac.Strategy(tolerance=0.1)
+    strategy = mpikfac.Strategy().changed(tolerance=0.1)
     choices = {"damping": 1e-12, "factor_every": 100, "basis_every": 1, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, **choices | settings)
+    return problem.kfac(model, optimizer, comm, strategy, **choices | settings)
 
 
 def refreshed(kfac):
-    """Factors that a further step decomposes."""
+    """Take a step; return the factors that the step decomposes."""
     before = {name: block.clone() for name, block in kfac.bases.arena.items()}
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
@@ -175,7 +178,7 @@ def refreshed(kfac):
 
 
 def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm):
-    """Oracle: by hand: the inverse of M is off by c - 1 for c M; small steps add up."""
+    """Oracle: by hand: M's inverse is off by c - 1 for c M; small steps add up."""
     kfac = full_rank(comm, solver="unsplit-inverse")
     averages = kfac.factors.averages
     assert refreshed(kfac) == {"0.A", "0.G"}
@@ -190,7 +193,7 @@ def test_an_inverse_is_made_anew_when_its_factor_has_grown_by_the_tolerance(comm
 
 
 def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
-    """Oracle: by hand: a damping that nothing is left beside; eigenvectors do not hold it."""
+    """Oracle: by hand: a damping far above the factor; eigenvectors do not hold the damping."""
     settings = {"damping": lambda step: 1e-12 if step < 2 else 1e6}
     inverse, eigen = (full_rank(comm, solver=s, **settings) for s in ("unsplit-inverse", "eigen"))
     for kfac, expected in ((inverse, {"0.A", "0.G"}), (eigen, set())):
@@ -201,7 +204,7 @@ def test_a_new_damping_counts_as_a_change_of_the_factor(comm):
 
 @pytest.mark.parametrize(("angle", "fits"), [(0.02, True), (0.2, False)])
 def test_eigenvectors_are_made_anew_when_the_factor_has_turned(comm, angle, fits):
-    """Oracle: what a turn leaves off the diagonal, by the dense product, against the tolerance."""
+    """Oracle: a turn's elements off the diagonal, by the dense product, against the tolerance."""
     kfac = full_rank(comm, solver="eigen")
     refreshed(kfac)
     vectors, values = (kfac.bases.arena[f"0.A.{part}"] for part in ("vectors", "values"))

@@ -44,12 +44,12 @@ ITEMS = {
 
 @pytest.fixture
 def comm():
-    """A communicator of one rank."""
+    """Return a communicator of a single rank."""
     return mpikfac.world()
 
 
 def bits(value):
-    """What must not change: the type, and for tensors dtype, shape and bytes."""
+    """Return a value's type; for a tensor its dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         flat = value.contiguous().reshape(-1).view(torch.uint8)
         return value.dtype, value.shape, bytes(flat.tolist())
@@ -68,7 +68,7 @@ def seal(path: Path, manifest: dict) -> None:
 
 
 def refusal(comm, path, name="x") -> str:
-    """The one line that refuses the checkpoint, at opening it or at reading an item."""
+    """Return the single line that refuses the checkpoint, at opening or at reading an item."""
     with pytest.raises(UserError) as refused:
         load_checkpoint(comm, path)[name]
     assert "\n" not in str(refused.value)
@@ -80,7 +80,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_round_trip_of_all_kinds_of_items(comm, tmp_path) -> None:
-    """Oracle: the bits that were saved; signs of zero, NaN and strange names included."""
+    """Oracle: the saved bits; signs of zero, NaN and strange names included."""
     path = save_checkpoint(comm, tmp_path / "made" / "here", ITEMS, 120)
     assert path.name == "step-000000120"
     checkpoint = load_checkpoint(comm, path)
@@ -161,7 +161,7 @@ def test_latest_ignores_what_is_not_complete(comm, tmp_path) -> None:
 
 
 def test_latest_compares_steps_as_numbers(comm, tmp_path) -> None:
-    """Oracle: 2,000,000,000 is more than 999,999,999, whatever the names' order."""
+    """Oracle: 2,000,000,000 is more than 999,999,999, in any order of the names."""
     save_checkpoint(comm, tmp_path, {"x": 1}, 999_999_999)
     latest = save_checkpoint(comm, tmp_path, {"x": 1}, 2_000_000_000)
     assert latest_checkpoint(tmp_path) == latest
@@ -194,7 +194,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(comm, tmp_path) -> None:
 
 
 def test_leftovers_of_a_killed_run_are_removed(comm, tmp_path) -> None:
-    """Oracle: nothing but the new checkpoint; a stale shard must not end up in it."""
+    """Oracle: the new checkpoint alone; the new checkpoint must hold no stale shard."""
     for leftover in (".step-000000004.partial", ".step-000000001.deleted"):
         (tmp_path / leftover).mkdir()
         (tmp_path / leftover / "shard-7.h5").write_bytes(b"half")
@@ -204,7 +204,7 @@ def test_leftovers_of_a_killed_run_are_removed(comm, tmp_path) -> None:
 
 
 class FileCalls:
-    """Counts fsync, replace and rmtree, notes them in order, and raises at one of them."""
+    """Count fsync, replace and rmtree, note the calls in order, and raise at a chosen call."""
 
     def __init__(self, monkeypatch, error: BaseException | None = None, at: int = -1) -> None:
         self.log: list[str] = []
@@ -256,7 +256,7 @@ DELETING = [(2, 6), (2, 7), (3, 5), (3, 6)]
 
 @pytest.mark.parametrize(("step", "at"), COMMITTING)
 def test_a_full_disk_at_any_call_costs_no_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
-    """Oracle: the values saved before, until the new name is there; then the new ones."""
+    """Oracle: the values saved before, until the new name exists; then the new values."""
     for old in (1, 2):
         save_checkpoint(comm, tmp_path, {"x": old}, old)
     with monkeypatch.context() as patch:
@@ -274,7 +274,7 @@ def test_a_full_disk_at_any_call_costs_no_checkpoint(comm, tmp_path, monkeypatch
 
 @pytest.mark.parametrize(("step", "at"), DELETING)
 def test_what_cannot_be_deleted_is_a_warning(comm, tmp_path, monkeypatch, caplog, step, at) -> None:
-    """Oracle: the new value; the line names the checkpoint; the next save deletes what is left."""
+    """Oracle: the new value; the line names the checkpoint; the next save deletes the leftovers."""
     for old in (1, 2):
         save_checkpoint(comm, tmp_path, {"x": old}, old)
     with monkeypatch.context() as patch:
@@ -288,7 +288,7 @@ def test_what_cannot_be_deleted_is_a_warning(comm, tmp_path, monkeypatch, caplog
 
 @pytest.mark.parametrize(("step", "at"), COMMITTING + DELETING)
 def test_a_kill_at_any_call_leaves_a_checkpoint(comm, tmp_path, monkeypatch, step, at) -> None:
-    """Oracle: the values saved before, or the new ones; the next save cleans up."""
+    """Oracle: the values saved before, or the new values; the next save cleans up."""
     for old in (1, 2):
         save_checkpoint(comm, tmp_path, {"x": old}, old)
     with monkeypatch.context() as patch:
@@ -345,7 +345,7 @@ def test_damaged_shards_are_refused_by_name(comm, tmp_path, monkeypatch) -> None
 
 
 def test_any_flipped_bit_of_a_manifest_is_refused(comm, tmp_path) -> None:
-    """Oracle: the message names the manifest, for each of its bits."""
+    """Oracle: the message names the manifest, for every flipped bit."""
     path = save_checkpoint(comm, tmp_path, {"x": torch.arange(3.0)}, 1)
     manifest = path / "manifest.json"
     good = manifest.read_bytes()
@@ -361,7 +361,7 @@ def test_any_flipped_bit_of_a_manifest_is_refused(comm, tmp_path) -> None:
 
 
 def test_other_versions_and_formats_are_refused(comm, tmp_path) -> None:
-    """Oracle: the message says what was found and what is read."""
+    """Oracle: the message names the found version and the readable version."""
     path = save_checkpoint(comm, tmp_path, {"x": 1}, 1)
     manifest = json.loads((path / "manifest.json").read_text())
     seal(path / "manifest.json", manifest | {"version": 3})
@@ -378,7 +378,10 @@ def held(**sizes: int) -> dict:
 
 
 def test_who_writes_what() -> None:
-    """Oracle: by hand. What one rank holds is its own load; the rest goes to the least loaded."""
+    """Oracle: by hand.
+
+    Items of a single rank are the rank's load; the rest goes to the least loaded.
+    """
     assert _assign([held(a=5), held(a=5), held(a=5)]) == [["a"], [], []]
     assert _assign([held(own=9, a=5, b=4), held(a=5, b=4)]) == [["own"], ["a", "b"]]
     assert _assign([held(a=1, b=1, c=1, d=1)] * 2) == [["a", "c"], ["b", "d"]]

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,6 +7,7 @@ from torch import nn
 
 from mpikfac.layers.convolution import autocorrelation, moments
 from mpikfac.layers.convolution.window import Window, spread
+from support import oracles
 
 
 def window(module):
@@ -22,7 +22,7 @@ def _seed():
 
 
 def assert_moment(total, vectors):
-    """`total` is the sum of outer products of `vectors`."""
+    """Check that `total` is the sum of outer products of `vectors`."""
     torch.testing.assert_close(total, vectors.T @ vectors, rtol=1e-10, atol=1e-10)
 
 
@@ -97,7 +97,7 @@ def test_images_need_not_be_contiguous(dims, groups, layout, dtype):
 @pytest.mark.parametrize("way", [moments.by_patches, autocorrelation.by_correlation])
 @pytest.mark.parametrize(("kernel", "padding", "dilation"), [(3, 1, 1), (2, 0, 3), (5, 2, 1)])
 def test_every_way_in_float32(way, channels, groups, memory_format, kernel, padding, dilation):
-    """Oracle: im2col in float64; float32 takes other kernels than float64 does."""
+    """Oracle: im2col in float64; float32 takes other kernels than float64."""
     module = nn.Conv2d(channels, 2, kernel, padding=padding, dilation=dilation, bias=False)
     x = torch.randn(5, channels, 9, 8).to(memory_format=memory_format)
     vectors = oracles.input_vectors(module, x.double()).unflatten(1, (groups, -1))
@@ -122,7 +122,7 @@ def test_outputs_in_float32(shape, groups, memory_format):
 @pytest.mark.parametrize("groups", [1, 2, 6])
 @pytest.mark.parametrize("size", [(7,), (4, 3), (3, 2, 4)])
 def test_outputs_of_every_dimension(size, groups):
-    """Oracle: sums over vectors and outer products of the channels of each group."""
+    """Oracle: sums over vectors and outer products of every group's channels."""
     g = torch.randn(3, 6, *size).double()
     vectors = g.flatten(2).transpose(1, 2).reshape(-1, groups, 6 // groups)
     total, vector = torch.einsum("vgi,vgj->gij", vectors, vectors), vectors.sum(0)
@@ -134,8 +134,10 @@ def test_outputs_of_every_dimension(size, groups):
 
 
 def test_what_a_transposed_convolution_cuts_off_is_not_in_the_image():
-    """Oracle: by hand. Pixels 1 2 3, two apart and one zero longer, are 1 0 2 0 3 0; turned over,
-    and an element less on each side, 3 0 2 0.
+    """Oracle: by hand: [3, 0, 2, 0].
+
+    Pixels 1 2 3, two apart and one zero longer, are 1 0 2 0 3 0. Turned over, and an element less
+    on either side, the image is 3 0 2 0.
     """
     image, shape = spread(torch.tensor([[[1.0, 2, 3]]]), (1,), (2,), (1,), (1,), (1,))
     assert image.tolist() == [[[3, 0, 2, 0]]]
@@ -158,7 +160,7 @@ def test_inputs_rounded_to_bfloat16(geometry, groups):
 
 
 def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):
-    """Oracle: im2col, which the case it was made for never calls."""
+    """Oracle: im2col, which the autocorrelation's own case never calls."""
     monkeypatch.setattr(moments, "by_patches", None)
     x = torch.randn(32, 16, 8, 8).double()
     total = moments.input_sum(x, window(nn.Conv2d(16, 2, 3, padding=1)), False)
@@ -166,7 +168,7 @@ def test_the_autocorrelation_is_used_where_it_pays(monkeypatch):
 
 
 def test_precision_settings_are_left_alone():
-    """Oracle: the setting itself; torch's older and newer settings must not be mixed."""
+    """Oracle: the setting; torch's older and newer settings must not be mixed."""
     settings = torch.backends.cudnn.conv
     before = settings.fp32_precision
     settings.fp32_precision = "ieee"

@@ -29,7 +29,7 @@ LATENT = dataclasses.replace(MACHINE, inside=Level(1.0, math.inf), between=Level
     [("Allreduce", 1.5), ("Reduce_scatter", 0.75), ("Allgatherv", 0.75), ("Bcast", 1.0)],
 )
 def test_large_messages_are_rings(primitive, share):
-    """Oracle: bytes that each of 4 ranks sends in a ring, per byte of the buffer."""
+    """Oracle: bytes that every rank of 4 sends in a ring, per byte of the buffer."""
     seconds = costs.collective_seconds(primitive, 1000, 4, MACHINE)
     assert seconds == pytest.approx(1000 * share)
 
@@ -63,12 +63,12 @@ def test_one_rank_and_no_bytes_cost_nothing():
 )
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
-    plan = make_plan(LAYERS, ranks, Strategy(workers, ranks_per_node=4))
+    plan = make_plan(LAYERS, ranks, Strategy(workers).changed(ranks_per_node=4))
     assert costs.placed(plan.team(0, over), plan, MACHINE) == placed
 
 
 def test_the_slower_level_bounds_a_message_and_links_are_shared():
-    """Oracle: 3/4 of 1000 bytes at 1, and half of them at 0.1 bytes per second for 4 at once."""
+    """Oracle: 3/4 of 1000 bytes at 1 byte per second; half of 1000 bytes at 0.1, for 4 at once."""
     plan = make_plan(LAYERS, 8, Strategy(2))
     message = plan.messages(0, True, True)[0]
     row = dataclasses.replace(message, primitive="Allgatherv", over="row", size=1000)
@@ -82,7 +82,7 @@ def test_a_chain_passes_pieces_on():
     size = 3 * costs.CHAINED
     seconds = costs.collective_seconds("Send", size, 4, MACHINE)
     assert seconds == pytest.approx(5 * costs.CHAINED)
-    plan = make_plan(LAYERS, 4, Strategy(4, parts=4))
+    plan = make_plan(LAYERS, 4, Strategy(4).changed(parts=4))
     message = plan.messages(0, False, False)[0]
     both = costs.message_seconds(message, plan, 0, MACHINE)
     parts = [costs.collective_seconds(p, message.size, 4, MACHINE) for p in ("Send", "Bcast")]
@@ -97,7 +97,7 @@ def measured(*samples):
 
 
 def test_what_was_measured_is_what_is_predicted():
-    """Oracle: the points; past the largest, the line that they lie on."""
+    """Oracle: the points; past the largest point, the line through the points."""
     machine = measured(Sample("Allreduce", 4, 1, 1, MEASURED))
     for size, seconds in [*MEASURED, (2e6, 2.01)]:
         found = costs.collective_seconds("Allreduce", int(size), 4, machine)
@@ -112,7 +112,7 @@ def test_a_measurement_is_carried_over_to_other_numbers_of_ranks():
 
 
 def test_several_nodes_are_not_predicted_from_one():
-    """Oracle: the level, as if nothing had been measured; and the sharing of a link."""
+    """Oracle: the level, as without any measurement; and the sharing of a link."""
     inside = Sample("Allgatherv", 2, 1, 1, MEASURED)
     machine = measured(inside)
     plain = costs.collective_seconds("Allgatherv", 1000, 2, MACHINE, 2)
@@ -123,7 +123,7 @@ def test_several_nodes_are_not_predicted_from_one():
 
 
 def test_a_level_gives_back_the_measurement_it_is_taken_from():
-    """Oracle: the points, by the formula for what was not measured."""
+    """Oracle: the points, by the formula for unmeasured messages."""
     level = costs.level_of(Sample("Allgatherv", 8, 2, 4, MEASURED))
     machine = dataclasses.replace(MACHINE, inside=Level(1.0, 1e99), between=level)
     for size, seconds in MEASURED:
@@ -139,7 +139,7 @@ def test_decompositions_are_those_of_owned_factors():
 
 
 def test_preconditioning_is_a_share_of_what_was_measured_or_products():
-    """Oracle: a g (a + g) of each layer: 560, 1024 and 96 of 1680; twice that in eigenbases."""
+    """Oracle: a g (a + g) of every layer: 560, 1024 and 96 of 1680; double in eigenbases."""
     plan = make_plan(LAYERS, 2, Strategy())
     network = MACHINE.networks[0]
     found = [costs.precondition_seconds(plan, rank, MACHINE, network) for rank in (0, 1)]
@@ -151,9 +151,10 @@ def test_preconditioning_is_a_share_of_what_was_measured_or_products():
 
 
 def test_low_rank_costs_less_by_its_work():
-    """Oracle: by hand: 2 n^2 r of n^3 seconds; thin products, of what was measured of square ones.
+    """Oracle: by hand: 2 n^2 r instead of n^3 seconds.
 
-    Of the factors of orders 64 and 32 four eigenvectors are kept.
+    Thin products take the measured time of square products, by the number of operations. Of the
+    factors of orders 64 and 32 four eigenvectors are kept.
     """
     whole = LayerShape("l", 64, 32)
     low = dataclasses.replace(whole, rank=4)
@@ -186,7 +187,7 @@ def test_shares_of_a_rank():
 
 
 def test_vectors_have_times_of_their_own():
-    """Oracle: nothing to decompose; orders 16 of 38 on one rank; refused where nothing is known."""
+    """Oracle: nothing to decompose; orders 16 of 38 on one rank; a refusal without known times."""
     plan = make_plan(LAYERS, 2, Strategy(), solver="rank-one")
     network = dataclasses.replace(
         MACHINE.networks[0], vector_statistics=2.0, vector_precondition=38.0
@@ -201,10 +202,10 @@ def test_vectors_have_times_of_their_own():
 
 
 def test_layers_have_the_times_of_their_solvers():
-    """Oracle: by hand: fc's vectors, 16 elements of all 38; of the others, eigenbases and inverses.
+    """Oracle: by hand: fc has vectors, 16 of 38 elements; conv has eigenbases, out has inverses.
 
-    n^3 seconds a decomposition, of the orders 10, 4, 6 and 2; products as above, twice in
-    eigenbases; n^2 of the factors 116 and 40 of 284.
+    A decomposition takes n^3 seconds, for the orders 10, 4, 6 and 2. Products are as above, and
+    double in eigenbases. Statistics take n^2 of the factors: 116 and 40 of 284.
     """
     conv, fc, out = LAYERS
     layers = [
@@ -228,7 +229,7 @@ def test_layers_have_the_times_of_their_solvers():
 
 
 def test_the_largest_part_bounds_a_sum_and_not_a_gather():
-    """Oracle: 3 of 4 elements are one member's: as 6 elements, of which a ring sends half."""
+    """Oracle: a single member has 3 of 4 elements: as 6 elements, of which a ring sends half."""
     plan = make_plan(LAYERS, 2, Strategy())
     message = mpikfac.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
     assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
@@ -237,7 +238,7 @@ def test_the_largest_part_bounds_a_sum_and_not_a_gather():
 
 
 def test_large_sums_in_parts_are_one_for_each_member():
-    """Oracle: as `comm.Grid` makes them, past so many elements."""
+    """Oracle: as `comm.Grid` makes the sums, past the limit of elements."""
     plan = make_plan(LAYERS, 2, Strategy())
     count = costs.PIECE
     message = mpikfac.Message(
@@ -248,7 +249,7 @@ def test_large_sums_in_parts_are_one_for_each_member():
 
 
 def test_what_encodes_is_part_of_what_was_measured():
-    """Oracle: the points of that codec; without any, those of numbers as they are."""
+    """Oracle: the codec's own points; without own points, the points of plain numbers."""
     plain, slow = Sample("Allreduce", 2, 1, 1, MEASURED), ((1.0, 7.0), (1e6, 7.0))
     machine = measured(plain, Sample("Allreduce", 2, 1, 1, slow, "bfloat16"))
 
@@ -260,7 +261,7 @@ def test_what_encodes_is_part_of_what_was_measured():
 
 
 def test_the_slowest_of_two():
-    """Oracle: `2 Phi(spread / sqrt(2))`, the expected maximum of two such times in closed form."""
+    """Oracle: `2 Phi(spread / sqrt(2))`, the expected maximum of two times in closed form."""
     exact = 1 + math.erf(0.3 / 2)
     assert costs.expected_slowest(0.3, 2) == pytest.approx(exact, rel=1e-3)
     assert costs.expected_slowest(0.3, 1) == pytest.approx(1, rel=1e-3)

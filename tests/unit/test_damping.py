@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import mpikfac
 from mpikfac.numerics import triangles
+from support import problem
 
 INVERSES = ("inverse", "unsplit-inverse")
 FORMS = {
@@ -27,7 +26,7 @@ def forms(layer):
 
 
 def network():
-    """Groups, of which one has a diagonal, blocks, one side alone, and whole factors."""
+    """Return layers with groups, a diagonal, blocks, a single side, and whole factors."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv1d(4, 4, 2, groups=2),
@@ -40,7 +39,7 @@ def network():
 
 
 def side(kfac, layer, name, group):
-    """A or G of a group as a matrix, and in the place of each eigenvalue the mean of its block."""
+    """Return a group's A or G as a matrix, and for every eigenvalue the block's mean eigenvalue."""
     blocks, means = [], []
     for shape in layer.side(name):
         factor = triangles.unfold_triangle(kfac.factors.averages[shape.name])
@@ -56,7 +55,7 @@ def side(kfac, layer, name, group):
 
 
 def solved(gradient, sides, solver, damping, both):
-    """The direction by dense solves."""
+    """Return the direction by dense solves."""
     (a, a_means), (g, g_means) = sides
     if solver == "eigen":
         damped = torch.kron(g, a) + damping * torch.kron(g_means, a_means).diag()
@@ -68,11 +67,11 @@ def solved(gradient, sides, solver, damping, both):
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
-    """Oracle: dense solves group by group, with each block damped by its own mean."""
+    """Oracle: dense solves group by group, every block damped by the block's own mean."""
     model = network()
     damping = {"damping": 0.1, "relative_damping": True, "kl_clip": None}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, solver=solver, rule=forms, **damping)
+    kfac = problem.kfac(model, optimizer, comm, solver=solver, rule=forms, **damping)
     loss = model[1](model[0](torch.randn(7, 4, 6).double())).transpose(1, 2)
     F.cross_entropy(model[2:](loss).mean(1), torch.arange(7) % 4).backward()
     kfac.precondition()
@@ -90,14 +89,14 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver):
-    """Oracle: by hand: of 1/100 of the loss, G is 1/10,000 and the gradient 1/100."""
+    """Oracle: by hand: at 1/100 of the loss, G is 1/10,000 and the gradient 1/100."""
 
     def direction(weight):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 4)).double()
         settings = {"damping": 0.1, "relative_damping": True, "kl_clip": None, "solver": solver}
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+        kfac = problem.kfac(model, optimizer, comm, **settings)
         (weight * model(torch.randn(10, 6).double()).square().mean()).backward()
         kfac.precondition()
         return kfac.directions["0"]
@@ -107,12 +106,12 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
 
 @pytest.mark.parametrize("solver", ["eigen", *INVERSES])
 def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
-    """Oracle: by hand: G is 0 behind weights of zeros, and so is the gradient."""
+    """Oracle: by hand: G is 0 behind weights of zeros, and the gradient is 0 too."""
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"damping": 0.1, "relative_damping": True, "solver": solver}
-    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    kfac = problem.kfac(model, optimizer, comm, **settings)
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
     assert not kfac.factors.averages["0.G"].any()
@@ -129,4 +128,4 @@ def test_relative_damping_needs_matrices(comm):
     model = problem.network()
     choices = {"relative_damping": True, "solver": "rank-one"}
     with pytest.raises(ValueError, match="relative to mean eigenvalues, which solver='rank-one'"):
-        mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+        problem.kfac(model, problem.sgd(model), comm, **choices)

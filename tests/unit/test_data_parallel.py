@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import problem
 import pytest
 import torch
 from torch import nn
 
 import mpikfac
+from support import problem
 
 
 def baseline(comm, optimizer=problem.sgd):
@@ -35,7 +35,7 @@ def test_one_rank_trains_as_plain_torch_does(comm, optimizer):
 @pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_an_interrupted_run_goes_on_to_the_last_bit(comm, optimizer, steps_before):
-    """Oracle: the uninterrupted run, which shares no memory with the one that took its state."""
+    """Oracle: the uninterrupted run, which shares no memory with the resumed run."""
     first, second = baseline(comm, optimizer), baseline(comm, optimizer)
     problem.run(first, comm, range(steps_before))
     first.optimizer.param_groups[0]["lr"] = 0.007
@@ -76,11 +76,11 @@ def test_a_covered_weight_must_be_in_the_optimizer(comm):
     optimizer = torch.optim.SGD(model[0].parameters())
     with pytest.raises(ValueError, match="layer '1' is covered but not all of it is in the opt"):
         mpikfac.KFAC(model, optimizer, comm)
-    mpikfac.KFAC(model, optimizer, comm, skip=["1"])
+    problem.kfac(model, optimizer, comm, skip=["1"])
 
 
 def test_moments_are_loaded_into_the_parameters_dtype(comm):
-    """Oracle: the state that was saved; a step after loading sees float64 throughout."""
+    """Oracle: the saved state; a step after loading sees float64 throughout."""
     first, second = baseline(comm, problem.adam), baseline(comm, problem.adam)
     problem.run(first, comm, [0])
     second.load_state_dict(first.state_dict())
@@ -112,7 +112,7 @@ def test_float16_is_refused(comm):
 
 
 def test_only_running_statistics_are_averaged(comm):
-    """Oracle: a buffer of another dtype, and one that is not a statistic, stay as they are."""
+    """Oracle: buffers of other dtypes and buffers that are no statistics stay unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
     trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)

@@ -9,14 +9,14 @@ LEAF = inverse.LEAF
 
 
 def spectrum(values):
-    """A float32 matrix with the given eigenvalues, in a random basis."""
+    """Return a float32 matrix with the given eigenvalues, in a random basis."""
     basis = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64)).Q
     product = basis * values @ basis.T
     return ((product + product.T) / 2).float()
 
 
 def error(inverse, matrix):
-    """Relative error of `inverse`, in float64."""
+    """Return the relative error of `inverse`, in float64."""
     exact = torch.linalg.inv(matrix.double())
     return ((inverse - exact).norm() / exact.norm()).item()
 
@@ -38,7 +38,7 @@ def test_eigenvalues_are_not_negative():
 @pytest.mark.parametrize("dead", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("seed", range(3))
 def test_factors_with_dead_inputs_are_decomposed(dead, seed):
-    """Oracle: the factor itself, from its basis; float32 alone converges on few of these seeds."""
+    """Oracle: the factor, from the factor's basis; float32 alone converges for few of the seeds."""
     torch.manual_seed(seed)
     inputs = torch.randn(64, 32).relu() * (torch.rand(32) >= dead)
     factor = torch.zeros(288, 288)
@@ -50,7 +50,7 @@ def test_factors_with_dead_inputs_are_decomposed(dead, seed):
 @pytest.mark.parametrize("order", [1, 50, LEAF, LEAF + 1, 2 * LEAF, 2 * LEAF + 1, 4 * LEAF + 3])
 @pytest.mark.parametrize("rank", [1.0, 0.3])
 def test_a_damped_inverse_is_the_dense_inverse(order, rank):
-    """Oracle: the inverse in float64; at orders at and around which blocks are split."""
+    """Oracle: the inverse in float64; orders at and around the sizes at which blocks are split."""
     rows = torch.randn(max(1, int(rank * order)), order)
     factor = rows.T @ rows / len(rows)
     found = inverse.damped_inverse(factor, 0.1)
@@ -59,7 +59,7 @@ def test_a_damped_inverse_is_the_dense_inverse(order, rank):
 
 @pytest.mark.parametrize("order", [LEAF, LEAF + 1, 2 * LEAF + 1, 4 * LEAF + 3])
 def test_blocks_give_the_inverse_and_are_taken(order):
-    """Oracle: the inverse in float64; a wrong one would be hidden by Cholesky's in its place."""
+    """Oracle: the inverse in float64; Cholesky's inverse would hide a wrong inverse by blocks."""
     factor = spectrum(torch.rand(order))
     damped = factor + 0.1 * torch.eye(order)
     alone = inverse._inverse_by_blocks(damped)
@@ -109,7 +109,7 @@ def test_a_turned_basis_is_off_by_what_it_leaves_off_the_diagonal():
 
 @pytest.mark.parametrize("order", [5, LEAF + 1])
 def test_a_factors_own_basis_fits(order):
-    """Oracle: the decomposition itself, and zero but for rounding."""
+    """Oracle: the decomposition, and zero except for rounding."""
     factor = spectrum(torch.rand(order))
     expected, vectors = eigen.eigenbasis(factor)
     values, misfit = eigen.values_in_basis(factor, vectors)
@@ -120,7 +120,7 @@ def test_a_factors_own_basis_fits(order):
 @pytest.mark.parametrize("order", [3, LEAF + 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_decomposed(order, bad):
-    """Oracle: an error; LAPACK would return NaN without one."""
+    """Oracle: an error; without the check LAPACK would return NaN."""
     factor = torch.eye(order)
     factor[1, 1] = bad
     with pytest.raises(ArithmeticError, match="not finite|do not converge"):
@@ -131,14 +131,14 @@ def test_what_is_not_finite_is_not_decomposed(order, bad):
 
 @pytest.mark.parametrize("order", [3, LEAF + 1, 3 * LEAF])
 def test_what_is_not_positive_definite_is_not_inverted(order):
-    """Oracle: an error; such a matrix may well have an inverse, also by blocks."""
+    """Oracle: an error; an indefinite matrix may well have an inverse, also by blocks."""
     with pytest.raises(ArithmeticError, match="not positive definite"):
         inverse.damped_inverse(-torch.eye(order), 0.1)
 
 
 @pytest.mark.parametrize(("a", "g"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
-    """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes such a factor."""
+    """Oracle: sqrt(damping) for both; a zero-initialised layer behind makes a factor of zeros."""
     share = inverse.tikhonov_share(torch.tensor(a) / torch.tensor(g), 0.04)
     assert share.item() == pytest.approx(0.2)
 
@@ -149,7 +149,7 @@ def test_a_factor_of_zeros_shares_the_damping_evenly(a, g):
 )
 @pytest.mark.parametrize("own", [torch.float32, torch.float64])
 def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own):
-    """Oracle: by hand: another dtype, and more damping where there is some."""
+    """Oracle: by hand: another dtype, and more damping for solvers with damping."""
     seen = []
 
     def failing(factor, *damping):

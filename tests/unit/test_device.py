@@ -9,7 +9,7 @@ from mpikfac.comm.job import cuda_aware
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """A machine on which torch finds no GPU."""
+    """Return monkeypatch, on a machine without a GPU for torch."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("MPIKFAC_CUDA_AWARE", raising=False)
     return monkeypatch
@@ -17,7 +17,7 @@ def no_gpu(monkeypatch):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """A machine with two GPUs, as torch would tell."""
+    """Return the chosen GPUs, on a machine with two GPUs for torch."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -39,14 +39,14 @@ def test_a_gpu_that_is_not_there_is_refused(comm, no_gpu):
     ("kind", "where"), [("auto", "cuda:0"), ("cuda", "cuda:0"), ("cpu", "cpu")]
 )
 def test_the_first_rank_of_a_node_takes_the_first_gpu(comm, two_gpus, kind, where):
-    """Oracle: the local rank, and that torch's current device is set with it."""
+    """Oracle: the local rank; torch's current device is set too."""
     assert mpikfac.device(comm, kind) == torch.device(where)
     assert two_gpus == ([] if where == "cpu" else [torch.device(where)])
 
 
 @pytest.mark.parametrize(("override", "answer"), [("1", True), ("0", False), (None, False)])
 def test_the_user_knows_better_whether_mpi_takes_device_buffers(no_gpu, override, answer):
-    """Oracle: the override; without one, no GPU means no."""
+    """Oracle: the override; without an override, no GPU means no."""
     if override is not None:
         no_gpu.setenv("MPIKFAC_CUDA_AWARE", override)
     assert cuda_aware() is answer

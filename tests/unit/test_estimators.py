@@ -1,8 +1,7 @@
-"""What each Fisher's factors are, in the factors of a step."""
+"""Every Fisher's factors, in the factors of a step."""
 
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +9,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import fisher, triangles
+from support import oracles, problem
 
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),
@@ -32,9 +32,9 @@ def inputs():
 
 
 def step(comm, model, loss, **settings):
-    """Factors after a step whose loss has labels of its own; K-FAC with its gradients."""
+    """Return a step's factors; the step's gradients are of 3 times the loss with given labels."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    kfac = problem.kfac(model, optimizer, comm, **settings)
     outputs = model(inputs())
     kfac.record(outputs, loss)
     (3 * LOSSES[loss](outputs)).backward()
@@ -46,7 +46,7 @@ def step(comm, model, loss, **settings):
 
 
 def blocks(model, loss):
-    """The generalised Gauss-Newton matrix of each layer: the mean of J^T H J, by autograd."""
+    """Return every layer's generalised Gauss-Newton matrix: the mean of J^T H J, by autograd."""
     x = inputs()
     outputs = model(x)
     hessian = torch.autograd.functional.hessian(LOSSES[loss], outputs.detach())
@@ -64,7 +64,7 @@ def blocks(model, loss):
 
 
 def test_in_deep_linear_nets_all_labels_give_the_gauss_newton_matrix(comm):
-    """Oracle: J^T H J by autograd; exact, as the squared error's Hessian is the same everywhere."""
+    """Oracle: J^T H J by autograd; exact, because the squared error has a constant Hessian."""
     model = linear_net()
     found = step(comm, model, "squared-error", fisher="exact")
     for name, block in blocks(model, "squared-error").items():
@@ -84,7 +84,7 @@ def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):
-    """Oracle: fisher="exact", within six standard errors; A is the same at each draw."""
+    """Oracle: fisher="exact", within six standard errors; A is the same at every draw."""
     expected = step(comm, tanh_net(), loss, fisher="exact")
     draws = []
     for seed in range(100):
@@ -105,7 +105,7 @@ def test_gradients_stay_those_of_the_loss(comm, chosen):
     (3 * LOSSES["cross-entropy"](model(inputs()))).backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
-    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher=chosen)
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher=chosen)
     outputs = model(inputs())
     kfac.record(outputs)
     (3 * LOSSES["cross-entropy"](outputs)).backward()
@@ -135,7 +135,7 @@ def test_forward_only_has_no_output_factors(comm):
     model = linear_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"damping": 0.1, "kl_clip": None}
-    kfac = mpikfac.KFAC(model, optimizer, comm, fisher="forward-only", **settings)
+    kfac = problem.kfac(model, optimizer, comm, fisher="forward-only", **settings)
     LOSSES["cross-entropy"](model(inputs())).backward()
     gradient = oracles.gradient_matrix(model[0])
     kfac.precondition()
@@ -155,12 +155,12 @@ def test_what_is_no_fisher_is_refused(comm, settings):
 
 @pytest.mark.parametrize("chosen", ["sampled", "exact"])
 def test_vectors_have_no_mean_at_the_models_own_labels(comm, chosen):
-    with pytest.raises(ValueError, match=f"it needs fisher='empirical' or .* not {chosen!r}"):
+    with pytest.raises(ValueError, match=f"needs fisher='empirical' or .* not {chosen!r}"):
         step(comm, linear_net(), "cross-entropy", fisher=chosen, solver="rank-one")
 
 
 def test_without_a_record_there_are_no_statistics(comm):
-    kfac = mpikfac.KFAC(
+    kfac = problem.kfac(
         model := linear_net(), torch.optim.SGD(model.parameters(), lr=0.1), comm, fisher="sampled"
     )
     LOSSES["cross-entropy"](model(inputs())).backward()
@@ -178,7 +178,7 @@ def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen
         model = tanh_net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         choices = {"fisher": chosen, "normalization": normalization, "covers": covers}
-        kfac = mpikfac.KFAC(model, optimizer, comm, **choices)
+        kfac = problem.kfac(model, optimizer, comm, **choices)
         for x in inputs().split(sizes):
             outputs = model(x)
             kfac.record(outputs)

@@ -1,4 +1,4 @@
-"""How a job ends when a rank fails, and how one that never was one job does."""
+"""How a job ends when a rank fails, and how separate single ranks end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import mpikfac
-from launch import launch
+from support.launch import launch
 
 HEADER = """
 import sys, torch, mpikfac
@@ -31,10 +31,10 @@ with mpikfac.ending(comm, lambda: 'in a test'):
 
 
 def end(tmp_path, body):
-    """How a program whose `ending` block is `body` ends."""
+    """Return how a program ends whose `ending` block is `body`."""
     program = tmp_path / "program.py"
     program.write_text(HEADER + textwrap.indent(textwrap.dedent(body), "    "))
-    return launch(2, str(program), timeout=60)
+    return launch(2, str(program))
 
 
 CRASHES = {
@@ -55,7 +55,7 @@ CRASHES = {
 
 @pytest.mark.parametrize("how", CRASHES)
 def test_a_crash_ends_the_job_with_one_traceback(tmp_path, how):
-    """Oracle: exit code 1, rank 1's own report and no other, and no hang."""
+    """Oracle: exit code 1, rank 1's own report and no further report, and no hang."""
     body, text = CRASHES[how]
     job = end(tmp_path, body)
     assert job.returncode == 1
@@ -65,7 +65,7 @@ def test_a_crash_ends_the_job_with_one_traceback(tmp_path, how):
 
 
 class Writes(io.RawIOBase):
-    """A stream that keeps what it is handed, piece by piece."""
+    """A stream that keeps its input, piece by piece."""
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
@@ -79,7 +79,7 @@ class Writes(io.RawIOBase):
 
 
 def test_a_report_is_one_write(monkeypatch):
-    """Oracle: pieces that reach the launcher, between which it may put notes of its own."""
+    """Oracle: pieces that reach the launcher; between pieces the launcher may put its own notes."""
     writes = Writes()
     stream = io.TextIOWrapper(io.BufferedWriter(writes), line_buffering=True)  # as stderr is
     monkeypatch.setattr(sys, "stderr", stream)
@@ -108,7 +108,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_a_users_mistake_is_one_line(tmp_path, what):
-    """Oracle: exit code 2, and of the program's own output that line alone."""
+    """Oracle: exit code 2, and the line as the program's only own output."""
     body, line = MISTAKES[what]
     job = end(tmp_path, body)
     assert job.returncode == 2
@@ -119,7 +119,7 @@ def test_a_users_mistake_is_one_line(tmp_path, what):
 
 @pytest.fixture
 def bare(monkeypatch):
-    """An environment without any launcher's marks."""
+    """Return monkeypatch, in an environment without any launcher's marks."""
     names = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     for name in names:
         monkeypatch.delenv(name, raising=False)
@@ -136,7 +136,7 @@ def bare(monkeypatch):
     ],
 )
 def test_a_launcher_that_made_single_ranks_is_told_apart(bare, capfd, size, rank):
-    """Oracle: exit code 2 on all, and one message, from the first, with the remedy."""
+    """Oracle: exit code 2 on all ranks, and a single message, from the first, with the remedy."""
     bare.setenv(size, "4")
     for number in (0, 1):
         bare.setenv(rank, str(number))

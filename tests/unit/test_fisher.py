@@ -1,4 +1,4 @@
-"""Gradients that stand for the model's own labels, against Hessians and expectations."""
+"""Gradients for the model's own labels, against Hessians and expectations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def outputs(*shape):
 
 
 def hessians(f, loss):
-    """Of each example's part of the mean loss, by autograd `[batch, n, n]`."""
+    """Return the Hessian of every example's part of the mean loss, by autograd `[batch, n, n]`."""
     found = torch.autograd.functional.hessian(LOSSES[loss], f).flatten(1, f.dim() - 1)
     n = f[0].numel()
     found = found.flatten(2).view(len(f), n, len(f), n)
@@ -29,7 +29,7 @@ def hessians(f, loss):
 
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 def test_all_labels_give_the_hessian(loss):
-    """Oracle: autograd's Hessian of the mean loss, `batch` times that of an example's part."""
+    """Oracle: autograd's Hessian of the mean loss, `batch` times the Hessian of a single part."""
     f = outputs(3, 4)
     vectors = torch.stack(list(fisher.exact(f, loss)), 2)
     found = len(f) * vectors @ vectors.mT

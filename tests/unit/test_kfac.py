@@ -6,8 +6,6 @@ import logging
 import math
 import re
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac.numerics import triangles
 from mpikfac.settings import schedule
+from support import oracles, problem
 
 
 def linear():
@@ -56,7 +55,7 @@ def test_training_is_the_textbooks(comm, solver, start, clip):
     assert clip["kl_clip"] is None or max(scales) < 1  # or it would not be tested
 
     model = problem.network()
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     found = problem.run(kfac, comm)
     torch.testing.assert_close(found, problem.state(expected), rtol=0, atol=1e-10)
     assert kfac.kl_scale.item() == pytest.approx(scales[-1])
@@ -68,7 +67,7 @@ def test_new_damping_needs_no_new_basis(comm):
     damping = schedule.step_decay(0.1, at=[2], factor=0.01)
     model = linear()
     settings = {"basis_every": 100, "factor_every": 100, "kl_clip": None, "solver": "eigen"}
-    kfac = mpikfac.KFAC(model, sgd(model, lr=0), comm, damping=damping, **settings)
+    kfac = problem.kfac(model, sgd(model, lr=0), comm, damping=damping, **settings)
     for step in range(4):
         gradient = learn(kfac, step)
         kfac.precondition()
@@ -83,7 +82,7 @@ def test_new_damping_of_inverses_waits_for_the_next_decomposition(comm):
     """Oracle: the dense solve with the damping of the last multiple of `basis_every`."""
     model = linear()
     settings = {"basis_every": 2, "factor_every": 100, "kl_clip": None, "solver": "inverse"}
-    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=lambda step: 0.1 + step, **settings)
+    kfac = problem.kfac(model, sgd(model), comm, damping=lambda step: 0.1 + step, **settings)
     for step in range(4):
         gradient = learn(kfac, step)
         kfac.precondition()
@@ -109,7 +108,7 @@ def test_factors_and_bases_have_their_own_intervals(
     """Oracle: the multiples by hand, seen in how often a stage ran."""
     intervals = {"factor_every": factor_every, "basis_every": basis_every}
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, **intervals)
+    kfac = problem.kfac(model, sgd(model), comm, **intervals)
     calls = []
     for step in range(12):
         learn(kfac, step)
@@ -123,15 +122,15 @@ def test_factors_and_bases_have_their_own_intervals(
 @pytest.mark.parametrize("normalization", ["expand", "sc20", "kfac-pytorch"])
 @pytest.mark.parametrize(("subsample", "examples"), [(3, [0, 3, 6, 9]), (20, [0])])
 def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, normalization):
-    """Oracle: factors of a batch that holds these examples only, each in as many copies.
+    """Oracle: factors of a batch of the chosen examples only, in equally many copies.
 
-    The loss is a sum over examples, so that the gradient at one does not depend on the others.
+    The loss is a sum over examples: an example's gradient does not depend on the rest.
     """
 
     def trained(images, **settings):
         model = problem.network()
         choices = problem.SETTINGS | settings | {"normalization": normalization}
-        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+        kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
         model(images).square().sum().backward()
         kfac.step()
         return kfac.factors.averages.flat
@@ -145,7 +144,7 @@ def test_a_subsample_estimates_the_batchs_factors(comm, subsample, examples, nor
 def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
     """Oracle: numerator and weight of the average, step by step."""
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, decay=lambda step: step / (step + 1))
+    kfac = problem.kfac(model, sgd(model), comm, decay=lambda step: step / (step + 1))
     total, weight = 0, 0
     for step in range(4):
         learn(kfac, step)
@@ -158,11 +157,11 @@ def test_a_scheduled_decay_weighs_each_factor_by_its_own_step(comm):
 
 
 def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
-    """Oracle: the uninterrupted run; the other stops between two decompositions."""
+    """Oracle: the uninterrupted run; the resumed run stops between two decompositions."""
 
     def fresh():
         model = problem.network()
-        return mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+        return problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
 
     first, second = fresh(), fresh()
     problem.run(first, comm, range(2))
@@ -173,14 +172,14 @@ def test_an_interrupted_run_goes_on_to_the_last_bit(comm):
 
 
 def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
-    """Oracle: the dense solve with the loaded factors; only decompositions are made again."""
+    """Oracle: the dense solve with the loaded factors; only decompositions are repeated."""
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None, solver="eigen")
+    kfac = problem.kfac(model, sgd(model), comm, kl_clip=None, solver="eigen")
     learn(kfac, 0)
     kfac.step()
     settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
     model = linear()
-    other = mpikfac.KFAC(model, sgd(model), comm, solver="inverse", **settings)
+    other = problem.kfac(model, sgd(model), comm, solver="inverse", **settings)
     other.load_state_dict(kfac.state_dict())
     gradient = learn(other, 1)
     other.precondition()
@@ -190,14 +189,14 @@ def test_another_solver_makes_its_own_bases_of_loaded_factors(comm):
 
 
 def test_another_estimators_factors_are_left_where_they_are(comm):
-    """Oracle: the dense solve with vectors of the one batch since; and K-FAC's own after it."""
+    """Oracle: the dense solve with vectors of the new batch alone; then K-FAC's next batch."""
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, kl_clip=None)
+    kfac = problem.kfac(model, sgd(model), comm, kl_clip=None)
     learn(kfac, 0)
     kfac.step()
     settings = {"factor_every": 100, "basis_every": 100, "kl_clip": None, "damping": 0.01}
     model = linear()
-    eva = mpikfac.KFAC(model, sgd(model), comm, solver="rank-one", **settings)
+    eva = problem.kfac(model, sgd(model), comm, solver="rank-one", **settings)
     eva.load_state_dict(kfac.state_dict())
     gradient = learn(eva, 1)
     eva.precondition()
@@ -215,7 +214,7 @@ def test_another_estimators_factors_are_left_where_they_are(comm):
 
 
 def test_a_first_order_run_goes_on_with_kfac(comm):
-    """Oracle: statistics and bases are made at once, whatever the intervals."""
+    """Oracle: statistics and bases are made at once, at any intervals."""
     first_order = linear()
     baseline = mpikfac.DataParallel(first_order, sgd(first_order, momentum=0.9), comm)
     learn(baseline, 0)
@@ -233,7 +232,7 @@ def test_a_first_order_run_goes_on_with_kfac(comm):
 def test_what_no_layer_covers_is_logged_once(comm, caplog):
     caplog.set_level(logging.INFO, "mpikfac")
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 4)).double()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, skip=["2"])
+    kfac = problem.kfac(model, sgd(model), comm, skip=["2"])
     learn(kfac, 0)
     kfac.step()
     assert caplog.messages == [
@@ -262,8 +261,8 @@ def test_what_is_frozen_stays(comm):
 def test_precondition_leaves_the_step_to_the_caller(comm):
     """Oracle: `step` on a model with the same gradients."""
     one, two = problem.network(), problem.network()
-    whole = mpikfac.KFAC(one, problem.sgd(one), comm, **problem.SETTINGS)
-    habit = mpikfac.KFAC(two, problem.sgd(two), comm, **problem.SETTINGS)
+    whole = problem.kfac(one, problem.sgd(one), comm, **problem.SETTINGS)
+    habit = problem.kfac(two, problem.sgd(two), comm, **problem.SETTINGS)
     for step in range(3):
         problem.run(whole, comm, [step])
         images, labels = problem.batch(step)
@@ -277,7 +276,7 @@ def test_precondition_leaves_the_step_to_the_caller(comm):
 @pytest.mark.parametrize("choice", [{"update": "owner"}, {"overlap": True}, {"parts": 1}])
 def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy(**choice))
+    kfac = mpikfac.KFAC(model, sgd(model), comm, mpikfac.Strategy().changed(**choice))
     learn(kfac, 0)
     with pytest.raises(ValueError, match="gradients are not the caller's; call step"):
         kfac.precondition()
@@ -309,14 +308,16 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ({"factor_dtype": torch.float16}, "factor_dtype=torch.float16 must be one of"),
         ({"basis_dtype": "bfloat16"}, "basis_dtype='bfloat16' must be one of"),
         (
-            {"basis_dtype": torch.bfloat16, "strategy": mpikfac.Strategy(1, basis_wire="int8")},
-            "basis_dtype=torch.bfloat16 leaves nothing to round for basis_wire='int8'",
+            {
+                "basis_dtype": torch.bfloat16,
+                "strategy": mpikfac.Strategy(1).changed(basis_wire="int8"),
+            },
+            "basis_dtype=torch.bfloat16 needs basis_wire=None, not 'int8'",
         ),
         *(
             (
                 {"solver": "rank-one", **more},
-                "solver='rank-one' has no matrices to start at the identity or to round: it needs "
-                "start='first' and statistics_dtype, factor_dtype and basis_dtype None, not ",
+                f"solver='rank-one' needs {next(iter(more))}=",
             )
             for more in (
                 {"start": "identity"},
@@ -335,7 +336,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
 def test_bad_settings_are_refused_by_name(comm, settings, text):
     model = linear()
     with pytest.raises(ValueError, match=re.escape(text)):
-        mpikfac.KFAC(model, sgd(model), comm, **settings)
+        problem.kfac(model, sgd(model), comm, **settings)
 
 
 def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
@@ -363,7 +364,7 @@ def test_a_schedule_that_turns_bad_is_named_with_its_step(comm):
 def test_a_schedule_is_checked_at_every_step(comm, settings, text):
     """Oracle: the message; a damping of 0 would make the weights NaN."""
     model = linear()
-    kfac = mpikfac.KFAC(model, sgd(model), comm, **settings)
+    kfac = problem.kfac(model, sgd(model), comm, **settings)
     learn(kfac, 0)
     kfac.step()
     learn(kfac, 1)
@@ -373,7 +374,7 @@ def test_a_schedule_is_checked_at_every_step(comm, settings, text):
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
 def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
-    """Oracle: the bytes behind all tensors that exist, after one and after three intervals."""
+    """Oracle: the bytes behind all existing tensors, after one and after three intervals."""
 
     def held():
         tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter)]
@@ -382,7 +383,7 @@ def test_later_steps_keep_no_more_than_earlier_ones(comm, solver):
 
     model = problem.network()
     settings = problem.SETTINGS | {"solver": solver}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
     problem.run(kfac, comm, range(6))
     gc.collect()
     before = held()
@@ -407,11 +408,11 @@ def test_loading_forgets_the_batch_at_hand(comm):
 
 
 def test_rates_of_weight_and_bias_count_in_the_clip(comm):
-    """Oracle: the clip's formula with the learning rate of each parameter."""
+    """Oracle: the clip's formula with every parameter's own learning rate."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4)).double()
     groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, p in enumerate(model.parameters())]
-    kfac = mpikfac.KFAC(model, torch.optim.SGD(groups), comm, kl_clip=1e-6)
+    kfac = problem.kfac(model, torch.optim.SGD(groups), comm, kl_clip=1e-6)
     learn(kfac, 0)
     gradients = [p.grad.clone() for p in model.parameters()]
     kfac.step()

@@ -1,4 +1,4 @@
-"""Every kind of layer against what autograd says of the module itself."""
+"""Every kind of layer against autograd's derivatives of the module."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from brute import matrices, own_gradients, rows, squares, vectors
 from torch import nn
 
 from mpikfac import layers
-from mpikfac_apps import dense
+from mpikfac_apps.checking import reference
+from support.brute import matrices, own_gradients, rows, squares, vectors
 
 BATCH = 3
 KINDS = {**layers.KINDS, **layers.NORMS}
 
-LINEAR = [  # what multiplies inputs by a weight, and an example's input
+LINEAR = [  # layers that multiply inputs by a weight, and an example's input
     (lambda: nn.Linear(3, 4), (3,)),
     (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
     (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 7)),
@@ -50,20 +50,20 @@ NORMS = [
 
 
 def frozen(module, name):
-    """The module with one parameter that is not trained."""
+    """Return the module with a single frozen parameter."""
     getattr(module, name).requires_grad_(False)
     return module
 
 
 def case(make, shape):
-    """A layer in float64, an input, and a gradient of its output."""
+    """Return a layer in float64, an input, and a gradient of the layer's output."""
     torch.manual_seed(0)
     module = make().double()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn_like(parameter))
     model = nn.Sequential(module)
-    (layer,), _ = layers.cover(model, covers=KINDS)
+    (layer,), _ = layers.cover(model, layers.Coverage(covers=KINDS))
     x = torch.randn(BATCH, *shape).double()
     if isinstance(module, nn.Embedding):
         x = torch.randint(len(module.weight), (BATCH, *shape))
@@ -76,7 +76,7 @@ def moments(layer, side, x, g):
 
 
 def check(layer, side, x, g, expected):
-    """Compares second and first moments, whole and diagonal, with vectors `[..., groups, n]`."""
+    """Compare second and first moments, whole and diagonal, with vectors `[..., groups, n]`."""
     layer.shape = replace(layer.shape, diagonal="")
     whole = squares(expected)
     first = expected.flatten(0, -3).sum(0)
@@ -133,18 +133,20 @@ def test_gradients_are_sums_of_outer_products(make, shape):
 
 @pytest.mark.parametrize(("make", "shape"), [*LINEAR, *EMBEDDINGS])
 def test_modules_show_their_vectors(make, shape):
-    """What `mpikfac check` compares with. Oracle: autograd's derivatives of outputs."""
+    """Compare the vectors of `mpikfac check`. Oracle: autograd's derivatives of outputs."""
     layer, x, g = case(make, shape)
-    call = dense.Call(x, g)
-    torch.testing.assert_close(dense.gradients(layer, call), dense.gradients_alone(layer, call))
-    torch.testing.assert_close(dense.output_vectors(layer, g), rows(layer, g))
+    call = reference.Call(x, g)
+    torch.testing.assert_close(
+        reference.gradients(layer, call), reference.gradients_alone(layer, call)
+    )
+    torch.testing.assert_close(reference.output_vectors(layer, g), rows(layer, g))
     if "A" in layer.shape.sides:
-        torch.testing.assert_close(dense.input_vectors(layer, x), vectors(layer, x))
+        torch.testing.assert_close(reference.input_vectors(layer, x), vectors(layer, x))
 
 
 @pytest.mark.parametrize(("make", "shape"), NORMS)
 def test_blocks_of_normalisations(make, shape):
-    """Oracle: autograd's gradients of scale and shift if every example has its own."""
+    """Oracle: autograd's gradients of scale and shift if every example has own copies."""
     layer, x, g = case(make, shape)
     plain, u = own_gradients(layer.module, x, g)
     prepared = layer.prepared(x, g)
@@ -172,7 +174,7 @@ def test_values_go_to_a_matrix_and_back(make, shape):
 
 
 def test_an_input_without_a_batch_is_one_example():
-    """Oracle: the least number of dimensions of each kind's inputs with a batch."""
+    """Oracle: the least number of dimensions of every kind's inputs with a batch."""
     least = {"Linear": 2, "Conv1d": 3, "Conv3d": 5, "Embedding": 1, "GroupNorm": 2}
     for make, shape in [*LINEAR, *EMBEDDINGS, *NORMS]:
         layer, _, _ = case(make, shape)
@@ -183,7 +185,7 @@ def test_an_input_without_a_batch_is_one_example():
 
 
 def test_a_transposed_convolution_may_be_asked_for_a_size():
-    """Oracle: the module whose `output_padding` gives that size."""
+    """Oracle: the module whose `output_padding` gives the same size."""
     make = nn.ConvTranspose1d(2, 3, 3, stride=3, padding=1, output_padding=2)
     padded, x, g = case(lambda: make, (2, 4))
     asked, _, _ = case(lambda: nn.ConvTranspose1d(2, 3, 3, stride=3, padding=1), (2, 4))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 
@@ -8,10 +7,11 @@ from mpikfac.engine import directions
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
 from mpikfac.solvers import eigen, inverse, rank_one
+from support import oracles
 
 
 def symmetric(order, rank=None):
-    """A random positive semidefinite matrix."""
+    """Return a random positive semidefinite matrix."""
     rows = torch.randn(rank or 2 * order, order, dtype=torch.float64)
     product = rows.T @ rows / len(rows)
     return (product + product.T) / 2
@@ -24,7 +24,7 @@ def _seed():
 
 @pytest.mark.parametrize("order", range(1, 13))
 def test_a_triangle_unfolds_to_the_same_bits(order):
-    """Oracle: the matrix itself, its elements at `torch.tril_indices`, its eigenvalues."""
+    """Oracle: the matrix, the elements at `torch.tril_indices`, and the eigenvalues."""
     matrix = symmetric(order)
     packed = matrix.new_zeros(triangle_shape(order))
     triangles.add_triangle(packed, matrix)
@@ -50,7 +50,7 @@ def test_triangles_add_up_in_place(order):
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 1), (3, 5), (6, 4)])
 @pytest.mark.parametrize("rank", [None, 2])
 def test_preconditioning_is_the_dense_solve(outputs, inputs, damping, rank):
-    """Oracle: `(G (x) A + damping I)^-1` written out; also where factors are singular."""
+    """Oracle: `(G (x) A + damping I)^-1` written out; also for singular factors."""
     a, g = symmetric(inputs, rank), symmetric(outputs, rank)
     gradient = torch.randn(outputs, inputs, dtype=torch.float64)
     (a_values, a_vectors), (g_values, g_vectors) = map(eigen.eigenbasis, (a, g))
@@ -64,7 +64,7 @@ def test_preconditioning_is_the_dense_solve(outputs, inputs, damping, rank):
 @pytest.mark.parametrize("shape", [(300, 512, 256), (64, 1024, 512), (2, 3, 4)])
 @pytest.mark.parametrize("turned", [False, True])
 def test_products_in_float32(shape, turned):
-    """Oracle: the product in float64, whichever library makes it."""
+    """Oracle: the product in float64, for any library behind the product."""
     m, k, n = shape
     a, b = torch.randn(m, k), torch.randn(n, k).T if turned else torch.randn(k, n)
     found = products.product(a, b)
@@ -110,7 +110,7 @@ def test_preconditioning_by_vectors_is_the_dense_solve(outputs, inputs, damping)
 
 
 def side(form, order):
-    """Blocks of a side in that form, and the whole matrix that they stand for."""
+    """Return a side's blocks in the given form, and the whole matrix of the blocks."""
     if form == "none":
         return [], torch.eye(order, dtype=torch.float64)
     if form == "diagonal":
@@ -152,7 +152,7 @@ def test_eigenbases_of_each_form_of_a_side(a_form, g_form):
 
 
 def test_groups_are_preconditioned_one_by_one():
-    """Oracle: each group alone."""
+    """Oracle: every group alone."""
     a, g = (torch.stack([symmetric(n) for _ in range(3)]) for n in (4, 2))
     gradient = torch.randn(3, 2, 4, dtype=torch.float64)
     found = inverse.precondition_by_inverse(gradient, [a], [g])
@@ -169,7 +169,7 @@ def test_groups_are_preconditioned_one_by_one():
 
 @pytest.mark.parametrize("missing", ["A", "G"])
 def test_a_vector_may_stand_for_one_side(missing):
-    """Oracle: the dense solve with the identity for the other side; groups one by one."""
+    """Oracle: the dense solve with the identity for the missing side; groups one by one."""
     a, g = (torch.randn(3, n, dtype=torch.float64) for n in (5, 4))
     gradient = torch.randn(3, 4, 5, dtype=torch.float64)
     sides = ([] if missing == "A" else [a]), ([] if missing == "G" else [g])

@@ -13,15 +13,15 @@ VOTES = ("(votes)", (layers.VOTES,))
 
 
 def covered(model, **options):
-    return [layer.name for layer in layers.cover(model, **options)[0]]
+    return [layer.name for layer in layers.cover(model, layers.Coverage(**options))[0]]
 
 
 def others(model, **options):
-    return [other.name for other in layers.cover(model, **options)[1]]
+    return [other.name for other in layers.cover(model, layers.Coverage(**options))[1]]
 
 
 def vectors(module, x):
-    """All `a` `[vectors, inputs]`: the derivative of each output by its weight and bias."""
+    """Return all `a` `[vectors, inputs]`: derivatives of every output by weight and bias."""
     weights = [p for p in (module.weight, module.bias) if p is not None]
 
     def first_channel(*given):
@@ -55,7 +55,7 @@ def vectors(module, x):
 def test_inputs_of_a_convolution_are_what_its_weight_multiplies(
     monkeypatch, geometry, correlates, bias
 ):
-    """Oracle: autograd's derivative of the module's own output by its weight."""
+    """Oracle: autograd's derivative of the module's output by the weight."""
     monkeypatch.setattr(moments, "worth_correlating", lambda *_: correlates)
     torch.manual_seed(0)
     module = nn.Conv2d(3, 2, bias=bias, **geometry).double()
@@ -103,7 +103,7 @@ def test_orders_of_factors():
     shapes, rest = layers.covered_shapes(model)
     assert shapes == [LayerShape("0", 46, 8), LayerShape("1", 7, 4)]
     assert rest == [VOTES]
-    assert layers.covered_shapes(model, skip=["0"])[1] == [
+    assert layers.covered_shapes(model, layers.Coverage(["0"]))[1] == [
         ("0.weight", (8, 3, 3, 5)),
         ("0.bias", (8,)),
         VOTES,
@@ -121,7 +121,7 @@ def test_what_is_frozen_is_neither_covered_nor_trained():
 
 
 class Subclass(nn.Linear):
-    """What it computes is not known."""
+    """A layer with an unknown computation."""
 
 
 def test_everything_else_is_trained_as_it_is():
@@ -140,21 +140,21 @@ def test_skip_takes_a_module_and_all_in_it():
 
 
 def tied():
-    """An embedding and an output layer with one weight."""
+    """Return an embedding and an output layer with a shared weight."""
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3))
     model[1].weight = model[0].weight
     return model
 
 
 def twins():
-    """Two modules that are alike and share their parameters."""
+    """Return a model with two equal modules that share all parameters."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     model[2].weight, model[2].bias = model[0].weight, model[0].bias
     return model
 
 
 def test_modules_that_share_their_parameters_are_one_layer():
-    """Oracle: the modules themselves."""
+    """Oracle: the modules."""
     model = twins()
     first, second = layers.cover(model)[0]
     assert (first.name, first.modules) == ("0", [model[0], model[2]])
@@ -181,10 +181,10 @@ def test_modules_that_share_their_parameters_are_one_layer():
 )
 def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
     with pytest.raises(ValueError, match=re.escape(text)):
-        layers.cover(model, skip)
+        layers.cover(model, layers.Coverage(skip))
 
 
 def test_what_was_refused_may_be_skipped():
-    """Oracle: the parameters are trained first-order, a tied one once."""
+    """Oracle: the parameters are trained first-order, a tied parameter once."""
     assert others(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), skip=["0"]) == ["0.weight"]
     assert others(tied(), skip=["0", "1"]) == ["0.weight", "1.bias"]

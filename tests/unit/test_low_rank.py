@@ -1,10 +1,9 @@
-"""Leading eigenvectors by iteration, whether they still fit, and what cannot be had of them."""
+"""Leading eigenvectors by iteration, tests of the eigenvectors' fit, and refused uses."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 
@@ -13,10 +12,11 @@ from mpikfac import LayerShape
 from mpikfac.numerics import triangles
 from mpikfac.plan import FactorShape, Strategy, make_plan
 from mpikfac.solvers import decompose, eigen
+from support import problem
 
 
 def spectrum(values, dtype=torch.float64):
-    """A matrix with the given eigenvalues, and its eigenvectors, in their order."""
+    """Return a matrix with the given eigenvalues, and the eigenvectors in the values' order."""
     own = torch.Generator().manual_seed(1)
     rows = torch.randn(len(values), len(values), generator=own, dtype=torch.float64)
     basis = torch.linalg.qr(rows).Q
@@ -29,7 +29,7 @@ def decaying(order, power):
 
 
 def directions(factor, bases, gradient, damping):
-    """The directions for one factor, the other being the identity."""
+    """Return the directions for a single factor; the second factor is the identity."""
     values, vectors = bases
     denominators = torch.empty(len(gradient), len(values)).to(factor)
     eigen.damped_denominators([values], [], damping, denominators)
@@ -37,7 +37,7 @@ def directions(factor, bases, gradient, damping):
 
 
 def truncated(factor, rank):
-    """Values and vectors from all of them, in float64."""
+    """Return leading values and vectors, cut off from all values and vectors, in float64."""
     values, vectors = torch.linalg.eigh(factor.double())
     rest = values[:-rank].mean().reshape(1)
     return torch.cat([rest, values[-rank:]]), vectors[:, -rank:].contiguous()
@@ -61,7 +61,7 @@ def test_iterating_adds_little_to_what_low_rank_leaves_off(power, dtype, damping
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float64, 1e-12), (torch.float32, 1e-4)])
 def test_iterated_eigenvectors_are_orthonormal_and_keep_the_trace(dtype, rounding):
-    """Oracle: the identity, and the factor's trace; iterations do not tell on either."""
+    """Oracle: the identity, and the factor's trace; the number of iterations affects neither."""
     factor, _ = spectrum(decaying(400, 1.0), dtype)
     assert eigen._by_iteration(factor, 50) is not None
     values, vectors = eigen.leading_eigenbasis(factor, 50)
@@ -73,7 +73,7 @@ def test_iterated_eigenvectors_are_orthonormal_and_keep_the_trace(dtype, roundin
 
 @pytest.mark.parametrize("rank", [20, 100])
 def test_what_is_exactly_of_low_rank_is_found_by_iteration(rank):
-    """Oracle: the factor itself, of 20 large eigenvalues above a multiple of the identity."""
+    """Oracle: the factor, with 20 large eigenvalues above a multiple of the identity."""
     factor, _ = spectrum(torch.cat([torch.linspace(1, 2, 20), torch.full((380,), 1e-3)]).double())
     (rest, *values), vectors = eigen.leading_eigenbasis(factor, rank)
     found = vectors * (torch.stack(values) - rest) @ vectors.T + rest * torch.eye(400).double()
@@ -82,7 +82,7 @@ def test_what_is_exactly_of_low_rank_is_found_by_iteration(rank):
 
 
 def test_where_no_few_eigenvectors_lead_all_are_made():
-    """Oracle: LAPACK's, bit by bit, of a spectrum that does not decay."""
+    """Oracle: LAPACK's eigenvectors, bit by bit, of a spectrum without decay."""
     factor, _ = spectrum(torch.linspace(1, 2, 300).double())
     assert eigen._by_iteration(factor, 30) is None
     values, vectors = eigen.leading_eigenbasis(factor, 30)
@@ -107,7 +107,7 @@ def test_an_iteration_is_the_same_every_time_and_leaves_torchs_generator_alone()
 @pytest.mark.parametrize(("order", "rank"), [(8, 5), (8, 2), (300, 20)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
-    """Oracle: an error, NaN in all blocks, and a misfit that no tolerance meets."""
+    """Oracle: an error, NaN in all blocks, and a misfit beyond every tolerance."""
     factor = torch.eye(order)
     factor[1, 1] = bad
     with pytest.raises(ArithmeticError):
@@ -124,9 +124,9 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
 
 @pytest.mark.parametrize("rank", [3, 30])
 def test_leading_eigenvectors_fit_until_one_outside_has_grown(rank):
-    """Oracle: by hand: 0 for a factor's own, and by how much the largest outside exceeds the least.
+    """Oracle: by hand: 0 for own eigenvectors; else the largest value outside minus the least kept.
 
-    The values are those of the changed factor, whose trace they keep.
+    The values are values of the changed factor, and keep the changed factor's trace.
     """
     values = torch.cat([torch.linspace(2, 1, rank), torch.full((100,), 0.1)]).double()
     factor, basis = spectrum(values)
@@ -143,7 +143,7 @@ def test_leading_eigenvectors_fit_until_one_outside_has_grown(rank):
 
 
 def test_nothing_has_grown_where_there_is_nothing_outside():
-    """Oracle: zero but for rounding, whose directions, too, are not to be taken for growth."""
+    """Oracle: zero except for rounding; directions of rounding must not count as growth either."""
     factor, basis = spectrum(torch.cat([torch.linspace(2, 1, 10), torch.zeros(390)]), torch.float32)
     vectors = basis[:, :10].float().contiguous()
     assert eigen.values_in_basis(factor, vectors)[1] < 1e-5
@@ -169,9 +169,9 @@ def rule(rank, **forms):
 
 
 def trainer(comm, rank=None, delay=0, tolerance=0.0, **settings):
-    model, strategy = problem.network(), Strategy(delay=delay, tolerance=tolerance)
+    model, strategy = problem.network(), Strategy().changed(delay=delay, tolerance=tolerance)
     choices = problem.SETTINGS | {"rule": rule(rank)} | settings
-    return mpikfac.KFAC(model, problem.sgd(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -185,7 +185,7 @@ def test_a_rank_that_no_factor_exceeds_changes_no_bit(comm, relative):
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_run_of_low_rank_goes_on_to_the_last_bit(comm, delay, tolerance):
-    """Oracle: the uninterrupted run; with a delay, a decomposition is on its way."""
+    """Oracle: the uninterrupted run; with a delay, a decomposition is pending."""
     first, second = (trainer(comm, 3, delay, tolerance) for _ in range(2))
     problem.run(first, comm, range(4))
     assert first.bases.pending == (delay > 0)
@@ -195,7 +195,7 @@ def test_a_run_of_low_rank_goes_on_to_the_last_bit(comm, delay, tolerance):
 
 
 def test_a_state_of_another_rank_is_refused(comm):
-    """Oracle: an error that says both shapes; nothing is taken."""
+    """Oracle: an error that names both shapes; nothing is loaded."""
     first, second = trainer(comm, 3), trainer(comm, 4)
     problem.run(first, comm, range(2))
     before = problem.state(second.model)
@@ -205,18 +205,18 @@ def test_a_state_of_another_rank_is_refused(comm):
 
 
 def test_vectors_that_are_rounded_are_refused(comm):
-    """Oracle: one line with what, value, and what would be right; factors may be rounded."""
+    """Oracle: a single line with name, value and remedy; factors may be rounded."""
     layer = LayerShape("l", 8, 8, rank=2)
-    with pytest.raises(ValueError, match="rank=2 of layer 'l' .* basis_wire='int8' .* one of both"):
-        make_plan([layer], 2, Strategy(2, basis_wire="int8"), solver="eigen")
-    make_plan([layer], 2, Strategy(2, factor_wire="int8"), solver="eigen")
+    with pytest.raises(ValueError, match="rank=2 of layer 'l' needs basis_wire=None, not 'int8'"):
+        make_plan([layer], 2, Strategy(2).changed(basis_wire="int8"), solver="eigen")
+    make_plan([layer], 2, Strategy(2).changed(factor_wire="int8"), solver="eigen")
     with pytest.raises(ValueError, match=r"basis_dtype=torch.bfloat16 .* as of '0.A'"):
         trainer(comm, 3, basis_dtype=torch.bfloat16)
-    trainer(comm, 100, basis_dtype=torch.bfloat16)  # all of them
+    trainer(comm, 100, basis_dtype=torch.bfloat16)  # all eigenvectors
 
 
 def test_within_blocks_each_keeps_its_own(comm):
-    """Oracle: by hand: the shapes of what is decomposed; a block below the rank is whole."""
+    """Oracle: by hand: the decomposed blocks' shapes; a block below the rank is whole."""
     kfac = trainer(comm, rule=rule(3, largest=5))
     problem.run(kfac, comm, [0])
     for name, factor in kfac.plan.factors.items():
@@ -227,20 +227,20 @@ def test_within_blocks_each_keeps_its_own(comm):
 
 @pytest.mark.parametrize("solver", ["inverse", "unsplit-inverse", "rank-one"])
 def test_other_solvers_keep_no_eigenvectors(solver):
-    """Oracle: one line with what, value, and what would be right."""
-    with pytest.raises(ValueError, match=f"rank=2 of layer 'l' .*, not '{solver}', or rank=None"):
+    """Oracle: a single line with name, value and remedy."""
+    with pytest.raises(ValueError, match=f"rank=2 of layer 'l' .*, not '{solver}'"):
         make_plan([LayerShape("l", 8, 8, rank=2)], 1, Strategy(), solver=solver)
 
 
 @pytest.mark.parametrize("rank", [0, -1])
 def test_no_eigenvector_at_all_is_refused(rank):
-    """Oracle: one line with what, value, and what would be right."""
+    """Oracle: a single line with name, value and remedy."""
     with pytest.raises(ValueError, match=f"rank={rank} of layer 'l' must be at least 1, or None"):
         make_plan([LayerShape("l", 8, 8, rank=rank)], 1, Strategy(), solver="eigen")
 
 
 def test_bytes_and_products_shrink_with_the_rank():
-    """Oracle: by hand, for factors of order 64 and 32 of which 4 eigenvectors are kept."""
+    """Oracle: by hand, for factors of orders 64 and 32 with 4 kept eigenvectors."""
     layer = LayerShape("l", 64, 32, rank=4)
     plan = make_plan([layer], 1, Strategy(), solver="eigen")
     assert plan.bases(0).shapes == {

@@ -58,7 +58,7 @@ def test_decompositions_grow_with_the_cube_past_the_largest_order():
 
 
 def test_times_of_another_batch_are_in_proportion():
-    """Oracle: what depends on the batch, by hand."""
+    """Oracle: the times that depend on the batch, by hand."""
     network = MACHINE.network("resnet20", 64)
     assert (network.forward, network.backward, network.statistics) == (2.0, 4.0, 1.0)
     assert (network.gradients, network.optimizer, network.precondition) == (0.1, 0.2, 0.3)
@@ -66,7 +66,7 @@ def test_times_of_another_batch_are_in_proportion():
 
 @pytest.mark.parametrize("name", mpikfac.published_machines())
 def test_published_machines_name_the_source_of_every_number(name):
-    """Oracle: all keys of the file that hold numbers."""
+    """Oracle: all keys of the file with numbers."""
     machine = mpikfac.load_machine(name)
     keys = {f"networks.{f.name}" for f in dataclasses.fields(Network)} - {
         *("networks.model", "networks.batch", "networks.precondition"),

@@ -1,6 +1,6 @@
-"""What breaks other implementations, or goes wrong there without a word: it works here, or is told.
+"""Uses that break other implementations, or silently go wrong: mpikfac works, or reports an error.
 
-Most of it has a plain way to write the same computation, which is the oracle.
+Most uses have a plain way to write the same computation. The plain way is the oracle.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.vit import Attention
+from mpikfac_apps.problems.vit import Attention
+from support import problem
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3
 
 
 class Network(nn.Module):
-    """Some layers before others that are always the same."""
+    """Given layers, before a head that is always the same."""
 
     def __init__(self, *front):
         super().__init__()
@@ -47,7 +48,7 @@ class Halves(nn.Module):
 
 
 class Twice(nn.Module):
-    """One module at two places, or two that share its parameters."""
+    """A module used at two places, or two modules that share all parameters."""
 
     def __init__(self, apart):
         super().__init__()
@@ -78,7 +79,7 @@ def with_unused(front):
 
 
 def as_rows():
-    """A transposed 1x1 convolution and the same as a plain one."""
+    """Return a transposed 1x1 convolution and the same computation as a plain convolution."""
     transposed = nn.ConvTranspose2d(CHANNELS, CHANNELS, 1)
     plain = conv(1)
     transposed.weight.data = plain.weight.detach().transpose(0, 1).clone()
@@ -100,7 +101,7 @@ class OneHot(nn.Module):
 
 
 class Tokens(nn.Module):
-    """Vectors of the positions in a channel that are positive."""
+    """Vectors of a channel's positive positions."""
 
     def __init__(self, embedding):
         super().__init__()
@@ -116,7 +117,7 @@ def embedding():
 
 
 class Attends(nn.Module):
-    """Pixels attend to one another; by torch's module or by linear layers."""
+    """Attention between pixels, by torch's module or by linear layers."""
 
     def __init__(self, bias, batch_first, weights, apart):
         super().__init__()
@@ -187,13 +188,13 @@ def batch(step, examples=8):
 
 
 def make(comm, model, wrapped=lambda model: model, **settings):
-    """K-FAC of the model, whose first weights are alike wherever its layers are."""
+    """Return K-FAC of the model; the head starts with the same weights behind any layers."""
     torch.manual_seed(2)
     for parameter in model.head.parameters():
         nn.init.normal_(parameter)
     model = wrapped(model.double())
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), 0.1, 0.9)
-    return mpikfac.KFAC(model, optimizer, comm, **{**SETTINGS, **settings})
+    return problem.kfac(model, optimizer, comm, **{**SETTINGS, **settings})
 
 
 def learn(kfac, x, y):
@@ -201,7 +202,7 @@ def learn(kfac, x, y):
 
 
 def train(kfac, steps=range(4), before=None):
-    """Outputs for a batch that was not trained on."""
+    """Train, and return outputs for a batch outside training."""
     for step in steps:
         kfac.optimizer.zero_grad()
         if before:
@@ -233,7 +234,7 @@ def evaluation(kfac):
 
 @pytest.mark.parametrize("before", [no_grad, evaluation])
 def test_other_passes_before_a_step_leave_no_trace(comm, before):
-    """Oracle: training without them, to the last bit."""
+    """Oracle: training without the passes, to the last bit."""
     found, expected = (train(make(comm, network()), before=b) for b in (before, None))
     assert torch.equal(found, expected)
 
@@ -251,7 +252,7 @@ def test_micro_batches_are_the_batch(comm):
 
 
 def test_a_smaller_last_batch_weighs_less(comm):
-    """Oracle: the factors of all examples at once, with as much weight each."""
+    """Oracle: the factors of all examples at once, every example with equal weight."""
     split, joined = (make(comm, network(), decay=0.5, factor_every=1) for _ in range(2))
     x, y = batch(0, examples=9)
     for some in (slice(0, 6), slice(6, 9)):
@@ -267,7 +268,7 @@ def test_a_smaller_last_batch_weighs_less(comm):
 
 
 def test_numbers_that_are_not_finite_change_nothing(comm):
-    """Oracle: training without that batch, but for its number."""
+    """Oracle: training without the batch, except for the batch's number."""
     kfac = make(comm, network())
     train(kfac, range(2))
     before = [p.detach().clone() for p in kfac.model.parameters()]
@@ -281,7 +282,7 @@ def test_numbers_that_are_not_finite_change_nothing(comm):
 
 
 def test_a_run_goes_on_between_two_decompositions(comm):
-    """Oracle: the run that was not interrupted, to the last bit."""
+    """Oracle: the uninterrupted run, to the last bit."""
     first, second = (make(comm, network()) for _ in range(2))
     train(first, range(3))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
@@ -299,7 +300,7 @@ def test_the_state_of_another_model_is_refused_and_changes_nothing(comm):
 
 
 def test_a_schedule_does_not_compound(comm):
-    """Oracle: damping by hand: halved at two steps, whatever was asked in between."""
+    """Oracle: damping by hand: halved at two steps, for any calls in between."""
     damping = mpikfac.schedule.step_decay(0.4, at=[2, 4], factor=0.5)
     kfac = make(comm, network(), damping=damping)
     assert [kfac.settings.at("damping", step) for step in (0, 2, 3, 4, 4, 9)] == [
@@ -315,7 +316,7 @@ def test_a_damping_that_falls_to_0_is_refused_at_that_step(comm):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_model_trains_like_a_plain_one(comm, backend):
-    """Oracle: the model that is not compiled."""
+    """Oracle: the same model without compilation."""
     torch.compiler.reset()
     compiled = make(comm, network(), lambda model: torch.compile(model, backend=backend))
     torch.testing.assert_close(train(compiled), train(make(comm, network())))

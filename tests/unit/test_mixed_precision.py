@@ -1,12 +1,10 @@
-"""Autocast and scaled losses: factors of rounded passes, steps that are skipped as by torch."""
+"""Autocast and scaled losses: factors of rounded passes, steps skipped as by torch."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,16 +13,17 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
 
 
 def trainer(comm, model, **settings):
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, **problem.SETTINGS | settings)
+    return problem.kfac(model, problem.sgd_all(model), comm, **problem.SETTINGS | settings)
 
 
 def network():
-    """Conv - BatchNorm - ReLU - Linear in float32, the norm in training."""
+    """Return Conv - BatchNorm - ReLU - Linear in float32, the norm in training."""
     torch.manual_seed(1)
     layers = [nn.Conv2d(2, 9, 3), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(324, 5)]
     return nn.Sequential(*layers)
@@ -43,7 +42,7 @@ def factors(kfac):
 
 
 class Rounded(nn.Module):
-    """What autocast computes, written out: input, weight and bias are rounded."""
+    """Autocast's computation, written out: input, weight and bias are rounded."""
 
     def forward(self, x):
         bias = None if self.bias is None else self.bias.bfloat16()
@@ -71,7 +70,7 @@ def mean_loss(outputs, labels):
 
 @pytest.mark.parametrize("inside", [False, True])
 def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, inside):
-    """Oracle: a pass with all rounding written out, without autocast, and its sums in float64."""
+    """Oracle: a pass with all rounding written out, without autocast, and sums in float64."""
     kfac = trainer(comm, layered(nn.Conv2d, nn.Linear))
     images, labels = batch(0)
     with BFLOAT16:
@@ -96,7 +95,7 @@ def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, inside
 
 @pytest.mark.parametrize("solver", ["inverse", "eigen", "ekfac", "rank-one"])
 def test_a_step_under_autocast_is_taken_in_float32(comm, solver):
-    """Oracle: the same step outside, to the last bit."""
+    """Oracle: the same step outside autocast, to the last bit."""
     states = []
     for under in (False, True):
         kfac = trainer(comm, network(), solver=solver)
@@ -128,7 +127,7 @@ def test_other_layers_and_fishers_follow_autocast(comm, fisher):
         covers = {**mpikfac.KINDS, **mpikfac.NORMS}
         kfac = trainer(comm, Words(), fisher=fisher, covers=covers)
         words = torch.randint(9, (12, 4), generator=torch.Generator().manual_seed(3))
-        torch.manual_seed(4)  # of the labels that are drawn
+        torch.manual_seed(4)  # for the drawn labels
         with torch.autocast("cpu", torch.bfloat16, enabled=under):
             outputs = kfac.model(words)
             kfac.record(outputs)
@@ -144,7 +143,7 @@ def test_other_layers_and_fishers_follow_autocast(comm, fisher):
 
 
 def test_factors_of_a_bfloat16_model_are_sums_in_float32(comm):
-    """Oracle: its pass, and the sums in float64; the directions, rounded, that it is stepped by."""
+    """Oracle: the model's pass with sums in float64; the step takes the rounded directions."""
     images, labels = batch(0)
     rounded = images.bfloat16(), labels
     kfac = trainer(comm, layered(nn.Conv2d, nn.Linear).bfloat16(), kl_clip=None)
@@ -203,7 +202,7 @@ def test_a_bfloat16_run_goes_on_to_the_last_bit(comm):
 
 @pytest.mark.parametrize("sharing", ["expand", "reduce"])
 def test_frequencies_of_a_bfloat16_embedding_are_exact(comm, sharing):
-    """Oracle: 1001 of 1004, where bfloat16 knows no 1001; or its squared means over examples."""
+    """Oracle: 1001 of 1004, although bfloat16 has no 1001; or squared means over examples."""
 
     def rule(layer):
         return dataclasses.replace(layer, sharing=sharing)
@@ -229,7 +228,7 @@ def scaler(scale=2.0**10, **choices):
 
 
 def learn(trainer, step, scaler=None, record=False, spoil=None):
-    """A step on one batch, scaled if there is a scaler; `spoil` may change the images."""
+    """Take a step on a batch, scaled if there is a scaler; `spoil` may change the images."""
     images, labels = batch(step)
     trainer.optimizer.zero_grad()
     outputs = trainer.model(spoil(images) if spoil else images)
@@ -241,7 +240,7 @@ def learn(trainer, step, scaler=None, record=False, spoil=None):
 
 
 def everything(trainer):
-    """All of a trainer's state but the number of steps, copied."""
+    """Return a copy of a trainer's state except the number of steps."""
     state = trainer.state_dict()
     del state["trainer/steps"], state["model/1.num_batches_tracked"]
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
@@ -263,12 +262,12 @@ def assert_equal(found, expected):
         {"fisher": "sampled"},
         {"fisher": "forward-only"},
         {"covers": {**mpikfac.KINDS, **mpikfac.NORMS}, "normalization": "sc20"},
-        {"strategy": Strategy(update="owner", reduce_at="bases")},
+        {"strategy": Strategy(update="owner").changed(reduce_at="bases")},
     ],
     ids=lambda settings: "-".join(settings),
 )
 def test_a_power_of_two_changes_nothing(comm, settings):
-    """Oracle: the steps of the loss as it is, to the last bit, while the scale grows."""
+    """Oracle: the steps with the plain loss, to the last bit, while the scale grows."""
     states = []
     for scale in (None, scaler(growth_interval=2)):
         kfac = trainer(comm, network(), **settings)
@@ -281,7 +280,7 @@ def test_a_power_of_two_changes_nothing(comm, settings):
 
 
 def test_sgd_takes_scaled_losses_as_kfac_does(comm):
-    """Oracle: plain torch with a scaler of its own, overflows included; its scale at each step."""
+    """Oracle: plain torch with an own scaler, overflows included; the scale at every step."""
     model, plain = network(), network()
     data = mpikfac.DataParallel(model, problem.sgd_all(model), comm)
     optimizer, expected = problem.sgd_all(plain), scaler(growth_interval=2)
@@ -303,7 +302,7 @@ def test_sgd_takes_scaled_losses_as_kfac_does(comm):
 
 @pytest.mark.parametrize("parts", [None, 2])
 def test_parts_of_a_batch_are_scaled_together(comm, parts):
-    """Oracle: the losses as they are, to the last bit; a bad part costs the batch, and no more."""
+    """Oracle: the plain losses, to the last bit; a bad part costs the batch, and no more."""
 
     def run(trainer, scale, bad=None):
         for step in range(3):
@@ -323,7 +322,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
 
     def made():
         if parts:
-            return trainer(comm, network(), strategy=Strategy(parts=2), factor_every=1)
+            return trainer(comm, network(), strategy=Strategy().changed(parts=2), factor_every=1)
         model = network()
         return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=2)
 
@@ -337,7 +336,7 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_skipped_batch_leaves_all_as_it_was(comm, bad, at):
-    """Oracle: the state before; then the run without that batch, to the last bit."""
+    """Oracle: the state before; then the run without the skipped batch, to the last bit."""
     settings = {"factor_every": 1, "basis_every": 1}
     kfac, without = (trainer(comm, network(), **settings) for _ in range(2))
     scale, other = scaler(), scaler()
@@ -391,7 +390,7 @@ def test_float16_learns(comm):
 
 
 def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
-    """Oracle: the layer that is left out, and the others that move, as without a scaler."""
+    """Oracle: the run without a scaler: a layer is left out, the remaining layers move."""
     states = []
     for scale in (None, scaler(enabled=False)):
         kfac = trainer(comm, network())
@@ -404,13 +403,13 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
 
 def test_scaled_gradients_cannot_be_sent_early(comm):
     """Oracle: the message; nothing has been sent."""
-    kfac = trainer(comm, network(), strategy=Strategy(overlap=True))
+    kfac = trainer(comm, network(), strategy=Strategy().changed(overlap=True))
     with pytest.raises(ValueError, match=r"step\(scaler\) needs overlap=False"):
         kfac.step(scaler())
 
 
 def average(kfac, step, scale=None, spoil=None):
-    """A step of a program that averages gradients itself, as `DistributedDataParallel` does."""
+    """Take a step of a program that averages gradients, as `DistributedDataParallel` does."""
     images, labels = batch(step)
     kfac.optimizer.zero_grad()
     loss = F.cross_entropy(kfac.model(spoil(images) if spoil else images), labels)
@@ -428,7 +427,7 @@ def average(kfac, step, scale=None, spoil=None):
 
 @pytest.mark.parametrize("solver", ["inverse", "ekfac", "rank-one"])
 def test_averaged_gradients_of_a_scaled_loss(comm, solver):
-    """Oracle: without scale, as it is a power of two; a batch that overflows is none."""
+    """Oracle: the run without scale, as the scale is a power of two; overflow skips the batch."""
     settings = {"solver": solver, "factor_every": 1, "basis_every": 2}
     plain, kfac = (trainer(comm, network(), **settings) for _ in range(2))
     scale = scaler()
@@ -443,7 +442,7 @@ def test_averaged_gradients_of_a_scaled_loss(comm, solver):
 
 
 def test_averaged_gradients_are_wrong_without_their_scale(comm):
-    """Oracle: what the same program computes without scale; so the scaler is not for nothing."""
+    """Oracle: the same program's result without scale; hence the scaler is needed."""
     plain, kfac = (trainer(comm, network(), factor_every=1) for _ in range(2))
     average(plain, 0)
     images, labels = batch(0)

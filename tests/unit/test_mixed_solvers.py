@@ -1,4 +1,4 @@
-"""Layers of one network that have different solvers, as a rule says."""
+"""Layers of a single network with different solvers, by a rule."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import copy
 import dataclasses
 import re
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
+from support import problem
 
 LAYERS = "0", "3", "5"
 MIXTURES = [
@@ -25,20 +25,20 @@ mixtures = pytest.mark.parametrize("mixture", MIXTURES, ids=" ".join)
 
 
 def rule_of(solvers):
-    """The rule that gives these layers, by name, these solvers."""
+    """Return the rule that gives layers their solvers, by layer name."""
     return lambda layer: dataclasses.replace(layer, solver=solvers.get(layer.name))
 
 
 def trainer(comm, solver, solvers=None, strategy=None, **settings):
     model = problem.network()
     settings = problem.SETTINGS | {"kl_clip": None, "solver": solver} | settings
-    return mpikfac.KFAC(
+    return problem.kfac(
         model, problem.sgd(model), comm, strategy, rule=rule_of(solvers or {}), **settings
     )
 
 
 def direction(kfac, step):
-    """The directions of a batch's gradients, by layer; the weights stay as they are."""
+    """Return the directions of a batch's gradients, by layer; keep the weights."""
     images, labels = problem.batch(step)
     kfac.optimizer.zero_grad()
     F.cross_entropy(kfac.model(images), labels).backward()
@@ -49,7 +49,7 @@ def direction(kfac, step):
 @mixtures
 @pytest.mark.parametrize("settings", [{}, {"basis_every": 1}], ids=["", "anew"])
 def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mixture, settings):
-    """Oracle: these runs, to the last bit, at steps of all kinds; with the same weights."""
+    """Oracle: runs with a single solver and equal weights, to the last bit, at all steps."""
     mixed = trainer(comm, mixture[0], dict(zip(LAYERS, mixture)), **settings)
     pure = {solver: trainer(comm, solver, **settings) for solver in mixture}
     for step in range(5):
@@ -62,8 +62,8 @@ def test_a_layer_has_the_directions_of_the_run_with_its_solver_for_all(comm, mix
 @mixtures
 @pytest.mark.parametrize("stop", [1, 2, 3, 4])
 def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, stop):
-    """Oracle: the run itself; decompositions are made at 0 and 3, and used one step later."""
-    strategy = Strategy(delay=1)
+    """Oracle: the uninterrupted run; decompositions of steps 0 and 3 are used one step later."""
+    strategy = Strategy().changed(delay=1)
     first, second = (
         trainer(comm, "eigen", dict(zip(LAYERS, mixture)), strategy, basis_every=3)
         for _ in range(2)
@@ -77,7 +77,7 @@ def test_a_run_goes_on_between_decompositions_to_the_last_bit(comm, mixture, sto
 
 
 def test_a_state_says_which_layers_have_another_solver_than_the_run(comm):
-    """Oracle: by hand; where none has, it says what it always did."""
+    """Oracle: by hand; without different layers, the state holds the run's solver alone."""
 
     def said(solver, solvers):
         kfac = trainer(comm, solver, solvers)
@@ -90,7 +90,7 @@ def test_a_state_says_which_layers_have_another_solver_than_the_run(comm):
 
 @pytest.mark.parametrize("solvers", [{"5": "inverse"}, {}], ids=["another", "none"])
 def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm, solvers):
-    """Oracle: the averages that were saved, and no batch since; a run with these from the start."""
+    """Oracle: the saved averages, without a new batch; a run with the new solvers throughout."""
     first = trainer(comm, "eigen", {"3": "inverse"})
     problem.run(first, comm, range(2))
     state = first.state_dict()
@@ -110,7 +110,7 @@ def test_another_combination_makes_its_own_decompositions_of_loaded_factors(comm
 
 @pytest.mark.parametrize("towards", ["eigen", "rank-one"])
 def test_averages_of_another_form_are_left_where_they_are(comm, towards):
-    """Oracle: those of the same form, as saved; the other, of the one batch since."""
+    """Oracle: averages of the same form, as saved; for the new form, the new batch's average."""
     solvers = {} if towards == "eigen" else {"5": "rank-one"}
     first = trainer(comm, "eigen", {"5": "rank-one"} if towards == "eigen" else {})
     problem.run(first, comm, range(2))
@@ -133,7 +133,7 @@ def test_averages_of_another_form_are_left_where_they_are(comm, towards):
 
 @mixtures
 def test_a_losss_scale_is_taken_out_of_each_form_of_factors(comm, mixture):
-    """Oracle: the run without a scale, which is a power of two: to the last bit."""
+    """Oracle: the run without a scale, to the last bit: the scale is a power of two."""
     plain, scaled = (trainer(comm, "eigen", dict(zip(LAYERS, mixture))) for _ in range(2))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     expected = problem.run(plain, comm, range(4))
@@ -146,7 +146,7 @@ def test_a_losss_scale_is_taken_out_of_each_form_of_factors(comm, mixture):
 
 
 def test_a_lost_average_is_no_other_form(comm):
-    """Oracle: one line that names it."""
+    """Oracle: a single line that names the lost average."""
     kfac = trainer(comm, "eigen", {"5": "rank-one"})
     problem.run(kfac, comm, [0])
     state = kfac.state_dict()
@@ -164,33 +164,32 @@ def test_a_lost_average_is_no_other_form(comm):
         (
             "rank-one",
             {"relative_damping": True},
-            "mean eigenvalues, which solver='rank-one' of layer '3' does not know",
+            "solver='rank-one' of layer '3' needs relative=False, not True",
         ),
         (
             "rank-one",
             {"fisher": "sampled"},
-            "solver='rank-one' of layer '3' takes mean gradients, which are 0 at labels",
+            "solver='rank-one' of layer '3' needs fisher='empirical' or 'forward-only'",
         ),
         (
             "rank-one",
             {"start": "identity"},
-            "solver='rank-one' of layer '3' has no matrices to start at the identity",
+            "solver='rank-one' of layer '3' needs start='first', not 'identity'",
         ),
         (
             "rank-one",
-            {"strategy": Strategy(packing="square")},
-            "solver='rank-one' of layer '3' has vectors, which are neither squares nor decomposed",
+            {"strategy": Strategy().changed(packing="square")},
+            "solver='rank-one' of layer '3' needs packing='triangle', not 'square'",
         ),
         (
             "ekfac",
             {"fisher": "forward-only"},
-            "solver='ekfac' of layer '3' takes gradients of single examples as they are",
+            "solver='ekfac' of layer '3' needs fisher='empirical' or 'sampled' or 'exact'",
         ),
         (
             "ekfac",
-            {"strategy": Strategy(overlap=True)},
-            "solver='ekfac' of layer '3' takes every rank's gradients in the bases of all layers, "
-            "at each step with statistics: it needs overlap=False, not True",
+            {"strategy": Strategy().changed(overlap=True)},
+            "solver='ekfac' of layer '3' needs overlap=False, not True",
         ),
     ],
 )
@@ -228,7 +227,7 @@ def test_plans_by_the_solvers_of_layers():
     assert list(plan.denominators(0).shapes) == ["conv"]
     assert plan.inverted(plan.factors) == {"out.A": (), "out.G": ()}
     apart = Strategy(1, "owners", colocate=False)
-    with pytest.raises(ValueError, match="solver='inverse' of layer 'out' balances the damping"):
+    with pytest.raises(ValueError, match="solver='inverse' of layer 'out' needs colocate=True"):
         make_plan(layers, 2, apart, solver="eigen")
     low = dataclasses.replace(layers[2], rank=2)
     with pytest.raises(ValueError, match="it needs solver='eigen', not 'inverse', or rank=None"):

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import oracles
 import pytest
 import torch
 from torch import nn
 
 from mpikfac.numerics import moments
+from support import oracles
 
 
 @pytest.fixture(autouse=True)
@@ -14,7 +14,7 @@ def _seed():
 
 
 def assert_moment(total, vectors):
-    """`total` is the sum of outer products of `vectors`."""
+    """Check that `total` is the sum of outer products of `vectors`."""
     torch.testing.assert_close(total, vectors.T @ vectors, rtol=1e-10, atol=1e-10)
 
 
@@ -46,7 +46,7 @@ def test_normalizations(name, a, g):
 @pytest.mark.parametrize("name", moments.NORMALIZATIONS)
 @pytest.mark.parametrize(("batch", "shared"), [(8, 1), (8, 9)])
 def test_of_equal_vectors_a_factor_is_the_square_of_its_vector(name, batch, shared):
-    """Oracle: the factor itself, from the sum of outer products."""
+    """Oracle: the factor, from the sum of outer products."""
     same = torch.randn(5).double().expand(batch * shared, 5)
     for of_matrix, of_vector in zip(
         moments.factor_scales(name, batch, shared), moments.vector_scales(name, batch, shared)

@@ -1,4 +1,4 @@
-"""The thread that sends the most urgent message first; ranks are stood in for by their answers."""
+"""The thread that sends the most urgent message first; given answers replace the other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpikfac.comm.outbox import Outbox
 
 
 class Line:
-    """Where pieces arrive, one at a time, when they are let through."""
+    """A line on which pieces arrive, one at a time, when the test lets pieces through."""
 
     def __init__(self):
         self.arrived = []
@@ -35,13 +35,13 @@ def line():
 
 @pytest.fixture
 def outbox():
-    box = Outbox(list)  # all ranks have what this one has
+    box = Outbox(list)  # all ranks have the same messages ready
     yield box
     box.close()
 
 
 def test_an_urgent_message_overtakes_one_that_was_begun(line, outbox):
-    """Oracle: by hand: the piece on its way ends, then the urgent message, then the rest."""
+    """Oracle: by hand: the piece on the line ends, then the urgent message, then the rest."""
     begun = threading.Event()
     outbox.put(0, 5, [begun.set, *line.pieces("slow", 3)])
     assert begun.wait(10)
@@ -55,7 +55,7 @@ def test_an_urgent_message_overtakes_one_that_was_begun(line, outbox):
 
 
 def test_of_equally_urgent_messages_the_lower_number_goes_first(line):
-    """Oracle: by hand; nothing is sent until all ranks have both."""
+    """Oracle: by hand; nothing is sent until all ranks have both messages."""
     everywhere = threading.Event()
     outbox = Outbox(lambda ready: list(ready) if everywhere.is_set() else [])
     outbox.put(3, 1, line.pieces("three", 1))
@@ -95,7 +95,7 @@ def test_a_number_is_free_again_once_it_was_waited_for(line, outbox):
 
 
 def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox):
-    """Oracle: the error itself, for one that is put when the thread has ended, too; or a hang."""
+    """Oracle: the thread's error, also for a message put after the thread's end; no hang."""
 
     def broken():
         raise OSError("the line is cut")
@@ -107,7 +107,7 @@ def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox
 
 
 def test_nothing_can_be_put_into_a_closed_outbox(line, outbox):
-    """Oracle: the error; without it nobody would send what is waited for."""
+    """Oracle: the error; without the error nobody would send the awaited message."""
     outbox.close()
     with pytest.raises(RuntimeError, match=r"comes after close\(\): no step may follow it"):
         outbox.put(0, 0, line.pieces("late", 1))

@@ -1,4 +1,4 @@
-"""A run that stops at an unusual moment and goes on as if it had not."""
+"""A run that stops at an unusual moment and resumes exactly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 from dataclasses import replace
 
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,6 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
+from support import problem
 
 
 class Words(nn.Module):
@@ -35,11 +35,11 @@ def words():
 
 def trainer(comm, model, strategy=None, **settings):
     choices = problem.SETTINGS | {"kl_clip": None} | settings
-    return mpikfac.KFAC(model, problem.sgd_all(model), comm, strategy, **choices)
+    return problem.kfac(model, problem.sgd_all(model), comm, strategy, **choices)
 
 
 def learn(kfac, step, scaler=None, spoil=1.0):
-    """A step of the problem's network, or of words."""
+    """Take a step of the problem's network, or of words."""
     torch.manual_seed(step)
     x, y = problem.batch(step)
     if isinstance(kfac.model, Words):
@@ -52,7 +52,7 @@ def learn(kfac, step, scaler=None, spoil=1.0):
 
 
 def assert_goes_on(comm, make, first, steps, **settings):
-    """Saves after `first`, then compares a restart with the run itself at each of `steps`."""
+    """Save after `first`, then compare a resumed run with the run at every step of `steps`."""
     kfac, other = (trainer(comm, make(), **settings) for _ in range(2))
     first(kfac)
     other.load_state_dict(copy.deepcopy(kfac.state_dict()))
@@ -66,7 +66,7 @@ def assert_goes_on(comm, make, first, steps, **settings):
 @pytest.mark.parametrize("start", ["first", "identity"])
 @pytest.mark.parametrize("skips", [0, 1])
 def test_before_the_first_factors(comm, start, skips):
-    """Oracle: the run itself, whose first batches were skipped, or which had none."""
+    """Oracle: the uninterrupted run, whose first batches were skipped, or which had none."""
 
     def first(kfac):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
@@ -79,13 +79,13 @@ def test_before_the_first_factors(comm, start, skips):
 
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_scales_go_on_wherever_bases_are_on_their_way(comm, stop):
-    """Oracle: the run itself; the embedding's share has bases on their way and no scales."""
+    """Oracle: the uninterrupted run; the embedding's share has pending bases and no scales."""
 
     def first(kfac):
         for step in range(stop):
             learn(kfac, step)
 
-    strategy = Strategy(1, delay=1, stagger=2)
+    strategy = Strategy(1).changed(delay=1, stagger=2)
     settings = {"solver": "ekfac", "factor_every": 1, "basis_every": 4}
     assert_goes_on(comm, words, first, range(stop, stop + 4), strategy=strategy, **settings)
 
@@ -115,8 +115,8 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
 
 
 def test_lost_bases_on_their_way_are_missed(comm):
-    """Oracle: what is not there, of a state that has some; and of one that has none."""
-    strategy = Strategy(1, delay=2)
+    """Oracle: the missing bases, for a state with some bases and for a state without any."""
+    strategy = Strategy(1).changed(delay=2)
     kfac = trainer(comm, problem.network(), strategy, factor_every=1, basis_every=3)
     for step in range(4):
         learn(kfac, step)
@@ -130,7 +130,7 @@ def test_lost_bases_on_their_way_are_missed(comm):
 
 @pytest.mark.parametrize(("graft", "intact"), [("adam", False), ("sgd", True)])
 def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatch, graft, intact):
-    """Oracle: whether anything that is saved changed before directions were sent."""
+    """Oracle: whether any saved item changed before directions were sent."""
 
     def broken():
         raise RuntimeError("a rank died")
@@ -147,11 +147,11 @@ def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatc
 
 
 def test_another_optimizers_state_is_refused(comm):
-    """Oracle: one line, and the model as it was."""
+    """Oracle: a single line; the model keeps the old state."""
     kfac = trainer(comm, problem.network())
     learn(kfac, 0)
     model = problem.network()
-    other = mpikfac.KFAC(model, torch.optim.AdamW(model.parameters()), comm, **problem.SETTINGS)
+    other = problem.kfac(model, torch.optim.AdamW(model.parameters()), comm, **problem.SETTINGS)
     with pytest.raises(mpikfac.UserError, match="'optimizer/name' must be AdamW; it is SGD"):
         other.load_state_dict(kfac.state_dict())
     assert torch.equal(problem.state(model), problem.state(problem.network()))
@@ -167,7 +167,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_layer_does_not_have_cannot_be_kept(comm, case):
-    """Oracle: one line, before training."""
+    """Oracle: a single line, before training."""
     fields, message = REFUSED[case]
     name = "words" if case == "scales" else "norm"
     model = nn.ModuleDict({"words": nn.Embedding(5, 4), "norm": nn.LayerNorm(4)}).double()

@@ -1,11 +1,9 @@
-"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and what they do."""
+"""EKFAC's scales: second moments of examples' gradients in the eigenbases, and the scales' use."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +14,7 @@ from mpikfac import Strategy
 from mpikfac.engine import scales
 from mpikfac.plan import count_of
 from mpikfac.solvers import ekfac, products_of_values
+from support import oracles, problem
 
 DAMPING = 0.02
 SETTINGS = {
@@ -57,7 +56,7 @@ FORMS = {
 
 
 def network(kind):
-    """A layer of that kind, an activation, and a linear layer; inputs of nine examples."""
+    """Return a layer of the given kind, an activation and a linear layer; and nine inputs."""
     torch.manual_seed(0)
     make, size = KINDS[kind]
     x = torch.randn(9, *size).double()
@@ -68,7 +67,7 @@ def network(kind):
 
 def trainer(comm, model, strategy=None, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mpikfac.KFAC(model, optimizer, comm, strategy, **SETTINGS | settings)
+    return problem.kfac(model, optimizer, comm, strategy, **SETTINGS | settings)
 
 
 def learn(kfac, x, labels, loss=F.cross_entropy):
@@ -81,7 +80,7 @@ def labels_of(x, seed=0):
 
 
 def matrix(layer, gradients):
-    """Gradients of a layer's parameters as its matrix, or one for each group."""
+    """Return the gradients of a layer's parameters as the layer's matrix, or a matrix per group."""
     found = gradients[0].new_zeros(layer.shape.gradient)
     for part, gradient in zip(layer.parts(found), gradients):
         part.copy_(layer.arranged(gradient))
@@ -89,13 +88,13 @@ def matrix(layer, gradients):
 
 
 def of_examples(layer, losses):
-    """Each loss's gradient of a layer, by autograd."""
+    """Return every loss's gradient of a layer, by autograd."""
     ways = {"retain_graph": True}
     return [matrix(layer, torch.autograd.grad(loss, layer.parameters, **ways)) for loss in losses]
 
 
 def dense_bases(kfac, layer):
-    """`Q_G (x) Q_A` of each group, written out."""
+    """Return `Q_G (x) Q_A` of every group, written out."""
     groups, outputs, inputs = (1, *layer.shape.gradient)[-3:]
     whole = []
     for side, order in (("G", outputs), ("A", inputs)):
@@ -111,7 +110,7 @@ def dense_bases(kfac, layer):
 
 
 def dense_direction(kfac, layer, gradient, examples, weight=None):
-    """`(Q diag(S) Q^T + damping I)^-1 gradient`, S the mean square of examples' gradients."""
+    """Return `(Q diag(S) Q^T + damping I)^-1 gradient`, S = mean square of examples' gradients."""
     weight = 1 / len(examples) if weight is None else weight
     found = []
     for group, q in enumerate(dense_bases(kfac, layer)):
@@ -132,7 +131,7 @@ def assert_directions(kfac, examples, gradients, weight=None):
 
 
 def step_in_bases(kfac, x):
-    """A first batch for the bases, a second one for scales; gradients of its examples."""
+    """Take a batch for bases and a second batch for scales; return the second batch's gradients."""
     learn(kfac, x, labels_of(x))
     kfac.precondition()
     x, labels = x.flip(0) * 1.5, labels_of(x, 1)
@@ -147,14 +146,14 @@ def step_in_bases(kfac, x):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_direction_is_that_of_the_exact_second_moment_in_the_basis(comm, kind):
-    """Oracle: a dense solve with autograd's gradients of each example, rotated by Q_G (x) Q_A."""
+    """Oracle: a dense solve with autograd's gradient of every example, rotated by Q_G (x) Q_A."""
     model, x = network(kind)
     kfac = trainer(comm, model)
     assert_directions(kfac, *step_in_bases(kfac, x))
 
 
 class Attention(nn.Module):
-    """Attention of tokens to themselves, and a linear layer of their mean."""
+    """Self-attention of tokens, and a linear layer of the tokens' mean."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +175,7 @@ def test_projections_of_an_attention(comm):
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", ["linear with few positions", "strided", "groups"])
 def test_bases_of_any_form(comm, kind, form):
-    """Oracle: the same dense solve; what is no whole factor has a basis in blocks, or none."""
+    """Oracle: the same dense solve; partial factors have a basis in blocks, or none."""
     model, x = network(kind)
     kfac = trainer(comm, model, rule=lambda layer: replace(layer, **FORMS[form]))
     assert_directions(kfac, *step_in_bases(kfac, x))
@@ -216,7 +215,7 @@ def test_either_vectors_or_matrices_are_rotated(shared):
 
 
 def test_exact_labels(comm):
-    """Oracle: a dense solve with the gradients of sqrt(p_c) times each label's log-probability."""
+    """Oracle: a dense solve with the gradients of sqrt(p_c) times label c's log-probability."""
     model, x = network("strided")
     kfac = trainer(comm, model, fisher="exact")
     for flip in (False, True):
@@ -243,7 +242,7 @@ def test_every_nth_example(comm):
 
 
 def test_calls_of_one_pass_are_squared_apart(comm):
-    """Oracle: a dense solve with each call's gradients, added up over calls."""
+    """Oracle: a dense solve with every call's gradients, added up over calls."""
     torch.manual_seed(0)
     layer = nn.Linear(3, 3).double()
     model = nn.Sequential(layer, nn.Tanh(), layer)
@@ -268,21 +267,21 @@ def test_calls_of_one_pass_are_squared_apart(comm):
 
 @pytest.mark.parametrize("rounded_to", [None, torch.bfloat16])
 def test_bases_made_anew_with_each_factor_leave_the_eigenvalues(comm, rounded_to):
-    """Oracle: solver="eigen"; scales recorded in bases that are replaced at once are of no use."""
+    """Oracle: solver="eigen"; scales recorded in bases that are replaced at once have no effect."""
     ends = []
     for solver in ("eigen", "ekfac", "ekfac"):
         model = problem.network()
         every = 2 if len(ends) < 2 else 4
         settings = problem.SETTINGS | {"solver": solver, "factor_every": 2, "basis_every": every}
         settings["basis_dtype"] = rounded_to
-        kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+        kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
         ends.append(problem.run(kfac, comm))
     assert torch.equal(ends[0], ends[1])
     assert not torch.allclose(ends[0], ends[2], rtol=1e-6)
 
 
 def independent(comm, **settings):
-    """A trainer and a batch in which each input comes with each output gradient."""
+    """Return a trainer and a batch in which every input comes with every output gradient."""
     torch.manual_seed(0)
     x, c = torch.randn(5, 4).double(), torch.randn(3, 2).double()
     pairs = x.repeat_interleave(len(c), 0), c.repeat(len(x), 1)
@@ -291,12 +290,12 @@ def independent(comm, **settings):
 
 
 def along(outputs, c):
-    """A mean loss whose gradients at the outputs are `c`."""
+    """Return a mean loss whose gradients at the outputs are `c`."""
     return (outputs * c).sum() / len(c)
 
 
 def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
-    """Oracle: the eigenvalues of that batch's own factors, as E[g^2 a^2] = E[g^2] E[a^2] then."""
+    """Oracle: the eigenvalues of the batch's own factors: E[g^2 a^2] = E[g^2] E[a^2]."""
     kfac, x, c = independent(comm)
     for _ in range(2):
         learn(kfac, x, c, along)
@@ -308,7 +307,7 @@ def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
 
 @pytest.mark.parametrize("start", ["first", "identity"])
 def test_batches_weigh_by_examples_and_age(comm, start):
-    """Oracle: a weighted mean of products and of each batch's scales; factors have its weight."""
+    """Oracle: a weighted mean of products and of every batch's scales; factors weigh the same."""
     kfac, x, c = independent(comm, decay=0.8, start=start)
     learn(kfac, x, c, along)
     kfac.precondition()
@@ -348,15 +347,15 @@ def test_passes_of_one_step_are_one_batch(comm, chosen):
 
 
 def test_a_refresh_starts_anew_in_its_share_alone(comm):
-    """Oracle: products of the new eigenvalues there, the scales as they were elsewhere.
+    """Oracle: products of the new eigenvalues in the share, the old scales elsewhere.
 
-    Those of the share of two steps before have a batch in them, which was taken between.
+    Scales of the share of two steps before contain the batch taken in between.
     """
     model = problem.network()
     settings = problem.SETTINGS | {"solver": "ekfac", "factor_every": 2, "basis_every": 3}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, Strategy(stagger=3), **settings)
+    kfac = problem.kfac(model, problem.sgd(model), comm, Strategy().changed(stagger=3), **settings)
     problem.run(kfac, comm, range(3))
-    for step in range(3, 6, 2):  # no statistics, so what changes is new
+    for step in range(3, 6, 2):  # no statistics, hence every change is new
         before = {name: one.clone() for name, one in kfac.scales.averages.items()}
         problem.run(kfac, comm, [step])
         share = kfac.settings.turn("basis_every", step, 3)
@@ -371,7 +370,7 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
 
 
 def test_embeddings_keep_products(comm):
-    """Oracle: none of the plan's scales is theirs, and their step is that of "eigen"."""
+    """Oracle: the plan has no scales for embeddings; an embedding's step is the step of "eigen"."""
     found = {}
     for solver in ("eigen", "ekfac"):
         torch.manual_seed(0)
@@ -388,7 +387,7 @@ def test_embeddings_keep_products(comm):
 
 
 def test_relative_damping_is_in_units_of_the_factors(comm):
-    """Oracle: directions with that many times the damping."""
+    """Oracle: directions with damping times the factors' unit."""
     model, x = network("strided")
     kfac = trainer(comm, model, relative_damping=True)
     examples, gradients = step_in_bases(kfac, x)
@@ -403,7 +402,7 @@ def test_relative_damping_is_in_units_of_the_factors(comm):
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_scaled_loss(comm, broken):
-    """Oracle: the loss as it is; a batch that overflows changes no scale."""
+    """Oracle: the plain loss; a batch that overflows changes no scale."""
     found = []
     for scale in (None, 2.0**12):
         model, x = network("strided")
@@ -438,7 +437,7 @@ def test_sums_that_are_not_finite_count_for_nothing(comm, caplog):
 
 
 def test_a_layer_without_a_basis_records_nothing(comm, monkeypatch):
-    """Oracle: its gradient as it is, for longer than trouble is tolerated, and no trouble."""
+    """Oracle: the unchanged gradient, for longer than non-finite scales are tolerated; no count."""
     model, x = network("linear")
     kfac = trainer(comm, model)
     learn(kfac, x, labels_of(x))
@@ -459,7 +458,7 @@ def test_a_layer_without_a_basis_records_nothing(comm, monkeypatch):
 
 
 def test_forgotten_passes_leave_no_sums(comm):
-    """Oracle: zeros, and the numbers of examples with them."""
+    """Oracle: zeros, in the sums and the numbers of examples."""
     model, x = network("linear")
     kfac = trainer(comm, model)
     learn(kfac, x, labels_of(x))
@@ -472,13 +471,13 @@ def test_forgotten_passes_leave_no_sums(comm):
 
 
 def test_another_solvers_state_starts_anew(comm):
-    """Oracle: the products of the bases that the next step makes."""
+    """Oracle: the products of the next step's bases."""
     first, second = problem.network(), problem.network()
     settings = problem.SETTINGS | {"factor_every": 1}
-    eigen = mpikfac.KFAC(first, problem.sgd(first), comm, **settings)
+    eigen = problem.kfac(first, problem.sgd(first), comm, **settings)
     problem.run(eigen, comm, range(2))
     state = eigen.state_dict()
-    kfac = mpikfac.KFAC(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
+    kfac = problem.kfac(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
     kfac.load_state_dict(state)
     assert kfac.missing(state) == {f"kfac/{name}" for name in kfac.scales.items()}
     problem.run(kfac, comm, [2])
@@ -490,30 +489,33 @@ def test_another_solvers_state_starts_anew(comm):
 
 
 def test_other_solvers_have_no_scales(comm):
-    """Oracle: no memory, and no hook that records them."""
+    """Oracle: no memory, and no hook for scales."""
     model = problem.network()
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **problem.SETTINGS)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
     memory = kfac.plan.memory(0)
     assert (memory["scales"], memory["scale sums"]) == (0, 0)
     assert kfac.recorder.after_call is None
 
 
 REFUSED = {
-    "normalization": ({"normalization": "sc20"}, "normalization='expand' and fisher='empirical'"),
-    "forward-only": ({"fisher": "forward-only"}, "not 'expand' and 'forward-only'"),
+    "normalization": ({"normalization": "sc20"}, "needs normalization='expand', not 'sc20'"),
+    "forward-only": ({"fisher": "forward-only"}, "not 'forward-only'"),
     "owners": ({"strategy": Strategy(2, "owners")}, "reduction='everyone', not 'owners'"),
     "update": ({"strategy": Strategy(2, update="owner")}, "update='everyone', not 'owner'"),
     "workers": ({"strategy": Strategy(1)}, "needs workers=2, not 1"),
-    "late": ({"strategy": Strategy(2, reduce_at="bases")}, "reduce_at='factors', not 'bases'"),
-    "parts": ({"strategy": Strategy(2, parts=2)}, "parts=None, not 2"),
+    "late": (
+        {"strategy": Strategy(2).changed(reduce_at="bases")},
+        "reduce_at='factors', not 'bases'",
+    ),
+    "parts": ({"strategy": Strategy(2).changed(parts=2)}, "parts=None, not 2"),
     "small": ({"strategy": Strategy(2, replicate_below=4)}, "replicate_below=0, not 4"),
-    "overlap": ({"strategy": Strategy(2, overlap=True)}, "overlap=False, not True"),
+    "overlap": ({"strategy": Strategy(2).changed(overlap=True)}, "overlap=False, not True"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_does_not_fit_is_refused(comm, case):
-    """Oracle: one line that says what would be right."""
+    """Oracle: a single line with the remedy."""
     given, message = dict(REFUSED[case][0]), REFUSED[case][1]
     strategy = given.pop("strategy", None)
     with pytest.raises(ValueError, match=message):

@@ -8,7 +8,7 @@ from mpikfac.settings.schedule import constant, cosine, evaluate, every, linear,
 
 
 def test_plain_numbers_and_functions_are_schedules() -> None:
-    """Oracle: the number itself, and the function's own value."""
+    """Oracle: the number, and the function's own value."""
     assert evaluate(0.003, 17) == 0.003
     assert evaluate(lambda step: 2.0 * step, 17) == 34.0
     assert constant(0.95)(10**9) == 0.95
@@ -35,7 +35,7 @@ def test_the_order_of_questions_does_not_matter() -> None:
 
 @pytest.mark.parametrize("shape", [linear, cosine])
 def test_annealing_meets_both_ends_and_stays(shape) -> None:
-    """Oracle: the definition at its ends and its middle."""
+    """Oracle: the definition at both ends and the middle."""
     schedule = shape(0.8, 0.0, 100)
     assert schedule(0) == 0.8
     assert schedule(50) == pytest.approx(0.4)
@@ -96,7 +96,7 @@ def test_bad_lengths_are_refused(steps) -> None:
 
 
 def test_bad_milestones_and_factors_are_refused() -> None:
-    """Oracle: the message names the argument and what would be right."""
+    """Oracle: the message names the argument and the remedy."""
     with pytest.raises(ValueError, match="strictly increasing"):
         step_decay(1.0, [6, 3], 0.5)
     with pytest.raises(ValueError, match="whole numbers"):
@@ -107,6 +107,6 @@ def test_bad_milestones_and_factors_are_refused() -> None:
 
 @pytest.mark.parametrize("interval", [0, 0.5, 2.5, lambda step: 0])
 def test_bad_intervals_are_refused(interval) -> None:
-    """Oracle: the message says what would be right."""
+    """Oracle: the message names the remedy."""
     with pytest.raises(ValueError, match="whole number of at least 1"):
         every(interval, 4)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from blake3 import blake3
 
-from forked import FORK
 from mpikfac.checkpoint import durable
 from mpikfac.checkpoint.shard import PIECE, checksum, read_shard, write_shard
+from support.forked import FORK
 
 ITEMS = {
     "model/conv1.weight": torch.rand(8, 4, 3, 3).contiguous(memory_format=torch.channels_last),
@@ -63,7 +63,7 @@ def test_size_and_digest_are_those_of_the_file(tmp_path) -> None:
 
 
 def test_many_items(tmp_path) -> None:
-    """Oracle: each item's number; HDF5's own index of them takes many pages."""
+    """Oracle: every item's number; HDF5's own index of the items takes many pages."""
     path = tmp_path / "shard-0.h5"
     items = {f"layer{n}/{'long' * (n % 50)}": torch.full((n % 7,), n) for n in range(3000)}
     written = write_shard(path, items)
@@ -74,7 +74,7 @@ def test_many_items(tmp_path) -> None:
 
 
 def test_what_the_system_takes_in_parts_is_written_whole(tmp_path, monkeypatch) -> None:
-    """Oracle: the bytes of a file that it takes at once."""
+    """Oracle: the bytes of a file that the system writes at once."""
 
     class Slow(io.FileIO):
         def write(self, content) -> int:
@@ -89,7 +89,7 @@ def test_what_the_system_takes_in_parts_is_written_whole(tmp_path, monkeypatch) 
 
 
 def test_writing_takes_no_copy_of_the_items(tmp_path) -> None:
-    """Oracle: the peak of a process that writes 64 MiB, against that before."""
+    """Oracle: the peak of a process that writes 64 MiB, against the earlier peak."""
     items = {"large": torch.ones(2**24), "small": torch.ones(100, 100).T}
     growth = FORK.Value("q", -1, lock=False)
 
@@ -97,7 +97,7 @@ def test_writing_takes_no_copy_of_the_items(tmp_path) -> None:
         return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
     def job() -> None:
-        items["large"].sum()  # what the parent has is counted here once it is touched
+        items["large"].sum()  # the parent's memory counts after the first touch
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on
         before = peak()
         write_shard(tmp_path / "shard-0.h5", items)
@@ -111,7 +111,7 @@ def test_writing_takes_no_copy_of_the_items(tmp_path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8])
 def test_checksums_are_those_of_values(dtype) -> None:
-    """Oracle: equal values have equal sums, whatever their strides; one other bit changes it."""
+    """Oracle: equal values have equal sums, for any strides; a single changed bit changes a sum."""
     value = torch.rand(6, 5, 4, 3).mul(200).to(dtype)
     same = value.contiguous(memory_format=torch.channels_last)
     assert checksum(value) == checksum(same) == checksum(value.permute(3, 1, 2, 0).clone())

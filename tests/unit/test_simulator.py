@@ -11,7 +11,7 @@ import mpikfac
 from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
 from mpikfac.predict import costs, simulator
 from mpikfac.predict.simulator import Event, play, shares
-from mpikfac_apps import models
+from mpikfac_apps.problems import models
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 OTHERS = [("bn", (4,)), ("scale", ())]
@@ -48,7 +48,7 @@ def compute(seconds):
 
 
 def message(seconds, beside=False):
-    return Event("reduce statistics", seconds, "beside" if beside else "message")
+    return Event("reduce statistics", seconds, "overlapped" if beside else "message")
 
 
 def urgent(seconds):
@@ -56,7 +56,7 @@ def urgent(seconds):
 
 
 def felt(seconds, felt):
-    return Event("reduce statistics", seconds, "beside", felt=felt)
+    return Event("reduce statistics", seconds, "overlapped", felt=felt)
 
 
 WAIT = Event("reduce gradients", 0, "wait")
@@ -69,7 +69,7 @@ WAIT_FOR_ALL = Event("decompose", 0, "wait for all")
         ([compute(3), message(2), compute(1)], 6, 2),
         ([message(2, beside=True), compute(3)], 3, 0),
         ([message(5, beside=True), compute(3)], 5, 2),
-        ([message(5, beside=True), compute(3), message(1)], 6, 3),  # they go one after the other
+        ([message(5, beside=True), compute(3), message(1)], 6, 3),  # one after the other
         ([message(2, beside=True), message(2, beside=True), compute(3)], 4, 1),
         ([message(1, beside=True), compute(3), message(1), compute(1)], 5, 1),
         ([], 0, 0),
@@ -105,8 +105,8 @@ def test_shares_of_kinds_of_steps(factors, bases):
 def test_a_prediction_by_hand():
     """Oracle: 2 ranks; times of the network, n^3 of fc and out, ring bytes at 1 GB/s.
 
-    Elements, aligned: 320 of statistics, 48 + 64 + 16 + 2 * 16 of gradients, and of inverses
-    112 + 16 of conv and 2 * 64 + 48 + 16 of the others.
+    Aligned elements: statistics have 320; gradients have 48 + 64 + 16 + 2 * 16; inverses have 112 +
+    16 for conv and 2 * 64 + 48 + 16 for fc and out.
     """
     plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
     found = mpikfac.simulate(plan, MACHINE, JOB)
@@ -127,7 +127,7 @@ def test_a_prediction_by_hand():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_few_ranks_stand_for_all(strategy, monkeypatch):
-    """Oracle: the same with all ranks looked at."""
+    """Oracle: the same simulation with all ranks."""
     layers = [LayerShape(f"layer{i}", 3 + 7 * i % 23, 2 + 5 * i % 17) for i in range(9)]
     plan = make_plan(layers, 12, strategy, OTHERS)
     found = mpikfac.simulate(plan, MACHINE, JOB)
@@ -155,7 +155,7 @@ def test_what_the_next_step_may_wait_for_is_hidden_in_it():
 def test_an_overlapped_backward_pass_sends_the_last_layers_first():
     """Oracle: by hand: two slices, gradients and factors of the last layer after the first."""
     sums = [Event("reduce gradients", n, "urgent", 1.5 - n / 2) for n in (1, 2)]
-    sums += [Event("reduce statistics", n, "beside", 2.5 - n / 2) for n in (3, 4)]
+    sums += [Event("reduce statistics", n, "overlapped", 2.5 - n / 2) for n in (3, 4)]
     seconds = {"forward": 1.0, "backward": 2.0, "statistics": 4.0, "optimizer": 1.0}
     found = simulator.sequence(seconds, [*sums, WAIT], overlap=True)
     slices = [("backward", 1.0), ("statistics", 2.0)]
@@ -166,8 +166,8 @@ def test_an_overlapped_backward_pass_sends_the_last_layers_first():
 
 
 def test_where_no_core_is_free_what_is_hidden_is_felt():
-    """Oracle: a step with new factors by hand, whose messages cost as much as in turn, or twice."""
-    strategies = Strategy(2, fusion=1, overlap=True), Strategy(2, fusion=1)
+    """Oracle: a step with new factors by hand; overlapped messages cost the same, or double."""
+    strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
     expected = mpikfac.simulate(plain, MACHINE, JOB).factors
     sums = expected.stages["reduce statistics"] + expected.stages["reduce gradients"]
@@ -178,20 +178,20 @@ def test_where_no_core_is_free_what_is_hidden_is_felt():
 
 
 def test_an_overlapped_message_waits_for_the_first_of_its_layers():
-    """Oracle: 3 layers take a third of the backward pass each; the rest is there in the end."""
-    plan = make_plan(LAYERS, 2, Strategy(2, fusion=(1, 2), overlap=True), OTHERS)
+    """Oracle: 3 layers take a third of the backward pass each; the rest is ready at the end."""
+    plan = make_plan(LAYERS, 2, Strategy(2).changed(fusion=(1, 2), overlap=True), OTHERS)
     events = simulator._timed(plan.messages(0, True, False), plan, 0, MACHINE)
     found = {(event.stage, event.kind): [] for event in events}
     for event in events:
         found[event.stage, event.kind].append(event.ready)
-    assert found["reduce statistics", "beside"] == pytest.approx([1, 2 / 3])
+    assert found["reduce statistics", "overlapped"] == pytest.approx([1, 2 / 3])
     assert sorted(found["reduce gradients", "urgent"]) == pytest.approx([2 / 3, 1, 1])
 
 
 def test_gradients_are_awaited_before_they_are_preconditioned():
-    """Oracle: `KFAC.step`; a slow network, and one worker, which sends what it preconditioned."""
+    """Oracle: `KFAC.step`; a slow network, and a single worker, which sends directions."""
     machine = dataclasses.replace(MACHINE, inside=Level(1e-15, 1.0))
-    plan = make_plan(LAYERS, 2, Strategy(1, fusion=1, overlap=True), OTHERS)
+    plan = make_plan(LAYERS, 2, Strategy(1).changed(fusion=1, overlap=True), OTHERS)
     step = mpikfac.simulate(plan, machine, JOB).ordinary
     sums, directions = (step.stages[name] for name in ("reduce gradients", "publish gradients"))
     assert step.seconds == pytest.approx(
@@ -203,14 +203,14 @@ def test_bases_of_curvature_ranks_are_awaited_if_they_take_longer_than_their_del
     """Oracle: n^3 of all layers (2312) by hand, times a second; a step computes for 3.6 s."""
     slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
     for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
-        strategy = Strategy(2, delay=2, curvature_ranks=1)
+        strategy = Strategy(2).changed(delay=2, curvature_ranks=1)
         found = mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
         assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
 
 def test_overlapped_messages_are_hidden():
-    """Oracle: the same plan without; messages take no time beside what is computed."""
-    alike = Strategy(2, fusion=1), Strategy(2, fusion=1, overlap=True)
+    """Oracle: the same plan without overlap; overlapped messages take no extra time."""
+    alike = Strategy(2).changed(fusion=1), Strategy(2).changed(fusion=1, overlap=True)
     plain, beside = (
         mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB) for strategy in alike
     )
@@ -223,14 +223,14 @@ def test_a_staggered_refresh_is_spread():
     """Oracle: n^3 by hand: conv and then fc | out, instead of conv | fc and out at once."""
     job = dataclasses.replace(JOB, basis_every=8)
     once, spread = (
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=n), OTHERS), MACHINE, job)
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job)
         for n in (1, 2)
     )
     work = [found.mean.stages["decompose"] for found in (once, spread)]
     assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
     assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
     with pytest.raises(ValueError, match="basis_every=4 must be a multiple of stagger=3"):
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2, stagger=3)), MACHINE, JOB)
+        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
 def test_stragglers_stretch_what_is_computed():
@@ -282,13 +282,17 @@ MIB = 2**20
 
 
 def sent(plan, *kind):
-    """MiB that a rank sends in one step, by stage."""
+    """Return the MiB that a rank sends in a step, by stage."""
     return {m.stage: round(m.wire / MIB) for m in plan.messages(0, *kind)}
 
 
 def test_bytes_of_resnet50_on_16_ranks(resnet50):
-    """Oracle: SC20's method sends 182 MiB of gradients, 1100 of factors as squares (half of it as
-    triangles), 551 of bases; stepped by owners, 275 of factors and nothing else beside the 182."""
+    """Oracle: published bytes.
+
+    SC20's method sends 182 MiB of gradients, 1100 MiB of factors as squares (half as triangles) and
+    551 MiB of bases. With owners that update, a rank sends 275 MiB of factors and the 182 MiB
+    alone.
+    """
     layers, others = resnet50
     plan = make_plan(layers, 16, Strategy.comm_opt(16), others, "eigen")
     found = sent(plan, True, True)
@@ -302,7 +306,7 @@ def test_bytes_of_resnet50_on_16_ranks(resnet50):
 
 
 def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
-    """Oracle: 4.6x for ResNet-50, of which one factor is 21.6 % of all n^3, however many ranks."""
+    """Oracle: 4.6x for ResNet-50: the largest factor is 21.6 % of all n^3, at any rank count."""
     layers, others = resnet50
     seconds = [
         mpikfac.simulate(
@@ -318,7 +322,7 @@ def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
 @pytest.mark.parametrize(("interval", "best"), [(2, "mem"), (5, "mem"), (7, "comm"), (50, "comm")])
 @pytest.mark.parametrize("name", ["rtx2080ti-ib100", "v100-edr"])
 def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, resnet50):
-    """Oracle: communication of COMM-OPT falls below MEM-OPT's past 6 steps: 551 against 91 MiB."""
+    """Oracle: COMM-OPT communicates less than MEM-OPT past 6 steps: 551 against 91 MiB."""
     layers, others = resnet50
     machine = mpikfac.load_machine(name)
     plans = {"comm": Strategy.comm_opt(16), "mem": Strategy.mem_opt()}
@@ -334,7 +338,7 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
 
 
 def test_times_of_64_gpus_that_nothing_was_fitted_to():
-    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is that of factors."""
+    """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is of factors."""
     machine = mpikfac.load_machine("rtx2080ti-ib100")
     factors = int(586.9 * MIB)
     fitted = costs.collective_seconds("Allreduce", factors, 64, machine, 16)

@@ -11,21 +11,21 @@ from mpikfac import find_checkpoint, note_end, note_start, save_checkpoint
 
 @pytest.fixture
 def root(tmp_path):
-    """A directory with checkpoints of steps 1 and 2."""
+    """Return a directory with checkpoints of steps 1 and 2."""
     for step in (1, 2):
         save_checkpoint(mpikfac.world(), tmp_path, {"x": step}, step)
     return tmp_path
 
 
 def begin(root) -> int:
-    """The step from which a start goes on."""
+    """Note a start; return the step of the start's checkpoint."""
     found = find_checkpoint(mpikfac.world(), root)
     note_start(found)
     return found.step
 
 
 def test_the_third_start_takes_the_checkpoint_before(root, caplog) -> None:
-    """Oracle: by hand; when all are tried in vain, the newest again."""
+    """Oracle: by hand; after failed starts from all checkpoints, the newest again."""
     assert [begin(root), begin(root)] == [2, 2] and not caplog.records
     assert begin(root) == 1
     assert [record.message for record in caplog.records] == [
@@ -54,7 +54,7 @@ def test_an_orderly_end_forgets_the_starts(root) -> None:
 
 
 def test_starts_that_led_to_a_newer_checkpoint_do_not_count(root) -> None:
-    """Oracle: by hand. Step 3 came of the start from step 2, and is lost later."""
+    """Oracle: by hand. The start from step 2 wrote step 3; step 3 is lost later."""
     assert begin(root) == 2
     path = save_checkpoint(mpikfac.world(), root, {"x": 3}, 3, keep=9)
     assert begin(root) == 3
@@ -63,7 +63,7 @@ def test_starts_that_led_to_a_newer_checkpoint_do_not_count(root) -> None:
 
 
 def test_a_run_that_went_back_gets_beyond_the_bad_checkpoint(root) -> None:
-    """Oracle: by hand. Step 2 is bad until it is written again with other content."""
+    """Oracle: by hand. Step 2 is bad until a run writes step 2 again with other content."""
     assert [begin(root), begin(root), begin(root)] == [2, 2, 1]
     save_checkpoint(mpikfac.world(), root, {"x": 2, "y": "new"}, 2)
     assert begin(root) == 2

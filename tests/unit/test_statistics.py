@@ -1,12 +1,10 @@
-"""What hooks record in passes of all kinds, seen in the factors of a step."""
+"""Records of hooks in passes of all kinds, seen in the factors of a step."""
 
 from __future__ import annotations
 
 import copy
 import io
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +12,16 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 
 def trainer(comm, model, **settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return mpikfac.KFAC(model, optimizer, comm, **settings)
+    return problem.kfac(model, optimizer, comm, **settings)
 
 
 def factors(kfac):
-    """A and G of every layer, or their vectors, as the state holds them."""
+    """Return A and G of every layer, or the vectors, as stored in the state."""
     prefix = "kfac/vectors/" if kfac.plan.vectors else "kfac/factors/"
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
     if kfac.plan.vectors:
@@ -48,7 +47,7 @@ def tanh_network():
 
 
 def test_factors_are_means_over_examples(comm):
-    """Oracle: one autograd call for every example, at the loss of that example alone."""
+    """Oracle: an autograd call for every example, at the loss of the example alone."""
     model, (images, labels) = tanh_network(), problem.batch(0)
     expected = {}
     for image, label in zip(images, labels):
@@ -87,8 +86,9 @@ LINEAR_NETS = {
 def test_in_deep_linear_nets_the_product_is_the_gauss_newton_block(comm, net):
     """Oracle: the mean of J^T J over examples, by autograd, for half the squared error.
 
-    Each example comes once for every output c, its label off by sqrt(outputs) in c: the labels'
-    second moments are those of the model's own N(f(x), I), so the Fisher has no sampling error.
+    Every example comes once for every output c, with the label off by sqrt(outputs) in c. The
+    labels' second moments are the second moments of the model's own N(f(x), I): the Fisher has no
+    sampling error.
     """
     torch.manual_seed(0)
     model = nn.Sequential(*LINEAR_NETS[net]()).double()
@@ -101,7 +101,7 @@ def test_in_deep_linear_nets_the_product_is_the_gauss_newton_block(comm, net):
 
     kfac = trainer(comm, model)
     learn(kfac, (repeated, labels), lambda f, y: F.mse_loss(f, y, reduction="sum") / len(y) / 2)
-    kfac.precondition()  # the weights stay where the Jacobian is taken
+    kfac.precondition()  # keeps the weights for the Jacobian
     found = factors(kfac)
     kfac.detach()
     for name, module in oracles.kfac_modules(model).items():
@@ -117,7 +117,7 @@ def test_in_deep_linear_nets_the_product_is_the_gauss_newton_block(comm, net):
 
 
 class Twice(nn.Module):
-    """One layer called twice, behind and before in-place activations."""
+    """A layer called twice, behind and before in-place activations."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ def test_one_example_needs_no_batch_dimension(comm, layers, shape):
 
 
 def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
-    """Oracle: it takes away what is added to a channel, so the loss does not change with that."""
+    """Oracle: the norm removes any constant added to a channel; hence the loss does not change."""
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 5)]
     kfac = trainer(comm, nn.Sequential(*layers).double(), solver="rank-one", damping=0.5)
@@ -208,7 +208,7 @@ def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
 
 @pytest.mark.parametrize("solver", ["inverse", "rank-one"])
 def test_micro_batches_add_up_to_the_joined_batch(comm, solver):
-    """Oracle: the joined batch in one pass; the loss of each micro-batch is divided by 3."""
+    """Oracle: the joined batch in one pass; the loss of every micro-batch is divided by 3."""
     torch.manual_seed(0)
     x, y = vectors()
     joined, split = Twice().double(), Twice().double()
@@ -274,7 +274,7 @@ class Branches(nn.Module):
 
 
 def test_a_layer_that_takes_no_part_keeps_its_average(comm):
-    """Oracle: the identity before its first part; averages of its own batches alone after that."""
+    """Oracle: the identity before the layer's first batch; later, averages of own batches alone."""
     torch.manual_seed(0)
     model = Branches().double()
     kfac = trainer(comm, model, decay=0.5, kl_clip=None)
@@ -305,7 +305,7 @@ def test_a_step_without_a_training_pass_is_refused(comm):
 
 
 def test_a_skipped_layer_may_be_unused(comm):
-    """Oracle: the step without it; its parameters stay where they are."""
+    """Oracle: the step without the layer; the layer's parameters stay unchanged."""
     torch.manual_seed(0)
     model = Twice().double()
     model.unused = nn.Linear(3, 3).double()
@@ -337,7 +337,9 @@ def test_discarded_parts_leave_no_trace(comm):
     """Oracle: the same step without the part that was discarded or loaded over, to the last bit."""
 
     def stepped(forget=None):
-        kfac = trainer(comm, problem.network().train(), strategy=mpikfac.Strategy(parts=2))
+        kfac = trainer(
+            comm, problem.network().train(), strategy=mpikfac.Strategy().changed(parts=2)
+        )
         state = copy.deepcopy(kfac.state_dict())
         for step in ([] if forget is None else [2]) + [0, 1]:
             kfac.optimizer.zero_grad()
@@ -353,7 +355,7 @@ def test_discarded_parts_leave_no_trace(comm):
 
 
 def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
-    """Oracle: these, after `precondition` and a batch that is discarded."""
+    """Oracle: the statistics after `precondition`, once a later batch is discarded."""
     kfac = trainer(comm, problem.network().train())
     learn(kfac, problem.batch(0))
     kfac.precondition()
@@ -365,13 +367,13 @@ def test_running_statistics_go_back_to_those_after_a_step_of_the_callers(comm):
 
 
 def test_a_batch_that_is_on_its_way_is_not_discarded(comm):
-    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy(overlap=True))
+    kfac = trainer(comm, problem.network(), strategy=mpikfac.Strategy().changed(overlap=True))
     with pytest.raises(ValueError, match="overlap=True a batch is sent as it is made; call step"):
         kfac.discard()
 
 
 def parameters_and_means(model):
-    """All of a model's state but for counts of batches, which are not K-FAC's."""
+    """Return a model's state without counts of batches, which K-FAC does not restore."""
     state = model.state_dict()
     return torch.cat([v.flatten() for name, v in state.items() if "num_batches" not in name])
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 import re
 
-import oracles
-import problem
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,15 +13,16 @@ from torch import nn
 import mpikfac
 from mpikfac.engine.directions import grafted
 from mpikfac.solvers import decompose
+from support import oracles, problem
 
 SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
 
 
 def directions(comm, **settings):
-    """Gradients and directions of the first step, by layer, and the trainer."""
+    """Return gradients and directions of the first step, by layer, and the trainer."""
     model = problem.network()
     choices = problem.SETTINGS | {"kl_clip": None} | settings
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
     images, labels = problem.batch(0)
     F.cross_entropy(model(images), labels).backward()
     names = oracles.kfac_modules(model).items()
@@ -46,7 +45,7 @@ def test_grafting_takes_the_length_of_adams_step(comm):
     """Oracle: torch's Adam without momentum, on the gradients of the same steps."""
     model = problem.network()
     choices = problem.SETTINGS | {"kl_clip": None, "graft": "adam"}
-    kfac = mpikfac.KFAC(model, problem.sgd(model), comm, **choices)
+    kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
     modules = oracles.kfac_modules(model)
     shapes = {name: kfac.plan.shapes[name].gradient for name in modules}
     weights = {name: torch.zeros(shape).double() for name, shape in shapes.items()}
@@ -69,7 +68,7 @@ def test_grafting_takes_the_length_of_adams_step(comm):
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
 @pytest.mark.parametrize("graft", [None, "sgd"])
 def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
-    """Oracle: the norm of all layers' directions by hand; within the bound they stay."""
+    """Oracle: the norm of all layers' directions by hand; directions within the bound stay."""
     _, free, _ = directions(comm, graft=graft)
     _, found, kfac = directions(comm, graft=graft, norm_clip=bound)
     whole = math.sqrt(sum(float(d.square().sum()) for d in free.values()))
@@ -88,7 +87,7 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"graft": "sgd", "kl_clip": None, bound: 0.1, "solver": solver}
-    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    kfac = problem.kfac(model, optimizer, comm, **settings)
     before = model[0].weight.clone()
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
@@ -103,14 +102,14 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_direction_that_is_not_finite_is_not_made_so_by_grafting(bad):
-    """Oracle: NaN is left to those who look for it; 0 would be a step that nobody asked for."""
+    """Oracle: NaN stays visible for the finite check; 0 would be a step nobody asked for."""
     found = grafted(torch.tensor([1.0, bad]), torch.tensor(5.0))
     assert not found.isfinite().all()
 
 
 @pytest.mark.parametrize("graft", ["sgd", "adam"])
 def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, graft):
-    """Oracle: the gradient, at the length that grafting gives: its own, or that of Adam's step."""
+    """Oracle: the gradient, at the grafted length: own length, or the length of Adam's step."""
 
     def failing(factor, damping):
         raise ArithmeticError("on purpose")
@@ -132,22 +131,22 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
             ({"norm_clip": value, "kl_clip": None}, f"norm_clip={value!r} must be")
             for value in (-1, 0, math.nan, math.inf, "0.1")
         ),
-        ({"norm_clip": 1.0}, "kl_clip=0.001 and norm_clip=1.0 both bound the step; make one of"),
+        ({"norm_clip": 1.0}, "kl=0.001 and norm=1.0 both bound the step; make one of"),
         ({"graft": "lamb"}, "graft='lamb' must be one of None, 'sgd', 'adam'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(comm, settings, text):
     model = problem.network()
     with pytest.raises(ValueError, match=re.escape(text)):
-        mpikfac.KFAC(model, problem.sgd(model), comm, **settings)
+        problem.kfac(model, problem.sgd(model), comm, **settings)
 
 
 def test_the_bound_may_be_a_schedule(comm):
-    """Oracle: the norm at each step by hand."""
+    """Oracle: the norm at every step by hand."""
     model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bound = mpikfac.schedule.linear(0.01, 0.001, 3)
-    kfac = mpikfac.KFAC(model, optimizer, comm, kl_clip=None, norm_clip=bound)
+    kfac = problem.kfac(model, optimizer, comm, kl_clip=None, norm_clip=bound)
     for step in range(4):
         problem.run(kfac, comm, [step])
         written = [

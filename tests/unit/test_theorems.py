@@ -1,10 +1,9 @@
-"""What theory says of K-FAC: where it is exact, where it is not, and what it is invariant to."""
+"""Theory of K-FAC: exact cases, approximate cases, and invariances."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import oracles
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import triangles
+from support import oracles, problem
 
 LOSSES = {
     "squared-error": F.mse_loss,
@@ -38,9 +38,9 @@ class Over(nn.Module):
 
 
 def trainer(comm, model, lr=1.0, **settings):
-    """K-FAC all but without damping."""
+    """Return K-FAC with negligible damping."""
     settings = {"damping": 1e-30, "kl_clip": None, "solver": "eigen"} | settings
-    return mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr), comm, **settings)
+    return problem.kfac(model, torch.optim.SGD(model.parameters(), lr), comm, **settings)
 
 
 def factors(kfac):
@@ -48,7 +48,7 @@ def factors(kfac):
 
 
 def recorded(comm, model, x, loss):
-    """Factors of a batch with the exact Fisher."""
+    """Return the factors of a batch with the exact Fisher."""
     kfac = trainer(comm, model, fisher="exact")
     outputs = model(x)
     kfac.record(outputs, loss)
@@ -59,13 +59,13 @@ def recorded(comm, model, x, loss):
 
 
 def products(found):
-    """`G (x) A` of every layer."""
+    """Return `G (x) A` of every layer."""
     names = {name[:-2] for name in found}
     return {name: torch.kron(found[f"{name}.G"], found[f"{name}.A"]) for name in names}
 
 
 def jacobian(outputs, module):
-    """Derivatives of all outputs by a module's matrix `[outputs, elements]`, by autograd."""
+    """Return derivatives of all outputs by a module's matrix `[outputs, elements]`, by autograd."""
     parameters, rows = list(module.parameters()), []
     for output in outputs.reshape(-1):
         gradients = torch.autograd.grad(output, parameters, retain_graph=True)
@@ -74,7 +74,7 @@ def jacobian(outputs, module):
 
 
 def gauss_newton(model, x, loss):
-    """Of every layer, the mean of `J^T H J` over examples, H the Hessian of an example's loss."""
+    """Return every layer's mean of `J^T H J` over examples, H the Hessian of an example's loss."""
     found = dict.fromkeys(oracles.kfac_modules(model), 0)
     for example in x.split(1):
         outputs = model(example)
@@ -87,13 +87,13 @@ def gauss_newton(model, x, loss):
 
 
 def errors(found, blocks):
-    """Relative errors of the products, by layer."""
+    """Return relative errors of the products, by layer."""
     assert found.keys() == blocks.keys()
     return {name: float((found[name] - b).norm() / b.norm()) for name, b in blocks.items()}
 
 
 def assert_exact(found, layers, least=0.05):
-    """Errors of these layers are those of rounding; those of all others are no small matter."""
+    """Check that errors of `layers` are rounding errors and all remaining errors are large."""
     for name, error in found.items():
         assert error < EXACT if name in layers else error > least, (name, error)
 
@@ -106,14 +106,14 @@ def relu_net(bias=True):
 
 
 def decided():
-    """A network whose units are on, or off, for all examples."""
+    """Return a network whose units are on, or off, for all examples."""
     model = relu_net()
     model[0].bias.data = torch.tensor([20.0, -20.0, 20.0, 20.0, -20.0]).double()
     return model
 
 
 def undecided():
-    """A network that gives all classes the same probability."""
+    """Return a network that gives all classes the same probability."""
     model = relu_net()
     nn.init.zeros_(model[2].weight)
     nn.init.zeros_(model[2].bias)
@@ -125,7 +125,7 @@ def inputs():
 
 
 def opposite():
-    """Inputs that differ in sign and nothing else."""
+    """Return inputs that differ only in sign."""
     signs = torch.tensor([1.0, -1, -1, 1, 1])
     return (signs[:, None] * torch.randn(4)).double()
 
@@ -142,7 +142,7 @@ NETWORKS = {  # the model, its inputs, the loss, and layers where the product is
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_product_is_exact_where_one_of_its_sides_is_the_same_for_all_examples(comm, name):
-    """Oracle: the mean of J^T H J by autograd. Elsewhere it is not: that is the approximation."""
+    """Oracle: the mean of J^T H J by autograd. In all remaining layers the product approximates."""
     make, of, loss, layers = NETWORKS[name]
     model, x = make(), of()
     blocks = gauss_newton(model, x, lambda f: LOSSES[loss](f, torch.zeros_like(f)))
@@ -203,7 +203,7 @@ SHARED = {  # a linear network, an example's input, and layers where "expand", "
         (2, 2, 3),
         ({"0", "1"}, set()),
     ),
-    "each pixel has a loss of several pixels": (  # a weight is used several times for it
+    "each pixel has a loss of several pixels": (  # a pixel uses a weight several times
         lambda: [nn.Conv2d(2, 3, 2), nn.Conv2d(3, 2, 2)],
         (2, 4, 4),
         ({"1"}, set()),
@@ -218,7 +218,7 @@ SHARED = {  # a linear network, an example's input, and layers where "expand", "
         (5, 4),
         (set(), {"0", "1"}),
     ),
-    "the loss of a mean of pixels": (  # each position of both has the same gradient
+    "the loss of a mean of pixels": (  # all positions of both layers have the same gradient
         lambda: [
             *(circular(2, 3), circular(3, 4), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
             nn.Linear(4, 2),
@@ -226,7 +226,7 @@ SHARED = {  # a linear network, an example's input, and layers where "expand", "
         (2, 3, 4),
         ({"4"}, {"0", "1", "4"}),
     ),
-    "the loss of a mean of pixels, with margins": (  # which fewer pixels of the second one see
+    "the loss of a mean of pixels, with margins": (  # fewer pixels of the second layer see margins
         lambda: [
             *(nn.Conv2d(2, 3, 2), nn.Conv2d(3, 4, 2), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
             nn.Linear(4, 2),
@@ -242,9 +242,9 @@ SHARED = {  # a linear network, an example's input, and layers where "expand", "
 def test_each_way_to_share_is_exact_in_its_setting_and_not_in_the_others(comm, name, side):
     """Oracle: the mean of J^T J over examples by autograd, for half the squared error.
 
-    Each example comes once for each of its n outputs, its labels off by sqrt(n) times the rows of
-    an orthogonal matrix: their second moments are those of the model's own N(f(x), I), whatever the
-    positions, so the Fisher has no sampling error.
+    Every example comes once for every output of the n outputs, with labels off by sqrt(n) times the
+    rows of an orthogonal matrix. The labels' second moments are the second moments of the model's
+    own N(f(x), I), for any positions: the Fisher has no sampling error.
     """
     make, shape, layers = SHARED[name]
     model, x = nn.Sequential(*make()).double(), torch.randn(4, *shape).double()
@@ -259,7 +259,7 @@ def test_each_way_to_share_is_exact_in_its_setting_and_not_in_the_others(comm, n
     outputs = model(repeated)
     noise = n**0.5 * rotation.repeat(len(x), 1).view_as(outputs)
     ((outputs - outputs.detach() - noise).square().sum() / len(repeated) / 2).backward()
-    kfac.precondition()  # the weights stay where the Jacobian is taken
+    kfac.precondition()  # keeps the weights for the Jacobian
     kfac.detach()
     blocks = gauss_newton(model, x, lambda f: f.square().sum() / 2)
     assert_exact(errors(products(factors(kfac)), blocks), layers[side])
@@ -268,7 +268,7 @@ def test_each_way_to_share_is_exact_in_its_setting_and_not_in_the_others(comm, n
 # -- steps of Newton's method --------------------------------------------------------------------
 
 
-REGRESSIONS = {  # what is linear in its parameters, and 30 inputs
+REGRESSIONS = {  # models linear in the parameters, and 30 inputs
     "rows": (lambda: [nn.Linear(4, 3)], (4,)),
     "rows, no bias": (lambda: [nn.Linear(4, 3, bias=False)], (4,)),
     "groups": (lambda: [nn.Conv1d(4, 6, 2, groups=2), nn.Flatten()], (4, 2)),
@@ -321,7 +321,7 @@ def test_one_step_of_a_linear_regression_reaches_its_least_squares(comm, name, s
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
 
 
-# -- what a step does not depend on [Martens & Grosse 2015] ---------------------------------------
+# -- invariances of a step [Martens & Grosse 2015] ------------------------------------------------
 
 
 class Affine(nn.Module):
@@ -340,7 +340,7 @@ WIDTHS = 3, 4, 4, 2
 
 
 def reparametrised(model, before, after):
-    """The same function, its layers between affine maps: other inputs, outputs and weights."""
+    """Return the same function with layers between affine maps: inputs, outputs, weights differ."""
     between = []
     for linear, (omega, move), (phi, shift) in zip(model[::2], before, after):
         inner = nn.Linear(linear.in_features, linear.out_features).double()
@@ -360,13 +360,13 @@ def network():
 
 
 def affine(width):
-    """A well-conditioned matrix and a shift."""
+    """Return a well-conditioned matrix and a shift."""
     matrix = torch.eye(width) + 0.3 * torch.randn(width, width)
     return matrix.double(), 0.5 * torch.randn(width).double()
 
 
 def function_after(make_step, model):
-    """Outputs for other inputs after three steps."""
+    """Return outputs for further inputs after three steps."""
     generator = torch.Generator().manual_seed(1)
     x, other = torch.randn(2, 40, WIDTHS[0], generator=generator).double()
     y = torch.randn(40, WIDTHS[-1], generator=generator).double()
@@ -381,9 +381,9 @@ def function_after(make_step, model):
 @pytest.mark.parametrize("kl_clip", [None, 0.01])
 @pytest.mark.parametrize("solver", ["eigen", "inverse", "unsplit-inverse"])
 def test_without_damping_a_step_is_the_same_in_all_affine_coordinates(comm, solver, kl_clip):
-    """Oracle: the function of the network without maps between its layers, after its steps.
+    """Oracle: the function of the network without maps between layers, after the same steps.
 
-    Plain SGD's, and K-FAC's with damping, depend on coordinates.
+    Steps of plain SGD, and of K-FAC with damping, depend on coordinates.
     """
 
     def stepping(damping):

@@ -1,4 +1,4 @@
-"""Two ranks in a row: (0, 0) and (0, 1), whose times are written down here."""
+"""Two ranks in a row: (0, 0) and (0, 1), with given times."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from mpikfac import Event
 from mpikfac.timeline import Recorded, chrome_trace, self_seconds, stage_means, stage_table, waiting
 
-# Rank 0's backward pass ends early, so that it waits 2 s for rank 1 in the sum, and rank 1 waits
-# for it later; a thread beside the training sends while both go backward: rank 0 alone the rest of
-# what was under way when the recording started. Children come first.
+# Rank 0's backward pass ends early, so that rank 0 waits 2 s for rank 1 in the sum; rank 1
+# waits for rank 0 later. A thread sends during both backward passes. Rank 0's thread also sends
+# the rest of a message that was under way at the start of the recording. Children come first.
 RANK0 = [
     Event("forward", 0.0, 2.0),
     Event("statistics", 3.0, 4.0, depth=1),
@@ -43,7 +43,7 @@ def test_time_inside_a_stage_is_counted_once():
 
 
 def test_a_rank_waits_until_the_last_member_has_come():
-    """Oracle: by hand, collective by collective; not of the thread, whose messages do not pair."""
+    """Oracle: by hand, collective by collective; without the thread, whose messages do not pair."""
     assert waiting([RANK0, RANK1], columns=2) == [
         [0, 0, 0, 0, 0, 0, 2.0, 0],
         [0, 0, 0, 0, 0, 0, 0.5],
@@ -61,7 +61,7 @@ def test_ranks_wait_for_members_of_their_own_column_and_row():
 
 
 def test_ranks_wait_for_members_of_their_own_node_and_place():
-    """Oracle: by hand: two nodes of two ranks; ranks 0 and 2, 1 and 3 have one place in them."""
+    """Oracle: by hand: two nodes of two ranks; ranks 0 and 2, and 1 and 3, have equal places."""
     starts = [0.0, 1.0, 2.0, 4.0]
     inside = [f"world in node {rank // 2}" for rank in range(4)]
     across = [f"world between nodes {rank % 2}" for rank in range(4)]
@@ -84,7 +84,7 @@ def test_clocks_are_set_by_their_offsets():
 
 
 def test_means_add_up_to_the_step():
-    """Oracle: by hand, over two steps that are the same."""
+    """Oracle: by hand, over two equal steps."""
     twice = [
         Recorded({7: (0.0, 10.5), 8: (20.0, 30.5)}, [*rank.events, *rank.later(20.0).events])
         for rank in RANKS
@@ -119,7 +119,7 @@ def test_the_table_shows_shares_without_waiting():
 
 
 def test_the_picture_is_json_whose_slices_nest():
-    """Oracle: the trace format's rules for slices, and the events with waiting in them."""
+    """Oracle: the trace format's rules for slices, and the events with waiting."""
     picture = json.loads(json.dumps(chrome_trace(RANKS, columns=2)))
     slices = [event for event in picture["traceEvents"] if event["ph"] == "X"]
     labels = [event for event in picture["traceEvents"] if event["ph"] == "M"]

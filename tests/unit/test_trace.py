@@ -10,7 +10,7 @@ import mpikfac
 
 
 class FakeGpu:
-    """A stream that runs one queued item at a time, when told to; its clock counts milliseconds."""
+    """A stream that runs a single queued item on demand; the stream's clock counts milliseconds."""
 
     def __init__(self) -> None:
         self.clock, self.queue, self.waits = 0.0, [], 0
@@ -27,7 +27,7 @@ class FakeGpu:
                 item.time = self.clock
 
     def event(self, enable_timing: bool) -> FakeEvent:
-        assert enable_timing  # events that do not ask for it have no time
+        assert enable_timing  # events without timing have no time
         return FakeEvent(self)
 
 
@@ -69,9 +69,9 @@ def test_a_stage_adds_up_its_time_and_calls():
 
 
 def test_on_a_gpu_a_stage_is_what_its_stream_takes(gpu):
-    """Oracle: a stream whose times are known; the host waits for it only when `seconds` is read."""
+    """Oracle: a stream with known times; the host waits for the stream only to read `seconds`."""
     trace = mpikfac.Trace()
-    gpu.launch(500.0)  # what a stage finds on the stream is not its own
+    gpu.launch(500.0)  # earlier work on the stream does not count for the stage
     for name, milliseconds in (("decompose", 30.0), ("clip", 2.0), ("decompose", 10.0)):
         with trace.stage(name):
             gpu.launch(milliseconds)
@@ -109,7 +109,7 @@ def test_clear_forgets_what_still_runs(gpu):
 def test_a_stage_that_only_launches_takes_the_gpus_time():
     """Oracle: the host's clock over the same work, between two synchronisations."""
     trace, matrix = mpikfac.Trace(), torch.randn(4096, 4096, device="cuda")
-    matrix @ matrix  # loads what the first product needs
+    matrix @ matrix  # loads the kernels of the first product
     torch.cuda.synchronize()
     start = time.perf_counter()
     with trace.stage("decompose"):
@@ -155,7 +155,7 @@ def test_current_is_the_innermost_stage():
 
 
 def test_events_are_kept_while_recording_is_on():
-    """Oracle: the stages as written, in the order of their ends, and the clock around them."""
+    """Oracle: the stages as written, in the order of the ends, within the clock's readings."""
     trace = mpikfac.Trace()
     with trace.stage("optimizer"):
         pass
@@ -182,7 +182,7 @@ def test_events_are_kept_while_recording_is_on():
 
 
 def test_a_thread_beside_the_training_nests_its_own_stages():
-    """Oracle: the nesting of each thread as written; what the training does is `current`."""
+    """Oracle: every thread's nesting as written; `current` is the training's stage."""
     trace = mpikfac.Trace(events=True)
     inside, outside = threading.Event(), threading.Event()
 
@@ -228,7 +228,7 @@ def test_stages_of_many_threads_all_count():
 
 
 def test_events_on_a_gpu_lie_where_its_stream_comes_to_them(gpu, monkeypatch):
-    """Oracle: a stream whose times are known, and a host whose clock shows 100 s all the time."""
+    """Oracle: a stream with known times, and a host whose clock always shows 100 s."""
     monkeypatch.setattr(time, "perf_counter", lambda: 100.0)
     trace = mpikfac.Trace()
     trace.record(True)

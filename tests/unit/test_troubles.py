@@ -12,7 +12,7 @@ from mpikfac.numerics import all_finite, not_finite
 
 
 def test_troubles_are_counted_and_told_once_in_a_row(caplog):
-    """Oracle: two streaks of 'a', one of 'b', as one line each."""
+    """Oracle: two streaks of 'a' and a streak of 'b', as one line per streak."""
     troubles = Troubles(rank=3)
     for step, names in enumerate([["a"], ["a", "b"], [], ["a", "b"]]):
         troubles.note("gradient", names, step, "left out")
@@ -25,7 +25,7 @@ def test_troubles_are_counted_and_told_once_in_a_row(caplog):
 
 
 def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
-    """Oracle: the number of times that is tolerated, by kind and name."""
+    """Oracle: the tolerated number of times, by kind and name."""
     troubles = Troubles(rank=0)
     for step in range(TOLERATED):
         troubles.note("gradient", ["a"], step, "")
@@ -37,7 +37,7 @@ def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
 
 
 def test_a_streak_outlasts_what_was_tried_in_between():
-    """Oracle: by hand: "b" is tried at other steps than "a", and works at the last but one."""
+    """Oracle: by hand: "b" is tried at other steps than "a", and works at the last step but one."""
     troubles = Troubles(rank=0)
     for step in range(TOLERATED):
         troubles.note("decomposition", ["a"], step, "", tried=["a", "c"])

@@ -1,4 +1,4 @@
-"""Which messages are merged, what is decomposed everywhere, and which strategy is chosen."""
+"""Merged messages, factors decomposed everywhere, and the chosen strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOB = Job("net", 32, factor_every=1, basis_every=10)
 
 
 def end(groups, seconds, ready, latency):
-    """When all messages are through, if layers are sent in these groups."""
+    """Return the end of all messages, if layers are sent in the given groups."""
     line, first = 0.0, len(seconds)
     for count in reversed(groups):
         first -= count
@@ -38,8 +38,8 @@ def end(groups, seconds, ready, latency):
     ("seconds", "ready", "groups"),
     [
         ([2, 2, 2], [30, 20, 10], (1, 1, 1)),  # the line is free whenever a layer is ready
-        ([9, 9, 30], [12, 11, 10], (3,)),  # the others are there within the latency of 1.5
-        ([9, 9, 30], [20, 15, 10], (2, 1)),  # both are there while the last one is sent
+        ([9, 9, 30], [12, 11, 10], (3,)),  # the earlier layers are ready within the latency of 1.5
+        ([9, 9, 30], [20, 15, 10], (2, 1)),  # both layers are ready during the last layer's message
         ([9], [10], (1,)),
     ],
 )
@@ -79,7 +79,7 @@ def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
     slow = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
     assert tuning.replicated_below(strategy, LAYERS, 4, slow, "inverse") == 513
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
-    assert found == dataclasses.replace(strategy, replicate_below=512)
+    assert found == strategy.changed(replicate_below=512)
 
 
 def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
@@ -99,16 +99,16 @@ def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
 
 def test_overlapped_messages_are_merged_for_the_machine():
     """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
-    strategy = Strategy(4, overlap=True, fusion=1)
+    strategy = Strategy(4).changed(overlap=True, fusion=1)
     found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
-    assert sum(found.fusion) == len(LAYERS)
+    assert sum(found.transport.fusion) == len(LAYERS)
     hopeless = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
-    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").fusion == (4,)
+    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").transport.fusion == (4,)
     assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, "inverse") == Strategy(4)
 
 
 def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
-    """Oracle: predictions of all that train as one process does."""
+    """Oracle: predictions of all strategies that train like a single process."""
     name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, "inverse")
     found = mpikfac.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
     others = ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late")

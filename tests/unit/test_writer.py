@@ -43,7 +43,7 @@ def test_what_is_stored_is_what_was_there_at_the_call(writer, device) -> None:
 
 
 def test_a_pending_checkpoint_is_not_there_yet(writer, monkeypatch) -> None:
-    """Oracle: no name points to it until its bytes are synced and it is committed."""
+    """Oracle: no name points to the checkpoint until its bytes are synced and `commit` returns."""
     may_sync, fsync = threading.Event(), os.fsync
 
     def slow(descriptor: int) -> None:
@@ -75,7 +75,7 @@ def test_the_next_begin_commits_what_is_pending(writer) -> None:
 
 
 def test_older_checkpoints_are_deleted_once_the_new_one_is_there(comm, tmp_path) -> None:
-    """Oracle: the newest two; the thread deletes before it writes."""
+    """Oracle: the newest two; the thread deletes before writing."""
     writer = CheckpointWriter(comm, tmp_path, keep=2)
     for step in range(5):
         writer.begin({"x": step}, step)
@@ -88,7 +88,7 @@ def test_older_checkpoints_are_deleted_once_the_new_one_is_there(comm, tmp_path)
 
 
 def test_a_failed_write_is_raised_by_commit_or_by_the_next_begin(writer, monkeypatch) -> None:
-    """Oracle: the first checkpoint; nothing is left of the failed ones; the next one works."""
+    """Oracle: the first checkpoint; nothing is left of failed checkpoints; the next save works."""
     good = mpikfac.save_checkpoint(writer.comm, writer.root, {"x": 1}, 1)
 
     def full(descriptor: int) -> None:
@@ -109,7 +109,7 @@ def test_a_failed_write_is_raised_by_commit_or_by_the_next_begin(writer, monkeyp
 
 
 def test_memory_is_used_again(writer) -> None:
-    """Oracle: the copies' addresses; a tensor of another shape gets a new one."""
+    """Oracle: the copies' addresses; a tensor of another shape gets a new address."""
     items = {"x": torch.ones(1000), "y": torch.ones(10)}
     writer.begin(items, 1)
     first = {name: copy.data_ptr() for name, copy in writer._copies.items()}

@@ -1,4 +1,4 @@
-"""Convolutions of all kinds as matrices."""
+"""Describe convolutions of all kinds as matrices."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Second moments of a convolution's patches as autocorrelations, without the patches.
+"""Compute second moments of a convolution's patches as autocorrelations, without the patches.
 
-The workhorse is the kernel that computes a convolution's weight gradient: it sums products of one
-image's pixels with another's at every offset of a kernel. On a CPU it runs near the rate of large
-matrix products, on channels-last images without a copy.
+The workhorse is the kernel that computes a convolution's weight gradient: the kernel sums products
+of two images' pixels at every offset. On a CPU the kernel runs near the rate of large matrix
+products, on channels-last images without a copy.
 
-Images are two-dimensional. Channels come in `groups`, and c is the number of channels in one:
-products are of channels in one group.
+Images are two-dimensional. Channels come in `groups` of c channels, and are multiplied only within
+a group.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikfac.layers.convolution.window import Window
 
 
 def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
-    """`sum(x x^T)` `[groups, c, c]` over pixels of `x` `[batch, channels, height, width]`."""
+    """Return `sum(x x^T)` `[groups, c, c]` over pixels; `x` `[batch, channels, height, width]`."""
     channels, pixels = x.shape[1] // groups, x.shape[2] * x.shape[3]
     if groups > 1 and channels == 1:
         return x.square().sum((0, 2, 3)).view(groups, 1, 1)
@@ -40,30 +40,31 @@ def pixel_sum(x: Tensor, groups: int = 1) -> Tensor:
 
 
 def by_correlation(x: Tensor, window: Window, groups: int = 1) -> Tensor:
-    """`sum(a a^T)` `[groups, inputs, inputs]` of a stride-1 convolution, by autocorrelations.
+    """Return `sum(a a^T)` `[groups, inputs, inputs]` of a stride-1 convolution.
 
-    Two patch elements at offsets o and o' multiply to the autocorrelation of `x` at o' - o, summed
-    over output positions. Summed over *all* positions at which a patch touches `x`, it depends on
-    o' - o only. The positions around the layer's output are subtracted: their patches see little
-    of `x`, a thin strip along each side if the layer is padded.
+    Products of two patch elements at offsets o and o', summed over output positions, are the
+    autocorrelation of `x` at o' - o. If the sum is over *all* positions at which a patch touches
+    `x`, the sum depends on o' - o only. The positions around the layer's output are subtracted:
+    patches around the output see little of `x`, a thin strip along each side if the layer is
+    padded.
     """
     total = _sum_inside(channels_last(x), window, groups, (0, 1))
     return total.permute(4, 5, 0, 1, 6, 2, 3).flatten(4).flatten(1, 3)
 
 
 def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -> Tensor:
-    """`sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
+    """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over the output positions in `dims`.
 
-    In the other dimension all positions count at which a patch touches `x`.
+    In a dimension not in `dims`, all positions count at which a patch touches `x`.
     """
     if not dims:
         return _sum_everywhere(x, window, groups)
-    dim, *others = dims
-    total = _sum_inside(x, window, groups, tuple(others))
+    dim, *rest = dims
+    total = _sum_inside(x, window, groups, tuple(rest))
     for side in (0, 1):
         if window.padding[dim][side] < window.reach[dim]:
             strip, strip_window, taps = _strip(x, window, groups, dim, side)
-            outside = _sum_inside(strip, strip_window, groups, tuple(others))
+            outside = _sum_inside(strip, strip_window, groups, tuple(rest))
             block = total[taps, :, taps] if dim == 0 else total[:, taps, :, taps]
             block -= _taps_from_channels(outside, dim, block.shape)
     return total
@@ -72,13 +73,14 @@ def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -
 def _strip(
     x: Tensor, window: Window, groups: int, dim: int, side: int
 ) -> tuple[Tensor, Window, slice]:
-    """The image that patches before or after the output positions of a dimension see.
+    """Return the strip of `x` seen by patches before or after the output positions of a dimension.
 
-    So far out, the `hidden` taps nearest the output see zeros of the padding only; the others
-    become channels of the image, of which each pixel is one position in `dim`.
+    Outside of the output, the `hidden` taps nearest the output see only zeros of the padding. The
+    remaining taps become channels of the strip, and a pixel of the strip is a position in `dim`.
 
     Returns:
-        The image `[batch, groups * taps * c, ...]`, turned if `dim` is 1, its window, and the taps.
+        The strip `[batch, groups * taps * c, ...]`, transposed if `dim` is 1; the strip's window;
+        the remaining taps.
     """
     pad, dilation = window.padding[dim][side], window.dilation[dim]
     thickness = window.reach[dim] - pad
@@ -95,14 +97,14 @@ def _strip(
     kernel, padding = list(window.kernel), list(window.padding)
     kernel[dim], padding[dim] = 1, (0, 0)
     shape = Window(kernel, window.stride, padding, window.dilation)
-    if dim == 1:  # turned to lie along rows, as the weight-gradient kernel likes it
+    if dim == 1:  # transposed to lie along rows: the weight-gradient kernel is faster along rows
         strip = strip.transpose(2, 3)
         shape = Window(kernel[::-1], window.stride, padding[::-1], window.dilation[::-1])
     return channels_last(strip), shape, taps
 
 
 def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """The sum over a strip with its taps in `dim` as such again, not as channels."""
+    """Return the sum over a strip with taps of `dim` moved from channels back to the kernel."""
     kernel, groups, channels = shape[:2], shape[4], shape[-1]
     taps, length = kernel[dim], kernel[1 - dim]
     total = total.view(length, length, groups, taps, channels, taps, channels)
@@ -110,9 +112,10 @@ def _taps_from_channels(total: Tensor, dim: int, shape: torch.Size) -> Tensor:
 
 
 def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
-    """`sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over all positions whose patches touch `x`.
+    """Return `sum(a a^T)` `[kh, kw, kh, kw, groups, c, c]` over all positions that touch `x`.
 
-    For pairs of offsets it is the autocorrelation at their difference: a block Toeplitz matrix.
+    A position touches `x` if the patch does. The sum for a pair of offsets is the autocorrelation
+    at the offsets' difference: a block Toeplitz matrix.
     """
     kh, kw = window.kernel
     if kh == kw == 1:
@@ -121,12 +124,12 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     whole = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
     by_difference = whole.permute(3, 4, 0, 1, 2).flatten(0, 1)
     pairs = by_difference.index_select(0, _differences(kh, kw, x.device))
-    return pairs.unflatten(0, (kh, kw, kh, kw))
+    return pairs.view(kh, kw, kh, kw, *pairs.shape[1:])
 
 
 @cache
 def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
-    """For all pairs of offsets `[kh * kw * kh * kw]`: the number of their difference."""
+    """Return the index of the offsets' difference, for all pairs of offsets, `[(kh * kw)**2]`."""
     rows, columns = torch.arange(kh, device=device), torch.arange(kw, device=device)
     down = (rows - rows[:, None])[:, None, :, None] + kh - 1
     right = (columns - columns[:, None])[None, :, None, :] + kw - 1
@@ -134,39 +137,39 @@ def _differences(kh: int, kw: int, device: torch.device) -> Tensor:
 
 
 def _autocorrelation(x: Tensor, window: Window, groups: int) -> Tensor:
-    """`sum_u x[c, u] x[d, u + delta]` as `[groups, c, d, kh, 2 kw - 1]` for row differences >= 0.
+    """Return `sum_u x[c, u] x[d, u + delta]` `[groups, c, d, kh, 2 kw - 1]`, row differences >= 0.
 
-    One call of the weight-gradient kernel with `x` in both roles; negative row differences follow
-    by symmetry.
+    The sum is a single call of the weight-gradient kernel with `x` in both roles; negative row
+    differences follow by symmetry.
     """
-    (kh, kw), (below, beside) = window.kernel, window.reach
+    (kh, kw), (below, right) = window.kernel, window.reach
     lower = torch.cat([x, torch.zeros_like(x[:, :, :below])], 2) if below else x
     kernel = kh, 2 * kw - 1
-    return _correlate(lower, x, kernel, groups, padding=(0, beside), dilation=window.dilation)
+    return _correlate(lower, x, kernel, groups, padding=(0, right), dilation=window.dilation)
 
 
 def _correlate(
     x: Tensor, y: Tensor, kernel: tuple[int, int], groups: int, **geometry: Sequence[int]
 ) -> Tensor:
-    """`sum_u y[c, u] x[d, u + delta]` `[groups, c, d, *kernel]`: a layer's weight gradient."""
+    """Return `sum_u y[c, u] x[d, u + delta]` `[groups, c, d, *kernel]`: a weight gradient."""
     channels = x.shape[1] // groups
     total = conv2d_weight(x, (y.shape[1], channels, *kernel), y, groups=groups, **geometry)
-    total = total.unflatten(0, (groups, channels))
-    return total.float() if total.dtype == torch.bfloat16 else total
+    by_group: Tensor = total.unflatten(0, (groups, channels))
+    return by_group.float() if by_group.dtype == torch.bfloat16 else by_group
 
 
-# -- what to use when ----------------------------------------------------------------------------
+# -- choice of the faster way --------------------------------------------------------------------
 
 
 def can_correlate(x: Tensor, window: Window) -> bool:
-    """Whether `by_correlation` applies: stride 1, padding and `x` as the kernel's reach asks."""
+    """Return whether `by_correlation` applies: stride 1, padding <= window's reach < size."""
     return tuple(window.stride) == (1, 1) and all(
         max(window.padding[dim]) <= window.reach[dim] < x.shape[2 + dim] for dim in (0, 1)
     )
 
 
 def worth_correlating(x: Tensor, window: Window) -> bool:
-    """Whether `by_correlation` takes well under the work of the copy of all patches.
+    """Return whether `by_correlation` takes well under the work of copying all patches.
 
     Work is in products per example and pair of channels; the rule is fitted to times on CPU cores.
     """
@@ -174,18 +177,18 @@ def worth_correlating(x: Tensor, window: Window) -> bool:
     frame_h, frame_w = 2 * reach_h - sum(window.padding[0]), 2 * reach_w - sum(window.padding[1])
     seen_h, seen_w = frame_h / 2 / window.dilation[0], frame_w / 2 / window.dilation[1]
     shifts = kh * (2 * kw - 1) * (height + reach_h) * width
-    around = seen_h**2 * (2 * kw - 1) * frame_h * width
-    beside = seen_w**2 * kh * frame_w * height
-    spreading = 200 * (kh * kw) ** 2 / len(x)  # writes the matrix once, whatever the batch
+    above_below = seen_h**2 * (2 * kw - 1) * frame_h * width
+    left_right = seen_w**2 * kh * frame_w * height
+    spreading = 200 * (kh * kw) ** 2 / len(x)  # writes the matrix once, for any batch size
     patches = (kh * kw) ** 2 * (height + reach_h - frame_h) * (width + reach_w - frame_w)
-    return x.shape[1] > 2 and shifts + around + beside + spreading < 0.55 * patches
+    return x.shape[1] > 2 and shifts + above_below + left_right + spreading < 0.55 * patches
 
 
 def _in_kernel(x: Tensor) -> bool:
-    """Whether the weight-gradient kernel outruns matrix products: oneDNN's does."""
+    """Return whether the weight-gradient kernel is faster than matrix products: oneDNN's is."""
     return x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16)
 
 
 def channels_last(x: Tensor) -> Tensor:
-    """`x`, in the order of elements that the weight-gradient kernel takes without a copy."""
+    """Return `x` in the order of elements that the weight-gradient kernel takes without a copy."""
     return x.contiguous(memory_format=torch.channels_last) if _in_kernel(x) else x

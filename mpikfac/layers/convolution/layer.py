@@ -1,4 +1,4 @@
-"""Convolutions as matrices: inputs are patches, positions output pixels."""
+"""Describe convolutions as matrices: inputs are patches, positions are output pixels."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from mpikfac.plan import LayerShape
 
 
 class ConvLayer(Layer):
-    """A convolution in one, two or three dimensions, of one group or several, or transposed.
+    """Cover a convolution in 1, 2 or 3 dimensions, with any number of groups, also transposed.
 
-    A transposed one is a convolution of its input with zeros in between, so positions are output
-    pixels here, too.
+    A transposed convolution is a convolution of the input with zeros between pixels, so positions
+    are output pixels, too.
     """
 
     spatial = True
@@ -35,7 +35,8 @@ class ConvLayer(Layer):
         self.transposed = module.transposed
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
-            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding))  # survives cuts
+            # Large enough to keep a pixel after the cut by the padding.
+            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding))
             _, self._window = self._spread(module, image, module.output_padding)
         else:
             zeros = ((0, 0),) * len(module.kernel_size) if self._around else _padding(module)
@@ -43,7 +44,7 @@ class ConvLayer(Layer):
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:
-        """Orders of each group's factors."""
+        """Return the shape with the orders of a group's factors."""
         module, groups = self.module, self.module.groups
         outputs = module.out_channels // groups
         if self.bias_alone:
@@ -52,47 +53,47 @@ class ConvLayer(Layer):
         return LayerShape(self.name, fan_in + self.bias, outputs, groups)
 
     def prepared(self, x: Tensor, g: Tensor) -> Tensor:
-        """The image that patches are taken from, but for zeros around it."""
+        """Return the image that patches are taken from, without a border of zeros."""
         if self.transposed:
-            return self._spread(self.module, x, self._beyond(x, g))[0]
+            return self._spread(self.module, x, self._output_padding(x, g))[0]
         ends = [end for both in reversed(self._around) for end in both]
         return F.pad(x, ends, mode=self.module.padding_mode) if ends else x
 
     def input_sum(self, x: Tensor) -> Tensor:
-        """`sum(a a^T)` over all patches, in the order of the weight's elements."""
+        """Return `sum(a a^T)` over all patches, in the order of the weight's elements."""
         rest = (self.bias, self.rounded_to, self.shape.groups)
         return input_sum(x, self._window, *rest)
 
     def output_sum(self, g: Tensor) -> Tensor:
-        """`sum(g g^T)` over all output pixels."""
+        """Return `sum(g g^T)` over all output pixels."""
         return output_sum(g, self.shape.groups)
 
     def input_vector(self, x: Tensor) -> Tensor:
-        """`sum(a)` over all patches, in the order of the weight's elements."""
+        """Return `sum(a)` over all patches, in the order of the weight's elements."""
         return input_vector(x, self._window, self.bias, self.shape.groups)
 
     def output_vector(self, g: Tensor) -> Tensor:
-        """`sum(g)` over all output pixels."""
+        """Return `sum(g)` over all output pixels."""
         return output_vector(g, self.shape.groups)
 
     def input_means(self, x: Tensor) -> Tensor:
-        """Of each example, the mean patch."""
+        """Return every example's mean patch."""
         return input_means(x, self._window, self.bias, self.shape.groups)
 
     def output_totals(self, g: Tensor) -> Tensor:
-        """Of each example, the sum of `g` over output pixels."""
+        """Return every example's sum of `g` over output pixels."""
         totals = g.flatten(2).sum(2)
         groups = self.shape.groups
         return totals if groups == 1 else totals.view(len(g), groups, -1)
 
     def pairs(self, x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Patches, and gradients of the pixels that are made of them."""
+        """Return patches, and the gradients of the output pixels made from the patches."""
         groups, pixels = self.shape.groups, g.flatten(2)
-        if self.transposed:  # the image that patches are taken from is turned over
+        if self.transposed:  # the image that patches are taken from is flipped
             pixels = pixels.flip(2)
         if self.bias_alone:
             return pixels.new_ones(len(g), pixels.shape[2], 1), pixels.mT
-        # With positions last, and pixels of a channel one after the other, the copy is a fast one.
+        # With positions last, and a channel's pixels in a row, the copy is fast.
         n = x.dim() - 2
         views = patches(x.contiguous(), self._window)
         views = views.permute(0, *range(n + 1, 2 * n + 2), *range(1, n + 1))
@@ -103,13 +104,14 @@ class ConvLayer(Layer):
         return a.mT, pixels.mT
 
     def arranged(self, parameter: Tensor) -> Tensor:
-        """Weight or bias; a transposed convolution's weight has inputs before outputs."""
+        """Return weight or bias; for a transposed convolution's weight, outputs before inputs."""
         if not self.transposed or parameter.dim() == 1:
             return parameter
-        return parameter.unflatten(0, (self.shape.groups, -1)).transpose(1, 2)
+        by_group: Tensor = parameter.unflatten(0, (self.shape.groups, -1))
+        return by_group.transpose(1, 2)
 
-    def _beyond(self, x: Tensor, g: Tensor) -> list[int]:
-        """The `output_padding` of a call, which may have been asked for a size instead."""
+    def _output_padding(self, x: Tensor, g: Tensor) -> list[int]:
+        """Return a call's `output_padding`, from sizes: a call may pass `output_size` instead."""
         cuts = [int(cut) for cut in self.module.padding]
         each = zip(x.shape[2:], self.module.stride, cuts, self._window.reach)
         least = [(n - 1) * stride - 2 * cut + reach + 1 for n, stride, cut, reach in each]
@@ -124,7 +126,7 @@ class ConvLayer(Layer):
 
 
 def _padding(module: nn.modules.conv._ConvNd) -> tuple[tuple[int, int], ...]:
-    """Elements before and after each dimension; "same" puts an odd one after."""
+    """Return the padding before and after each dimension; "same" puts an odd element after."""
     if module.padding == "valid":
         return ((0, 0),) * len(module.kernel_size)
     if isinstance(module.padding, str):

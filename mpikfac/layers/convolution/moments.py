@@ -1,8 +1,8 @@
-"""Moments of a convolution's inputs and outputs, over positions and examples.
+"""Compute moments of a convolution's inputs and outputs, over positions and examples.
 
-Images have one, two or three dimensions. With `groups`, channels are multiplied only with those of
-their own group, which has a weight and moments of its own: results are `[groups, ...]` then. Inputs
-are ordered as a convolution's weight is: channel, then kernel.
+Images have 1, 2 or 3 dimensions. With `groups`, channels are multiplied only within a group. Every
+group has its own weight and moments, and results are `[groups, ...]`. Inputs are ordered as in a
+convolution's weight: channel, then kernel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikfac.numerics import product, with_bias, with_count
 
 
 def output_sum(g: Tensor, groups: int = 1) -> Tensor:
-    """`sum(g g^T)` `[channels, channels]` over pixels of `g` `[batch, channels, *size]`.
+    """Return `sum(g g^T)` `[channels, channels]` over pixels of `g` `[batch, channels, *size]`.
 
     By group, `[groups, channels / groups, channels / groups]`.
     """
@@ -31,7 +31,7 @@ def output_sum(g: Tensor, groups: int = 1) -> Tensor:
 
 
 def output_vector(g: Tensor, groups: int = 1) -> Tensor:
-    """`sum(g)` `[channels]` over pixels; by group, `[groups, channels / groups]`."""
+    """Return `sum(g)` `[channels]` over pixels; by group, `[groups, channels / groups]`."""
     return _by_group(g.sum((0, *range(2, g.dim()))), groups)
 
 
@@ -42,13 +42,13 @@ def input_sum(
     rounded_to: torch.dtype | None = None,
     groups: int = 1,
 ) -> Tensor:
-    """`sum(a a^T)` `[inputs, inputs]` over all patches of `x` `[batch, channels, *size]`.
+    """Return `sum(a a^T)` `[inputs, inputs]` over all patches of `x` `[batch, channels, *size]`.
 
-    By group, `[groups, inputs, inputs]`, where inputs are those of one group.
+    By group, `[groups, inputs, inputs]`, with the inputs of a group.
 
     Args:
-        rounded_to: what pixels, and sums of their products, are rounded to; sums accumulate in
-            float32 all the same.
+        rounded_to: pixels, and sums of products of pixels, are rounded to this dtype; sums still
+            accumulate in float32.
     """
     pixels = x if rounded_to is None else _rounded(x, rounded_to)
     total = _patch_sum(pixels, window, groups).to(x.dtype)
@@ -57,7 +57,7 @@ def input_sum(
 
 
 def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
-    """Return `x` rounded to the dtype `to`, in a dtype whose products add up in float32.
+    """Return `x` rounded to the dtype `to`, in a dtype with products that add up in float32.
 
     A processor without bfloat16 instructions adds up products of bfloat16 in bfloat16.
     """
@@ -67,8 +67,8 @@ def _rounded(x: Tensor, to: torch.dtype) -> Tensor:
 
 
 def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
-    """`sum(a)` `[inputs]` over all patches; by group, `[groups, inputs]`."""
-    # Summing over the batch commutes with taking patches, which are a view of the sum.
+    """Return `sum(a)` `[inputs]` over all patches; by group, `[groups, inputs]`."""
+    # Summing over the batch commutes with taking patches: patches are a view of the sum.
     views = patches(_batch_sum(x), window)
     positions = views.shape[1 : x.dim() - 1].numel()
     total = _by_group(views.sum(tuple(range(x.dim() - 1))).flatten(), groups)
@@ -76,14 +76,14 @@ def input_vector(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tens
 
 
 def input_means(x: Tensor, window: Window, bias: bool, groups: int = 1) -> Tensor:
-    """Each example's mean of `a` over positions `[batch, inputs]`; `[batch, groups, inputs]`."""
+    """Return examples' means of `a` over positions `[batch, inputs]`; `[batch, groups, inputs]`."""
     means = patches(x, window).mean(tuple(range(1, x.dim() - 1))).flatten(1)
     means = _by_group(means, groups)
     return with_count(means, 1) if bias else means
 
 
 def _patch_sum(x: Tensor, window: Window, groups: int) -> Tensor:
-    """`sum(a a^T)` `[groups, inputs, inputs]`, without the bias."""
+    """Return `sum(a a^T)` `[groups, inputs, inputs]`, without the bias."""
     if not any(window.reach) and not any(map(any, window.padding)):
         return _pixel_sum(x[every(window.stride)], groups)
     image, plane = planar(x, window)
@@ -93,12 +93,12 @@ def _patch_sum(x: Tensor, window: Window, groups: int) -> Tensor:
 
 
 def _pixel_sum(x: Tensor, groups: int) -> Tensor:
-    """`sum(x x^T)` `[groups, c, c]` over pixels of an image of any dimensions."""
+    """Return `sum(x x^T)` `[groups, c, c]` over pixels of an image of any dimensions."""
     return pixel_sum(x.unsqueeze(2).flatten(2, -2), groups)
 
 
 def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
-    """`sum(a a^T)` `[groups, inputs, inputs]` from the copy of all patches (im2col), 2-D."""
+    """Return `sum(a a^T)` `[groups, inputs, inputs]` from a copy of all patches (im2col), 2-D."""
     if groups > 1:
         views = patches(x.contiguous(), window).unflatten(3, (groups, -1))
         rows = views.permute(3, 4, 5, 6, 0, 1, 2).flatten(1, 3).flatten(2)
@@ -108,20 +108,20 @@ def by_patches(x: Tensor, window: Window, groups: int = 1) -> Tensor:
     if views[..., 0, 0, 0].numel() < channels * kh * kw:
         rows = views.flatten(3).flatten(0, 2)
         return product(rows.T, rows)[None]
-    # Taken as pixels with more channels, offsets before channels, they are copied in long runs.
+    # Patches as pixels with more channels, offsets before channels, are copied in long runs.
     pixels = views.permute(0, 1, 2, 4, 5, 3).flatten(3).permute(0, 3, 1, 2)
     total = pixel_sum(pixels).view(kh, kw, channels, kh, kw, channels)
     return total.permute(2, 0, 1, 5, 3, 4).reshape(1, channels * kh * kw, -1)
 
 
 def _batch_sum(x: Tensor) -> Tensor:
-    """The sum of all images, `[1, channels, *size]`."""
+    """Return the sum of all images, `[1, channels, *size]`."""
     pixels = x.movedim(1, -1)
-    if pixels.is_contiguous():  # over strides that do not fall, torch sums 30 times as slowly
+    if pixels.is_contiguous():  # torch sums 30 times as slowly if strides are not descending
         return pixels.sum(0, keepdim=True).movedim(-1, 1).contiguous()
     return x.sum(0, keepdim=True)
 
 
 def _by_group(vectors: Tensor, groups: int) -> Tensor:
-    """Vectors `[..., n]` as `[..., groups, n / groups]`, if there are groups."""
+    """Return vectors `[..., n]` as `[..., groups, n / groups]` if `groups` > 1."""
     return vectors.unflatten(-1, (groups, -1)) if groups > 1 else vectors

@@ -1,7 +1,7 @@
-"""Which elements of an image a convolution's kernel sees, position by position.
+"""Find the elements of an image that a convolution's kernel sees, position by position.
 
-Images are `[batch, channels, *size]` of one, two or three dimensions. Moments do not ask in which
-order positions come, so an image may be turned over, or taken apart, as long as its patches stay.
+Images are `[batch, channels, *size]` of 1, 2 or 3 dimensions. Moments do not depend on the order of
+positions, so an image may be flipped or split, as long as the patches stay the same.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Window:
-    """Geometry of a convolution, by dimension of its images.
+    """Describe the geometry of a convolution, by dimension of the images.
 
     Attributes:
-        padding: zeros before and after each dimension; of two: ((top, bottom), (left, right)).
+        padding: zeros before and after each dimension; in 2-D: ((top, bottom), (left, right)).
     """
 
     kernel: Sequence[int]
@@ -31,12 +31,12 @@ class Window:
 
     @cached_property
     def reach(self) -> tuple[int, ...]:
-        """Distance between the first and the last element of the kernel, by dimension."""
+        """Return the distance between the kernel's first and last element, by dimension."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilation))
 
 
 def patches(x: Tensor, window: Window) -> Tensor:
-    """A view of all patches, `[batch, *positions, channels, *kernel]`."""
+    """Return a view of all patches, `[batch, *positions, channels, *kernel]`."""
     pixels = _pad(x, window).movedim(1, -1)
     for dim, (stride, reach) in enumerate(zip(window.stride, window.reach), start=1):
         pixels = pixels.unfold(dim, reach + 1, stride)
@@ -44,10 +44,10 @@ def patches(x: Tensor, window: Window) -> Tensor:
 
 
 def planar(x: Tensor, window: Window) -> tuple[Tensor, Window]:
-    """A two-dimensional image and window with the same patches, in the same order of elements.
+    """Return a 2-D image and window with the same patches, in the same order of elements.
 
-    One dimension is two with a height of 1. Three are two with more examples and more channels:
-    each position in depth is an example, and the slices seen from there are channels of it.
+    1-D is 2-D with a height of 1. 3-D becomes 2-D with more examples and more channels: every
+    position in depth is an example, and the slices seen from the position are the channels.
     """
     if len(window.kernel) == 2:
         return x, window
@@ -67,14 +67,15 @@ def spread(
     output_padding: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[Tensor, Window]:
-    """The image and window whose patches a transposed convolution multiplies by its weight.
+    """Return the image and window with the patches that a transposed convolution multiplies.
 
-    A transposed convolution is a convolution of its input's pixels, spread with zeros between them,
-    by the weight turned over. Here the image is turned over instead: its patches have the order of
-    the weight's elements, input channel first, and the last one belongs to the first position.
+    A transposed convolution spreads the input's pixels with zeros in between, and convolves the
+    spread image with the flipped weight. `spread` flips the image instead: patches then have the
+    order of the weight's elements, input channel first, and the last patch belongs to the first
+    position.
 
     Args:
-        padding: of the transposed convolution: what its output is cut by on each side.
+        padding: padding of the transposed convolution: the output is cut by `padding` on each side.
     """
     dims = range(2, x.dim())
     size = [(n - 1) * s + 1 + extra for n, s, extra in zip(x.shape[2:], stride, output_padding)]
@@ -82,7 +83,7 @@ def spread(
     image[every(stride, output_padding)] = x.flip(*dims)
     around = [(k - 1) * d - p for k, d, p in zip(kernel, dilation, padding)]
     for dim, zeros in zip(dims, around):
-        if zeros < 0:  # so much is cut off that pixels on the margin are never seen
+        if zeros < 0:  # the cut is so large that no patch sees the pixels on the margin
             image = image.narrow(dim, -zeros, image.shape[dim] + 2 * zeros)
     margins = tuple((max(zeros, 0), max(zeros, 0)) for zeros in around)
     return image, Window(kernel, (1,) * len(dims), margins, dilation)
@@ -91,7 +92,7 @@ def spread(
 def every(
     steps: Sequence[int], starts: Iterable[int] = repeat(0)
 ) -> tuple[slice | EllipsisType, ...]:
-    """The index of every `step`-th element, from `start`, in each of the last dimensions."""
+    """Return the index of every `step`-th element, from `start`, in each of the last dimensions."""
     return (..., *(slice(start, None, step) for step, start in zip(steps, starts)))
 
 

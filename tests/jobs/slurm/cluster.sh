@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # A Slurm of four nodes on this machine, alive until the standard input ends:
 #   unshare --pid --fork --kill-child --mount-proc --net bash cluster.sh
-# It prints "ready DIRECTORY"; nsenter reaches it, with SLURM_CONF=DIRECTORY/slurm.conf. Processes,
-# ports and shared memory are those of the namespaces, so it meets no other Slurm and, however it
-# is ended, leaves nothing running: the kernel kills all in a namespace whose first process ends.
+# The script prints "ready DIRECTORY"; nsenter reaches the cluster, with
+# SLURM_CONF=DIRECTORY/slurm.conf. Processes, ports and shared memory belong to the namespaces: the
+# cluster meets no second Slurm. After any end of the script nothing is left running: the kernel
+# kills all processes of a namespace whose first process ends.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 [ $$ = 1 ] || { echo "cluster.sh must be the first process of a PID namespace; see its head" >&2; exit 2; }
@@ -16,7 +17,7 @@ sed "s|@DIR@|$dir|" slurm.conf >"$SLURM_CONF"
 mkdir "$dir"/{state,spool.n{1..4},tmp.n{1..4}}
 
 ip link set lo up
-ip address add 192.0.2.1/32 dev lo # names are resolved only where there is more than 127.0.0.1
+ip address add 192.0.2.1/32 dev lo # names are resolved only with an address besides 127.0.0.1
 mount -t tmpfs tmpfs /dev/shm
 
 # Slurm loads libpmix.so, which Debian keeps in a package for developers.

@@ -1,0 +1,248 @@
+"""Checks what K-FAC makes of a model: which layers it covers, and their numbers against autograd.
+
+    mpikfac check resnet20
+    mpikfac check my_models.py:build --input 3,32,32
+    mpikfac check my_models.py:translator --input 16 --tokens 1000
+    mpirun -n 2 python -m mpi4py apps/check.py resnet20      # strategies against one process, too
+
+A file may say in COVERS what `KFAC` is given as `covers`. Exit code 1: a number is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+import mpikfac
+from mpikfac_apps.checking import reference
+from mpikfac_apps.checking.comparison import (
+    LARGEST_PRODUCT,
+    STEPS,
+    STRATEGIES,
+    Finding,
+    differences,
+    findings_of,
+    good,
+)
+from mpikfac_apps.checking.model import Subject, subject
+from mpikfac_apps.cli import Strict, read_options
+from mpikfac_apps.place import share_cores
+from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, orders_of, strategy_of
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import count, mib, number, show, table
+
+QUANTITIES = ("A", "G", "gradient", *reference.SOLVES)
+WIDTH = 96
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints what it finds; 1 if a number is wrong.
+
+    Collective over: world.
+
+    Raises:
+        SystemExit: code 2 after one line about what the user can mend.
+    """
+    comm = mpikfac.world()
+    with mpikfac.ending(comm):
+        options = read_options(comm, lambda: parse(argv))
+        if options is None:
+            return 0
+        share_cores(comm, None)
+        wrong = checked(comm, options)
+    return mpikfac.leaving(int(wrong))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked one by one.
+
+    Raises:
+        ValueError: what is wrong with them.
+    """
+    parser = Strict(prog="mpikfac check", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("model", help=f"FILE.py:FUNCTION, or one of {', '.join(models.MODELS)}")
+    add("--input", type=shape, help="shape of an example, such as 3,32,32")
+    add("--tokens", type=count, help="examples are of whole numbers below this")
+    add("--classes", type=count, default=10, help="of a network by name (10)")
+    add("--batch", type=count, default=4, help="examples of a rank (4)")
+    add("--ranks", type=count, help="to plan for; as many as there are, or 4")
+    return parser.parse_args(argv)
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Positive numbers, separated by commas."""
+    return tuple(map(count, text.split(",")))
+
+
+def checked(comm: Any, options: argparse.Namespace) -> bool:
+    """Prints all sections on rank 0; whether a number is wrong.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: a model that cannot be had or used as asked.
+    """
+    alone, doing = comm.Split(comm.rank), f"check {options.model}"
+    findings: dict[str, Finding] = {}
+    with mpikfac.together(comm, doing):
+        asked = subject(options.model, options.input, options.classes, options.tokens)
+    asked.model.load_state_dict(comm.bcast(asked.model.state_dict()))
+    with mpikfac.together(comm, doing):
+        if comm.rank == 0:
+            findings = findings_of(asked, alone, options.batch)
+    found = differences(comm, alone, asked, options.batch) if comm.size > 1 else {}
+    if comm.rank == 0:
+        ranks = options.ranks or (comm.size if comm.size > 1 else 4)
+        show(
+            [
+                *coverage(asked, findings),
+                numbers(findings, options.batch),
+                strategies(comm.size, found),
+                plans(asked, ranks),
+                verdict(findings, found),
+            ]
+        )
+    wrong = any(finding.wrong for finding in findings.values())
+    return comm.bcast(wrong) or not all(map(good, found.values()))
+
+
+# -- sections ------------------------------------------------------------------------------------
+
+
+def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
+    """Every module with parameters of its own: how it is covered, or why not."""
+    layers, _ = mpikfac.cover(asked.model, asked.refused, covers=asked.covers)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters}
+    covered, others = [("layer", "module", "factors")], {}
+    for name, module in asked.model.named_modules():
+        kind = type(module).__name__
+        by = [layer for layer in layers if any(module is one for one in layer.modules)]
+        for layer in by:
+            own = module is layer.module
+            how = form(layer.shape) if own else f"weights of {layer.name}"
+            how += "" if findings[layer.name].vectors else "; took no part in this batch"
+            covered.append((shown(layer.name if own else name), kind, how))
+        if not by and any(id(p) not in inside for p in module.parameters(recurse=False)):
+            others.setdefault((kind, why_not(name, module, asked)), []).append(named(name, module))
+    rest = [
+        line
+        for (kind, why), names in others.items()
+        for line in [f"  {kind}: {why}", *wrapped(names)]
+    ]
+    return [
+        ["Covered: orders of the factors A and G", *table(covered, left=3)],
+        ["Not covered", *rest] if rest else ["Not covered: nothing"],
+    ]
+
+
+def named(name: str, module: nn.Module) -> str:
+    """A module's name; of one that holds others, those of its own parameters."""
+    own = [f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)]
+    return ", ".join(own) if list(module.children()) else shown(name)
+
+
+def wrapped(names: Sequence[str]) -> list[str]:
+    """Names in lines."""
+    ends = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
+    return textwrap.wrap(", ".join(names), WIDTH, break_on_hyphens=False, **ends)
+
+
+def form(layer: mpikfac.LayerShape) -> str:
+    """Orders of a layer's factors: "A 27, G 16", of groups "A 16 x 9, G 16 x 1"."""
+    sides = []
+    for side in layer.sides:
+        factors = layer.side(side)
+        order = orders_of(factors)
+        whole = side not in layer.diagonal
+        sides.append(f"{side} {order}" if whole else f"{side} diagonal of {factors[0].size}")
+    return ", ".join(sides)
+
+
+def why_not(name: str, module: nn.Module, asked: Subject) -> str:
+    """Why a module is not covered."""
+    if not any(p.requires_grad for p in module.parameters(recurse=False)):
+        return "frozen"
+    if name in asked.refused:
+        return asked.refused[name]
+    if type(module) in mpikfac.NORMS:
+        return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers it"
+    for kind in asked.covers:
+        if isinstance(module, kind):
+            return f"trained first-order; derived from {kind.__name__}, may compute something else"
+    return "trained first-order"
+
+
+def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
+    """Each covered layer's errors."""
+    rows = [("layer", "vectors", *QUANTITIES, "")]
+    for name, finding in findings.items():
+        cells = [f"{finding.errors[q]:.0e}" if q in finding.errors else "-" for q in QUANTITIES]
+        rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
+    return [
+        f"Numbers: relative errors in float64, {number(examples, 'example')}",
+        "  A, G: recorded, against vectors that the module itself shows",
+        "  gradient: each example's alone by autograd, and all of the model, against sums of g a^T",
+        f"  eigen, inverse: solvers, against dense solves of order {LARGEST_PRODUCT:,} at most",
+        *table(rows),
+    ]
+
+
+def judged(finding: Finding) -> str:
+    """The verdict on a layer."""
+    if not finding.vectors:
+        return "no vectors"
+    if finding.large:
+        return "too large for the oracle"
+    return f"WRONG: {', '.join(finding.wrong)}" if finding.wrong else "ok"
+
+
+def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
+    """How far strategies are off one process."""
+    if not found:
+        return ["Strategies: start it under mpirun with 2 ranks or more to compare them"]
+    rows = [("strategy", "difference", "")]
+    rows += [(name, f"{off:.0e}", "ok" if good(off) else "WRONG") for name, off in found.items()]
+    return [
+        f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process on all",
+        "  examples, relative to the largest change; all but covered layers in eval() mode",
+        *table(rows),
+    ]
+
+
+def plans(asked: Subject, ranks: int) -> list[str]:
+    """What strategies keep and send."""
+    layers, others = mpikfac.covered_shapes(asked.model, list(asked.refused), asked.covers)
+    rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
+    for name in STRATEGIES:
+        strategy, solver = strategy_of(name, ranks, "inverse")
+        plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, ITEMSIZE)
+        looked = looked_at(plan)
+        kept = [sum(plan.memory(rank).values()) for rank in looked]
+        sent = [
+            max(sum(message.wire for message in plan.messages(rank, *kind)) for rank in looked)
+            for _, *kind in KINDS_OF_STEP
+        ]
+        rows.append((name, str(strategy.workers), *map(mib, (min(kept), max(kept), *sent))))
+    return [
+        f"Plans for {number(ranks, 'rank')}: MiB in float32 that a rank keeps for K-FAC,",
+        "  and sends at most in a step that is plain, with new factors, with new bases, too",
+        *table(rows),
+    ]
+
+
+def verdict(findings: Mapping[str, Finding], found: Mapping[str, float]) -> list[str]:
+    """Whether all is well; what is not, by name."""
+    layers = [shown(name) for name, finding in findings.items() if finding.wrong]
+    wrong = layers + [name for name, off in found.items() if not good(off)]
+    judged = sum(bool(finding.errors) for finding in findings.values()) + len(found)
+    return [f"WRONG: {', '.join(wrong)}" if wrong else f"All right: {judged} of {judged} checked"]
+
+
+def shown(name: str) -> str:
+    """A module's name; the model itself has none."""
+    return name or "(model)"

@@ -1,0 +1,169 @@
+"""The model that is checked: where it comes from, what it is given, what the library refuses."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac_apps.problems import models
+
+OTHER_INPUTS = {"digits_cnn": (1, 8, 8)}
+INPUT = (3, 32, 32)
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model in float64, and how it is used.
+
+    Attributes:
+        covers: what each type of module is covered by.
+        refused: modules that the library refuses to cover, with its message.
+        inputs: shape of an example.
+        tokens: examples are made of whole numbers below this; None: of real numbers.
+        outputs: shape of what the model makes of one: classes, and positions if any.
+    """
+
+    model: nn.Module
+    covers: Mapping[type[nn.Module], Any]
+    refused: Mapping[str, str]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    tokens: int | None
+
+    def copied(self) -> nn.Module:
+        """Another model with the same weights, in training mode."""
+        return copy.deepcopy(self.model).train()
+
+    def batch(self, examples: int, seed: int) -> Batch:
+        """Random examples and labels."""
+        generator = torch.Generator().manual_seed(seed)
+        given = drawn((examples, *self.inputs), self.tokens, generator)
+        classes, *positions = self.outputs
+        return given, torch.randint(classes, (examples, *positions), generator=generator)
+
+
+def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
+    """Random inputs of a model: whole numbers below `tokens`, or real ones."""
+    if tokens is not None:
+        return torch.randint(tokens, shape, generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross entropy, with the same draws (of dropout, for example) each time."""
+    torch.manual_seed(0)
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def subject(
+    name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
+) -> Subject:
+    """The network of that name, or what a function of a file returns, "models.py:build".
+
+    Raises:
+        ValueError: there is none, it is no module, or it takes no such input.
+    """
+    torch.manual_seed(0)
+    file, colon, function = name.rpartition(":")
+    if colon:
+        model, covers = _of_file(Path(file), function)
+        if inputs is None:
+            raise ValueError("a model of your own needs --input, such as 3,32,32")
+    elif tokens is not None:
+        raise ValueError(f"{name} takes images, not --tokens {tokens}")
+    else:
+        inputs = inputs or OTHER_INPUTS.get(name, INPUT)
+        model, covers = models.build(name, classes, inputs[0]), mpikfac.KINDS
+    model = model.double()
+    outputs = _outputs(model, inputs, tokens)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient")
+    return Subject(model, covers, refusals(model, covers), inputs, outputs, tokens)
+
+
+def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Module], Any]]:
+    """What the function returns, and the file's COVERS if it has some."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"{path} is no file of Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    sys.path.insert(0, str(path.parent))
+    with told(f"{path}"):
+        spec.loader.exec_module(module)
+    build = getattr(module, function, None)
+    if not callable(build):
+        raise ValueError(f"{path} has no function {function!r}")
+    with told(f"{function}()"):
+        model = build()
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
+    return model, getattr(module, "COVERS", mpikfac.KINDS)
+
+
+def _outputs(model: nn.Module, inputs: tuple[int, ...], tokens: int | None) -> tuple[int, ...]:
+    """Shape of what the model makes of an example."""
+    given = drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))
+    with told(f"the model, given {list(inputs)},"), torch.no_grad():
+        found = copy.deepcopy(model).train()(given)
+    if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != 2:
+        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")
+    return tuple(found.shape[1:])
+
+
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """Whatever a user's code raises becomes one line.
+
+    Raises:
+        ValueError: it raised something.
+    """
+    try:
+        yield
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"{what} raised {type(error).__name__}: {first}") from error
+
+
+# -- what the library refuses --------------------------------------------------------------------
+
+
+def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[str, str]:
+    """Modules that cannot be covered, each with the library's message.
+
+    Raises:
+        ValueError: a message that skipping no single module changes.
+    """
+    refused: dict[str, str] = {}
+    names = [name for name, module in model.named_modules() if type(module) in covers]
+    while message := _refusal(model, covers, refused):
+        others = (n for n in names if _refusal(model, covers, {*refused, n}) != message)
+        name = next(others, None)
+        if name is None:
+            raise ValueError(message)
+        refused[name] = message
+    return refused
+
+
+def _refusal(model: nn.Module, covers: Mapping[type[nn.Module], Any], skip: Collection[str]) -> str:
+    """Why the model cannot be covered, but for the modules in `skip`; "" if it can."""
+    try:
+        mpikfac.cover(model, skip, covers=covers)
+    except ValueError as error:
+        return str(error)
+    return ""

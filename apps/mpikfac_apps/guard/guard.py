@@ -1,0 +1,105 @@
+"""What surrounds a run: one run per directory, an end in time, and none that hangs."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.guard import watchdog
+from mpikfac_apps.guard.lock import Lock
+from mpikfac_apps.guard.requests import Requests, end_of_job
+from mpikfac_apps.options.options import Options
+
+BEGAN = time.time()
+
+
+class Guard:
+    """The lock, the requests and the watchdog of one run.
+
+    Attributes:
+        requests: what signals, control files and the clock ask of this rank.
+    """
+
+    requests: Requests
+
+    def __init__(self, comm: Any, options: Options) -> None:
+        """Opens the run directory.
+
+        Collective over: comm.
+
+        Raises:
+            UserError: another run is in the directory, or it cannot be written.
+        """
+        self.phase = "start-up", 0
+        self.stage: Callable[[], str] = lambda: ""  # the trainer's, once there is one
+        self._directory = Path(options.run_dir)
+        self._lock: Lock | None = None
+        leads = comm.rank == 0
+        with mpikfac.together(comm, f"run_dir={options.run_dir}"):
+            end = end_of_job(options.max_time, os.environ, BEGAN) if leads else None
+            if leads:
+                self._take_directory(options.resume)
+            minutes = options.checkpoint_minutes if leads else None
+            control = self._directory / "control" if leads else None
+            self.requests = Requests(control, end=end, every_minutes=minutes)
+        self._watchdog = watchdog.Watchdog(
+            self._directory / "hang",
+            comm.rank,
+            comm.size,
+            options.hang_after,
+            lambda: self.stage(),
+        )
+
+    def _take_directory(self, resume: str) -> None:
+        if self._directory.exists() and not self._directory.is_dir():
+            raise ValueError("it is a file; give a directory")
+        self._lock = Lock(self._directory)
+        try:
+            check_directory(self._directory, resume)
+        except ValueError:
+            self._lock.release()
+            raise
+        watchdog.set_aside(self._directory / "hang")
+
+    def enter(self, phase: str, step: int) -> None:
+        """Says what the run does from here on, which may take as long as that phase may.
+
+        Raises:
+            UserError: another run has taken the directory, and nothing more may be written to it.
+        """
+        if self._lock and self._lock.lost:
+            raise mpikfac.UserError(f"run_dir={self._directory} was taken over by another run")
+        self.phase = phase, step
+        self._watchdog.enter(phase, step)
+
+    def where(self) -> str:
+        """What the run is doing, such as `step 12, reduce gradients`."""
+        phase, step = self.phase
+        place = f"step {step}" if phase == "step" else f"{phase} at step {step}"
+        return ", ".join(filter(None, [place, self.stage()]))
+
+    def inherit(self) -> None:
+        """Takes over from the rank that led the run and is gone, by making room for a new lock."""
+        (self._directory / "lock").unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Gives the directory free; what is empty in it, or is it, goes."""
+        self._watchdog.close()
+        self.requests.close()
+        if self._lock:
+            self._lock.release()
+        for empty in ("hang", "control", "."):
+            with suppress(OSError):  # the last rank finds them empty, if they are
+                (self._directory / empty).rmdir()
+
+
+def check_directory(run_dir: Path, resume: str) -> None:
+    """Raises ValueError if a run would be mixed with what is in its directory already."""
+    found = set(os.listdir(run_dir)) - {"lock"}
+    if resume != "auto" and found:
+        raise ValueError("it is not empty; give another one, or resume=auto to go on with it")

@@ -1,0 +1,147 @@
+"""Writes weights and factors of a checkpoint as files that are read without mpikfac. No MPI.
+
+    mpikfac export runs/a --weights model.pt --factors factors.npz
+
+`torch.load("model.pt", weights_only=True)` is the model's state_dict; `np.load("factors.npz")` has
+the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.cli import Parser, checkpoint_at
+from mpikfac_apps.inspecting import spectra
+
+MODEL = "model/"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the files; 2 after printing why one cannot be written."""
+    options = parse(argv)
+    try:
+        checkpoint = mpikfac.read_checkpoint(checkpoint_at(options.path))
+        wanted = ((options.weights, weights), (options.factors, factors))
+        contents = {file: read(checkpoint) for file, read in wanted if file}
+        for file, content in contents.items():
+            write(file, content)
+            print(f"wrote {file}: {len(content)} tensors of step {checkpoint.step}")
+    except (OSError, ValueError, mpikfac.UserError) as error:
+        print(f"mpikfac export: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked one by one."""
+    parser = Parser(prog="mpikfac export", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("path", type=Path, help="a checkpoint, or a run: its newest one")
+    add("--weights", type=weights_file, metavar="FILE", help="the model as .pt or .safetensors")
+    add("--factors", type=factors_file, metavar="FILE", help="A and G of every layer as .npz")
+    options = parser.parse_args(argv)
+    if not options.weights and not options.factors:
+        parser.error("give --weights FILE, --factors FILE or both")
+    return options
+
+
+def weights_file(text: str) -> Path:
+    """The new file that `text` names, of a kind that can be written here."""
+    path = new_file(text, ".pt", ".safetensors")
+    if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
+        raise argparse.ArgumentTypeError(
+            f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
+        )
+    return path
+
+
+def factors_file(text: str) -> Path:
+    """The new file that `text` names."""
+    return new_file(text, ".npz")
+
+
+def new_file(text: str, *kinds: str) -> Path:
+    """The path `text` of one of these kinds, if there is no such file yet."""
+    path = Path(text)
+    if path.suffix not in kinds:
+        raise argparse.ArgumentTypeError(f"{path} must end in {' or '.join(kinds)}")
+    if path.exists():
+        raise argparse.ArgumentTypeError(f"{path} exists; give another name or delete it")
+    return path
+
+
+def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The model's state_dict."""
+    names = (name for name in checkpoint if name.startswith(MODEL))
+    # Cloned, as `torch.save` writes all of the memory that a tensor is a view of.
+    return {name.removeprefix(MODEL): checkpoint[name].clone() for name in names}
+
+
+def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """The factors `[n, n]` by name, see `spectra.factors` for other forms.
+
+    Raises:
+        ValueError: there are none.
+    """
+    layers = spectra.layers(checkpoint)
+    if not layers:
+        raise ValueError(f"{checkpoint.path} has no factors; it is not of K-FAC")
+    return {
+        f"{layer}.{side}": factor.numpy()
+        for layer in layers
+        for side, factor in spectra.factors(checkpoint, layer).items()
+    }
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """The file holds `content`, on disk; it is complete or absent.
+
+    Raises:
+        ValueError: it cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            SAVE[path.suffix](content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def save_pt(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """Writes a state_dict for `torch.load`."""
+    image = io.BytesIO()  # of a full disk, `torch.save` would say "unexpected pos"
+    torch.save(tensors, image)
+    file.write(image.getbuffer())
+
+
+def save_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
+    """Writes a state_dict for `safetensors.torch.load_file`."""
+    from safetensors.torch import save
+
+    file.write(save(tensors, {"format": "pt"}))
+
+
+def save_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
+    """Writes arrays for `numpy.load`."""
+    np.savez(file, **arrays)
+
+
+SAVE = {".pt": save_pt, ".safetensors": save_safetensors, ".npz": save_npz}

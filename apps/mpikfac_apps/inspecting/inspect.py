@@ -1,0 +1,166 @@
+"""Checks a checkpoint and prints what it holds, with the spectra of K-FAC's factors. No MPI.
+
+    mpikfac inspect runs/a --picture spectra.png
+
+Exit code 1: the checkpoint is damaged, or of another format version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.cli import Parser, checkpoint_at
+from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.text import show, table
+
+ADAPTED = "kfac/damping"  # what a damping that is adapted has come to
+NONE = "eigen", 0.0, False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what a checkpoint holds; 1 if it is damaged, 2 if there is none."""
+    options = parse(argv)
+    try:
+        checkpoint = mpikfac.read_checkpoint(checkpoint_at(options.path))
+        if options.picture and not spectra.layers(checkpoint):
+            raise ValueError(f"{checkpoint.path} has no factors to draw; it is not of K-FAC")
+        faults = faults_of(checkpoint)
+        sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
+        found = [] if any(faults.values()) else spectra.of(checkpoint)
+        inversion = inversion_of(checkpoint) if found else NONE
+        solver, *damping = inversion
+        conditions = [one.condition(solver_in(solver, one.layer), *damping) for one in found]
+        if found:
+            sections.append(curvature(found, conditions, described(*inversion)))
+        show(sections)
+        if found and options.picture:
+            title = f"{checkpoint.path}, condition number with {described(*inversion)}"
+            spectra.draw(found, conditions, title, options.picture)
+    except mpikfac.UserError as error:
+        print(f"mpikfac inspect: {error}", file=sys.stderr)
+        return 1
+    except (OSError, ValueError) as error:
+        print(f"mpikfac inspect: {error}", file=sys.stderr)
+        return 2
+    return int(any(faults.values()))
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, checked one by one."""
+    parser = Parser(prog="mpikfac inspect", description=__doc__.partition("\n")[0])
+    parser.add_argument("path", type=Path, help="a checkpoint, or a run: its newest one")
+    parser.add_argument("--picture", type=picture, metavar="FILE", help="spectra as .png or .svg")
+    return parser.parse_args(argv)
+
+
+def picture(text: str) -> Path:
+    """The file that `text` names."""
+    if Path(text).suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text} must end in .png or .svg")
+    return Path(text)
+
+
+def faults_of(checkpoint: Any) -> dict[str, str]:
+    """What is wrong with each shard, empty if every item can be read back."""
+    faults = dict.fromkeys(checkpoint.shards, "")
+    for name, item in checkpoint.described().items():
+        if not faults[item["shard"]]:
+            try:
+                checkpoint[name]
+            except mpikfac.UserError as error:
+                faults[item["shard"]] = str(error)
+    return faults
+
+
+def heading(checkpoint: Any) -> list[str]:
+    """Which checkpoint it is."""
+    manifest = checkpoint.path / "manifest.json"
+    version = json.loads(manifest.read_bytes())["version"]
+    written = datetime.fromtimestamp(manifest.stat().st_mtime).astimezone()
+    size = sum(shard["size"] for shard in checkpoint.shards.values())
+    return [
+        f"{checkpoint.path}: step {checkpoint.step}",
+        f"format version {version}, written {written:%Y-%m-%d %H:%M:%S %z}, {size:,} bytes",
+    ]
+
+
+def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
+    """Size and state of every file, and what is wrong with some."""
+    rows = [("file", "bytes", "BLAKE3 and items")]
+    for file, shard in checkpoint.shards.items():
+        rows.append((file, f"{shard['size']:,}", "damaged" if faults[file] else "ok"))
+    return ["Shards", *table(rows), *filter(None, faults.values())]
+
+
+def contents(checkpoint: Any) -> list[str]:
+    """Items and bytes of every group."""
+    items, sizes = Counter(), Counter()
+    for name, item in checkpoint.described().items():
+        items[group(name)] += 1
+        sizes[group(name)] += item["bytes"]
+    rows = [(name, str(items[name]), f"{sizes[name]:,}") for name in sorted(items)]
+    return ["Contents", *table([("group", "items", "bytes"), *rows])]
+
+
+def group(item: str) -> str:
+    """What an item belongs to: model, optimizer, factors, bases, run, ..."""
+    first, *more = item.split("/")
+    return more[0] if first == "kfac" and len(more) > 1 else first
+
+
+def curvature(
+    found: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
+) -> list[str]:
+    """Every layer's spectra in numbers."""
+    eigenvalues = ("mean", "largest", "smallest")
+    rows = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
+    for spectrum, condition in zip(found, conditions):
+        sides = *numbers(spectrum.a), *numbers(spectrum.g)
+        rows.append((spectrum.layer, *sides, f"{condition:.1e}"))
+    what = f"condition number with {inversion}"
+    return [f"Orders and eigenvalues of A and G; {what}", *table(rows)]
+
+
+def numbers(values: Tensor) -> tuple[str, ...]:
+    """Order of a factor, and its mean, largest and smallest eigenvalue; dashes for none."""
+    if not len(values):
+        return ("-",) * 4
+    return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
+
+
+def solver_in(solvers: str, layer: str) -> str:
+    """The solver of a layer, of what a checkpoint says: "eigen, conv1: inverse" and so on."""
+    run, *others = solvers.split(", ")
+    return dict(other.split(": ") for other in others).get(layer, run)
+
+
+def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
+    """Solvers and damping of the run that a checkpoint lies in, and whether that is relative.
+
+    Eigenbases without damping if no run is there; the damping that was reached if it is adapted.
+    """
+    folder = checkpoint.path.resolve().parent.parent
+    solver = checkpoint.get("kfac/solver")
+    try:
+        chosen = yaml.safe_load((folder / "config.yaml").read_text())["kfac"]
+        damping = checkpoint[ADAPTED] if ADAPTED in checkpoint else chosen["damping"]
+        return solver or chosen["solver"], float(damping), chosen.get("relative_damping", False)
+    except (OSError, yaml.YAMLError, KeyError, TypeError):
+        return NONE
+
+
+def described(solver: str, damping: float, relative: bool) -> str:
+    """How factors are inverted, in words."""
+    kind = "relative damping" if relative else "damping"
+    return f"{kind} {damping:g} and solver {solver}" if damping else "no damping (none is known)"

@@ -1,0 +1,1 @@
+"""The options of a training run: names, reading, the strategy that follows, and refused values."""

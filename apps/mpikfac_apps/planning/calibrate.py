@@ -1,0 +1,406 @@
+"""Measures the machine that it runs on, for `mpikfac simulate`: messages and computations.
+
+    mpirun -n 4 python -m mpi4py apps/calibrate.py --out machine.json --model resnet20
+
+Everything is measured while all ranks do the same, as in training: ranks may share cores, and
+communicators the link of a node. Other work shows in it: use an idle machine. It runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.cli import Strict, read_options
+from mpikfac_apps.place import environment, share_cores
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import count
+
+ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
+PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
+ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
+SOLVERS = ("inverse", "rank-one")
+LONGEST = 0.5  # seconds after which no larger message or factor is tried
+BUDGET = 0.1  # seconds for the repetitions of one measurement
+STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
+TURNS, STEPS = 6, 4  # of steps that send beside the backward pass and in turn
+STAGE = "calibrate"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measures and writes the file; the exit code.
+
+    Collective over: world.
+
+    Raises:
+        SystemExit: code 2 after one line about what the user can mend.
+    """
+    comm = mpikfac.world()
+    with mpikfac.ending(comm):
+        options = read_options(comm, lambda: parse(argv, comm.size))
+        if options is None:
+            return 0
+        machine = measured(comm, options)
+        with mpikfac.together(comm, f"out={options.out}"):
+            if comm.rank == 0:
+                options.out.write_text(machine.to_json())
+    if comm.rank == 0:
+        print(f"{options.out}: {machine.name}")
+    return mpikfac.leaving(0)
+
+
+def parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
+    """The options, checked one by one.
+
+    Raises:
+        ValueError: what is wrong with them, or with the number of ranks.
+    """
+    parser = Strict(prog="mpikfac calibrate", description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument(
+        "--model", type=names, default=["resnet20"], help="such as resnet20,resnet32"
+    )
+    parser.add_argument("--batch-per-rank", type=count, default=32, help="images")
+    options = parser.parse_args(argv)
+    if not options.out.parent.is_dir():
+        raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
+    if ranks == 1:
+        raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
+    return options
+
+
+def names(text: str) -> list[str]:
+    """Names of networks, separated by commas."""
+    for name in text.split(","):
+        if name not in models.MODELS:
+            raise argparse.ArgumentTypeError(
+                f"model={name!r} is unknown; try one of {', '.join(models.MODELS)}"
+            )
+    return text.split(",")
+
+
+def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
+    """The machine, as these ranks see it.
+
+    Collective over: comm.
+    """
+    hosts = share_cores(comm, None)
+    networks = [Network(name, options.batch_per_rank) for name in options.model]
+    visit(comm, networks)
+    samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
+    visit(comm, networks)
+    orders = sorted({order for network in networks for order in network.orders})
+    inverse = ladder(comm, orders, lambda a: mpikfac.damped_inverse(a, 0.03))
+    eigen = ladder(comm, orders, mpikfac.eigenbasis)
+    visit(comm, networks)
+    levels = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1]
+    across = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes > 1]
+    machine = mpikfac.Machine(
+        name=f"{comm.size} ranks on {', '.join(sorted(set(hosts)))}",
+        inside=(levels or across)[-1],
+        between=across[-1] if across else None,
+        ranks_per_node=max(map(hosts.count, hosts)) if across else None,
+        samples=tuple(samples),
+        decompositions={"inverse": inverse, "eigen": eigen},
+        networks=tuple(network.seconds(comm) for network in networks),
+        about=environment(hosts, torch.device("cpu")),
+    )
+    return dataclasses.replace(machine, hidden=hidden_part(comm, machine, networks[0]))
+
+
+# -- messages ----------------------------------------------------------------------------------
+
+
+def groups(comm: Any) -> Iterator[tuple[int, int]]:
+    """Sizes of communicators and the distance of their ranks: rows and columns of grids."""
+    for size in mpikfac.divisors(comm.size)[1:]:
+        for distance in sorted({1, comm.size // size}):
+            yield size, distance
+
+
+def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> list[mpikfac.Sample]:
+    """Each collective, while all groups of `size` ranks, `distance` apart, do it at once.
+
+    Collective over: comm.
+    """
+    colors = [rank // size if distance == 1 else rank % distance for rank in range(comm.size)]
+    hosts_of = {c: {host for host, of in zip(hosts, colors) if of == c} for c in colors}
+    nodes = max(map(len, hosts_of.values()))
+    if distance > 1 and nodes == 1:
+        return []  # like neighbours
+    sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
+    grid = mpikfac.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
+    kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
+    kinds += [("Send", None)] if size == 2 else []
+    kinds += ENCODED if size == comm.size else []
+    return [
+        mpikfac.Sample(
+            primitive,
+            size,
+            nodes,
+            sharing if nodes > 1 else 1,
+            curve(comm, grid, primitive, encoding(codec)),
+            codec,
+        )
+        for primitive, codec in kinds
+    ]
+
+
+def encoding(codec: str | None) -> mpikfac.Codec | None:
+    """The codec, with error feedback where training has it."""
+    return None if codec is None else mpikfac.Codec(codec, feedback=codec != "bfloat16")
+
+
+def curve(
+    comm: Any, grid: mpikfac.Grid, primitive: str, codec: mpikfac.Codec | None
+) -> tuple[tuple[float, float], ...]:
+    """Bytes and seconds of a collective of all groups, up to where it takes long.
+
+    Collective over: comm.
+    """
+    points: list[tuple[float, float]] = []
+    for elements in ELEMENTS:
+        size, work = collective(grid, primitive, elements, codec)
+        seconds = seconds_of(comm, work)
+        points.append((size, seconds / 2 if primitive == "Send" else seconds))
+        if seconds > LONGEST:
+            break
+    return tuple(points)
+
+
+def collective(
+    grid: mpikfac.Grid, primitive: str, elements: int, codec: mpikfac.Codec | None
+) -> tuple[int, Callable[[], object]]:
+    """Bytes of a collective over about so many elements, and its work, done as in training.
+
+    Members are roots in turn: in a row, messages of one root would overtake one another.
+    """
+    group, ranks = grid.world, grid.world.size
+    part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
+    flat = torch.zeros(part * ranks)
+    if primitive == "Send":
+        return flat.nbytes, lambda: there_and_back(group, flat.numpy())
+    spans = [(0, len(flat))]
+    if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
+        spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
+    stage = f"{STAGE} {len(flat)}"  # what encoding loses is kept for each
+    roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
+    messages = [
+        mpikfac.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
+        for root in roots
+    ]
+    turns = itertools.cycle(messages)
+    return messages[0].size, lambda: grid.exchange([next(turns)], flat)
+
+
+def there_and_back(pair: Any, buffer: Any) -> None:
+    """Sends a message to the other rank of two, which returns it."""
+    if pair.rank == 0:
+        pair.Send(buffer, dest=1)
+        pair.Recv(buffer, source=1)
+    else:
+        pair.Recv(buffer, source=0)
+        pair.Send(buffer, dest=0)
+
+
+def hidden_part(comm: Any, machine: mpikfac.Machine, network: Network) -> float:
+    """Which part of a message's seconds the network's steps do not feel if it is sent beside them.
+
+    The one with which the model has the difference that is measured between steps that send beside
+    their backward pass and steps that send the same messages in turn; from -10 to 1.
+
+    Collective over: comm.
+    """
+    ways = [mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=way) for way in (True, False)]
+    try:
+        beside, in_turn = network.together(comm, ways)
+    except ValueError:  # an MPI that threads may not call: nothing is sent beside computations
+        return 1.0
+    layers, others = models.shapes_of(network.name)
+    plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
+    job = mpikfac.Job(network.name, network.batch, basis_every=10**6)
+
+    def difference(hidden: float) -> float:
+        chosen = dataclasses.replace(machine, hidden=hidden)
+        steps = [mpikfac.simulate(plan, chosen, job).factors.seconds for plan in plans]
+        return steps[0] - steps[1]
+
+    low, high = -10.0, 1.0  # the difference falls from one to the other
+    while high - low > 0.01:
+        middle = (low + high) / 2
+        low, high = (middle, high) if difference(middle) > beside - in_turn else (low, middle)
+    return high
+
+
+# -- computations --------------------------------------------------------------------------------
+
+
+def ladder(
+    comm: Any, orders: Sequence[int], work: Callable[[Tensor], object]
+) -> tuple[tuple[float, float], ...]:
+    """Orders and seconds of what is done to a factor, up to where it takes long.
+
+    Collective over: comm.
+    """
+    points: list[tuple[float, float]] = []
+    for order in orders:
+        if points and points[-1][1] * (order / points[-1][0]) ** 3 > LONGEST:
+            break
+        a = torch.randn(order, 2 * order)
+        factor = a @ a.T / (2 * order)
+        points.append((order, seconds_of(comm, lambda: work(factor))))  # noqa: B023 (used at once)
+    return tuple(points)
+
+
+def visit(comm: Any, networks: Sequence[Network]) -> None:
+    """Looks at all networks once more.
+
+    Collective over: comm.
+    """
+    for network in networks:
+        for solver in SOLVERS:
+            network.look(comm, solver)
+
+
+class Network:
+    """Times of a network's training steps, that each rank takes by itself, at the same time.
+
+    Attributes:
+        orders: of its factors.
+    """
+
+    def __init__(self, name: str, batch: int) -> None:
+        self.name, self.batch = name, batch
+        layers, _ = models.shapes_of(name)
+        self.orders = {factor.order for layer in layers for factor in layer.factors}
+        self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
+        self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
+
+    def look(self, comm: Any, solver: str) -> None:
+        """Takes some steps. Every other one takes new factors; the first one does not count.
+
+        Collective over: comm.
+        """
+        kfac, images, labels = self._trainer(comm.Split(comm.rank), solver=solver, factor_every=2)
+        steps: list[dict[str, float]] = []
+        deadline = time.monotonic() + STEPS_BUDGET
+        while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
+            comm.Barrier()
+            steps.append(timed_step(kfac, images, labels))
+        self._plain[solver] += steps[3::2]
+        self._factors[solver] += steps[2::2]
+
+    def together(self, comm: Any, ways: Sequence[mpikfac.Strategy]) -> list[float]:
+        """Seconds of a step with new factors in each way; ways take turns, one does not count.
+
+        Collective over: comm.
+
+        Raises:
+            ValueError: a way is not possible here.
+        """
+        made = [self._trainer(comm, strategy=way) for way in ways]
+        taken: list[list[float]] = [[] for _ in ways]
+        for _ in range(TURNS):
+            for (kfac, images, labels), found in zip(made, taken):
+                comm.Barrier()
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    timed_step(kfac, images, labels)
+                found.append(max(comm.allgather((time.perf_counter() - start) / STEPS)))
+        for kfac, _, _ in made:
+            kfac.close()
+        return [median(found[1:]) for found in taken]
+
+    def _trainer(self, comm: Any, **settings: Any) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
+        """K-FAC of this network that decomposes once, images and labels."""
+        classes, channels, size = image_shape(self.name)
+        torch.manual_seed(0)
+        model = models.build(self.name, classes, channels).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
+        kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=10**9, **settings)
+        images = torch.randn(self.batch, channels, size, size)
+        return kfac, images, torch.randint(classes, (self.batch,))
+
+    def seconds(self, comm: Any) -> mpikfac.Network:
+        """Medians of all steps so far, on the rank where they are longest.
+
+        Collective over: comm.
+        """
+        plain, factors, statistics = {}, {}, {}
+        for solver in SOLVERS:
+            plain[solver] = medians(self._plain[solver])
+            factors[solver] = medians(self._factors[solver])
+            more = [factors[solver][part] - plain[solver][part] for part in ("backward", "others")]
+            statistics[solver] = max(0.0, sum(more))
+        matrices, vectors = SOLVERS
+        mine = {
+            "forward": plain[matrices]["forward"],
+            "backward": plain[matrices]["backward"],
+            "statistics": statistics[matrices],
+            "gradients": plain[matrices]["others"],
+            "optimizer": plain[matrices]["optimizer"],
+            "precondition": plain[matrices]["precondition"],
+            "vector_statistics": statistics[vectors],
+            "vector_precondition": plain[vectors]["precondition"],
+        }
+        everyone = comm.allgather(mine)
+        slowest = {part: max(seconds[part] for seconds in everyone) for part in mine}
+        return mpikfac.Network(self.name, self.batch, **slowest)
+
+
+def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each part of a step."""
+    return {part: median(step[part] for step in steps) for part in steps[0]}
+
+
+def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
+    """Seconds of the parts of one training step; "others" is what KFAC.step does beside two."""
+    kfac.trace.clear()
+    kfac.optimizer.zero_grad()
+    start = time.perf_counter()
+    loss = F.cross_entropy(kfac.model(images), labels)
+    middle = time.perf_counter()
+    loss.backward()
+    end = time.perf_counter()
+    kfac.step()
+    stages = {stage: kfac.trace.seconds[stage] for stage in ("precondition", "optimizer")}
+    others = time.perf_counter() - end - sum(stages.values())
+    return {"forward": middle - start, "backward": end - middle, "others": others, **stages}
+
+
+def image_shape(name: str) -> tuple[int, int, int]:
+    """Classes, channels and pixels of a side of what a network is made for."""
+    if name in models.IMAGENET:
+        return 1000, 3, 224
+    return (10, 1, 8) if name == "digits_cnn" else (10, 3, 32)
+
+
+def seconds_of(comm: Any, work: Callable[[], object]) -> float:
+    """Median seconds of the slowest rank, of repetitions that all begin together.
+
+    Collective over: comm.
+    """
+
+    def slowest(times: int) -> float:
+        comm.Barrier()
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        return max(comm.allgather((time.perf_counter() - start) / times))
+
+    work()
+    first = slowest(1)
+    at_once = min(50, max(1, int(2e-3 / first)))  # what is short is timed several times together
+    count = min(15, max(3, int(BUDGET / (first * at_once))))
+    return median(slowest(at_once) for _ in range(count))

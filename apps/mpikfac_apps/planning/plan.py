@@ -1,0 +1,232 @@
+"""Prints the communication plan of a model on so many ranks: who computes and sends what. No MPI.
+
+mpikfac plan --model resnet50 --ranks 64 --workers 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Sequence
+from statistics import median
+
+import mpikfac
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, most_loaded, orders_of
+from mpikfac_apps.problems import models
+from mpikfac_apps.text import count, in_lines, mib, number, show, table
+
+TABLE = 60  # layers; longer models are listed several to a line
+CHOICES = (
+    *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
+    *(
+        "overlap",
+        "reduce_at",
+        "replicate_below",
+        "parts",
+        "sums",
+        "ranks_per_node",
+        "curvature_ranks",
+    ),
+    *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the plan; returns 2 after printing what is wrong with the arguments."""
+    options = parse(argv)
+    try:
+        plan = plan_of(options)
+    except ValueError as error:
+        print(f"mpikfac plan: {error}", file=sys.stderr)
+        return 2
+    sections = [heading(options.model, plan), grid(plan)]
+    sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
+    sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
+    show(sections)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The options, checked one by one."""
+    parser = Parser(prog="mpikfac plan", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--model", required=True, help=", ".join(models.MODELS))
+    add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
+    add("--ranks", type=count, required=True, help="ranks that train")
+    add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.NAMED)} (comm-opt)")
+    add("--workers", type=count, help="ranks that precondition a layer")
+    add("--reduction", choices=("everyone", "owners", "none"))
+    add("--update", choices=("everyone", "owner"))
+    add("--balance", choices=("compute", "memory"))
+    add("--colocate", action=argparse.BooleanOptionalAction)
+    add("--packing", choices=("triangle", "square"))
+    add("--fusion", type=count, help="layers that share a message")
+    add("--overlap", action=argparse.BooleanOptionalAction, help="send beside the backward pass")
+    add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
+    add("--replicate-below", type=int, help="all workers decompose smaller factors")
+    add("--parts", type=count, help="add up so many parts of a batch in order")
+    add("--sums", choices=("reduce", "alltoall"), help="how owners come to sums")
+    add("--ranks-per-node", type=count, help="send in two levels, inside nodes first")
+    add("--factor-wire", choices=("bfloat16", "int8"), help="what factors are rounded to")
+    add("--basis-wire", choices=("bfloat16", "int8"), help="the same of decompositions")
+    add("--gradient-wire", choices=("bfloat16", "int8", "top-k"), help="the same of gradients")
+    add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
+    add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
+    add("--solver", choices=("inverse", "eigen", "ekfac", "unsplit-inverse", "rank-one"))
+    add("--largest", type=count, help="order above which factors fall into blocks")
+    add("--rank", type=count, help="eigenvectors that are kept of a larger factor (solver eigen)")
+    add("--norms", action="store_true", help="cover normalisations, too")
+    add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
+    return parser.parse_args(argv)
+
+
+def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
+    """The plan that training with these options would make."""
+    found = models.shapes_of(options.model, options.classes, options.skip, options.norms)
+    forms = {"largest": options.largest, "rank": options.rank}
+    layers = [dataclasses.replace(layer, **forms) for layer in found[0]]
+    others = found[1]
+    chosen = {key: getattr(options, key) for key in CHOICES}
+    chosen = {key: value for key, value in chosen.items() if value is not None}
+    if options.strategy == "hybrid" and options.workers is None:
+        raise ValueError("strategy=hybrid needs workers; give --workers")
+    strategy, settings = mpikfac.named(options.strategy, options.ranks, **chosen)
+    solver = options.solver or settings.get("solver", "inverse")
+    return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
+
+
+def heading(model: str, plan: mpikfac.Plan) -> list[str]:
+    """What is planned, in words."""
+    strategy, workers = plan.strategy, plan.strategy.workers
+    kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
+    spared = strategy.curvature_ranks
+    beside = [f"{number(spared, 'curvature rank')} beside them"] if spared else []
+    return [
+        f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
+        *beside,
+        f"{kind}: {number(workers, 'gradient worker')} per layer",
+        f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
+        f"colocate={strategy.colocate}, parts={strategy.parts}, "
+        f"ranks_per_node={strategy.ranks_per_node}",
+        f"plan {plan.digest()}",
+    ]
+
+
+def grid(plan: mpikfac.Plan) -> list[str]:
+    """The grid of ranks; a picture where it is small enough to see."""
+    lines = [
+        f"Grid: {number(plan.rows, 'row')} x {number(plan.columns, 'column')}; "
+        "the ranks of a column are the workers of its layers"
+    ]
+    if plan.columns > 16 or plan.rows > 16:
+        return lines
+    width = max(len(str(plan.ranks)), len(f"c{plan.columns}")) + 2
+    lines.append("     " + "".join(f"{f'c{column}':>{width}}" for column in range(plan.columns)))
+    for row in range(plan.rows):
+        ranks = range(row * plan.columns, (row + 1) * plan.columns)
+        lines.append(f"{f'r{row}':>5}" + "".join(f"{rank:>{width}}" for rank in ranks))
+    return lines
+
+
+def owners(plan: mpikfac.Plan) -> list[str]:
+    """Who decomposes the factors of each layer."""
+    if len(plan.layers) > TABLE:
+        return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
+    rows = [("layer", "order A", "order G", "column", "owner A", "owner G")]
+    for layer in plan.layers:
+        orders = (orders_of(layer.side(side)) for side in "AG")
+        owned = (owners_of(plan, layer.side(side)) for side in "AG")
+        rows.append((layer.name, *orders, str(plan.columns_of[layer.name]), *owned))
+    return ["Owners of factors", *table(rows)]
+
+
+def owners_of(plan: mpikfac.Plan, factors: Sequence[mpikfac.FactorShape]) -> str:
+    """Ranks that decompose the factors of a side."""
+    return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
+
+
+def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
+    """Each layer and its owners, in two words."""
+    for layer in plan.layers:
+        a, g = (owners_of(plan, layer.side(side)) for side in "AG")
+        yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
+
+
+def balance(plan: mpikfac.Plan) -> list[str]:
+    """How evenly decompositions are spread, and what bounds the gain of spreading them."""
+    works = {
+        name: factor.work()
+        for name, factor in plan.factors.items()
+        if name.rpartition(".")[0] not in plan.vectors
+    }
+    if not works:
+        return ["Load of the decompositions: none, factors are vectors"]
+    busiest = most_loaded(plan)
+    total, longest = sum(works.values()), plan.load(busiest)
+    idle = plan.ranks - len(set(plan.owners.values()))
+    largest = max(works, key=works.__getitem__)
+    bound = total / works[largest]
+    low = bool(plan.low_ranks(plan.factors))
+    return [
+        f"Load of the decompositions, as the sum of n^3{', of few vectors 2 n^2 rank' * low}",
+        f"  all ranks together     {total:10.3g}",
+        f"  most loaded rank       {longest:10.3g}   rank {busiest}",
+        f"  ranks that own nothing {idle:10}   of {plan.ranks}",
+        f"  makespan over ideal    {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
+        f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
+        f"{largest} has order {plan.factors[largest].order}",
+    ]
+
+
+def memory(plan: mpikfac.Plan) -> list[str]:
+    """What the ranks keep for K-FAC beside the model."""
+    held = [plan.memory(rank) for rank in looked_at(plan)]
+    held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
+    rows = [("", "least", "median", "most")]
+    for kind in held[0]:
+        rows.append((kind, *spread([kinds[kind] for kinds in held])))
+    return [f"Memory of a rank, MiB{sample_note(plan)}", *table(rows)]
+
+
+def messages(plan: mpikfac.Plan) -> list[str]:
+    """The heading of the tables of collectives."""
+    return [
+        f"Collectives of a step, MiB{sample_note(plan)}",
+        "  buffer: what a rank hands to MPI; wire: the most that a rank sends if MPI uses a ring",
+    ]
+
+
+def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
+    """The collectives of one kind of step, in order."""
+    steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
+    if not any(steps):
+        return [f"{title}: no messages"]
+    rows = [("stage", "collective", "over", "messages", "buffer: least", "median", "most", "wire")]
+    for kind in dict.fromkeys(map(kind_of, max(steps, key=len))):
+        same = [[message for message in step if kind_of(message) == kind] for step in steps]
+        same = [found for found in same if found]  # a column without layers takes no part in some
+        sizes = spread([sum(message.bytes for message in found) for found in same])
+        wire = mib(max(sum(message.wire for message in found) for found in same))
+        rows.append((*kind, str(max(map(len, same))), *sizes, wire))
+    most = max(sum(message.wire for message in step) for step in steps)
+    rows.append(("together", *[""] * 6, mib(most)))
+    return [title, *table(rows, left=3)]
+
+
+def kind_of(message: mpikfac.Message) -> tuple[str, str, str]:
+    """What messages of one row of the table share."""
+    codec = f" ({message.codec.name})" if message.codec else ""
+    return message.stage, message.primitive + codec, message.over
+
+
+def sample_note(plan: mpikfac.Plan) -> str:
+    """Says so where not all ranks are looked at."""
+    looked = len(looked_at(plan))
+    return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""
+
+
+def spread(sizes: list[int]) -> tuple[str, str, str]:
+    """Least, median and most of sizes in bytes."""
+    return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))

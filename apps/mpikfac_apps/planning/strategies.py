@@ -1,0 +1,50 @@
+"""Lists the strategies by name: what each does, what it sends, and where it was published. No MPI.
+
+mpikfac strategies
+"""
+
+from __future__ import annotations
+
+import textwrap
+
+import mpikfac
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.text import show
+
+WIDTH = 96
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the list."""
+    Parser(prog="mpikfac strategies", description=__doc__.partition("\n")[0]).parse_args(argv)
+    show([introduction(), *map(paragraph, mpikfac.NAMED)])
+    return 0
+
+
+def introduction() -> list[str]:
+    """What costs are counted in."""
+    text = (
+        "Bytes that a rank sends in a ring, beside those of averaging gradients: on steps with new "
+        "factors + in a refresh + on every step. P ranks, w workers; 4F, 4T and 4V bytes of all "
+        "factors as squares, triangles and vectors, 4N of all gradients. The same estimator: the "
+        "numbers of one process that trains on the joined batch, with the same delay, stagger and "
+        "tolerance."
+    )
+    return textwrap.wrap(text, WIDTH)
+
+
+def paragraph(name: str) -> list[str]:
+    """One strategy."""
+    way = mpikfac.NAMED[name]
+    kind = "the same estimator" if way.same else "another estimator"
+    settings = {**way.choices, **way.settings} or {"workers": "as asked"}
+    choices = ", ".join(f"{key}={value}" for key, value in settings.items())
+    parts = [f"{way.what} [{way.source}]; {kind}.", f"Sends {way.cost}.", f"Is {choices}."]
+    return [
+        name,
+        *(
+            line
+            for part in parts
+            for line in textwrap.wrap(part, WIDTH, initial_indent="  ", subsequent_indent="  ")
+        ),
+    ]

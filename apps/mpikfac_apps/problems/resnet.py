@@ -1,0 +1,119 @@
+"""ResNets for 32x32 pixels and for ImageNet.
+
+Those of depth 6n+2 are those of the paper's CIFAR-10 section with parameter-free shortcuts (option
+A) [He et al., CVPR 2016]; the others are its ImageNet networks with the stride in the 3x3
+convolution ("v1.5"), whose parameters are named as in torchvision.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
+    """A convolution that keeps the image size (before its stride), without bias."""
+    return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+
+class PadShortcut(nn.Module):
+    """Option A: every `stride`-th pixel, with zeros for the channels that are new."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.stride, self.new = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
+
+
+def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
+    """Option B: a 1x1 convolution."""
+    return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: nn.Module | None) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(inputs, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = conv(width, width, 3), nn.BatchNorm2d(width)
+        self.downsample = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = self.bn2(self.conv2(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 (strided) and 1x1 convolutions beside a shortcut."""
+
+    expansion = 4
+
+    def __init__(self, inputs: int, width: int, stride: int, shortcut: nn.Module | None) -> None:
+        super().__init__()
+        outputs = width * self.expansion
+        self.conv1, self.bn1 = conv(inputs, width, 1), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = conv(width, width, 3, stride), nn.BatchNorm2d(width)
+        self.conv3, self.bn3 = conv(width, outputs, 1), nn.BatchNorm2d(outputs)
+        self.downsample = shortcut
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        y = F.relu(self.bn2(self.conv2(y)), inplace=True)
+        y = self.bn3(self.conv3(y))
+        return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
+
+
+Block = type[BasicBlock] | type[Bottleneck]
+
+
+def stage(block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut) -> nn.Module:
+    """Blocks at one image size; the first strides and has a shortcut where shapes change."""
+    outputs = width * block.expansion
+    first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
+    rest = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
+    return nn.Sequential(block(inputs, width, stride, first), *rest)
+
+
+class CifarResNet(nn.Module):
+    """Depth 6n+2: three stages of n basic blocks, 16, 32 and 64 channels wide."""
+
+    def __init__(self, depth: int, classes: int, channels: int) -> None:
+        super().__init__()
+        n = (depth - 2) // 6
+        self.conv1, self.bn1 = conv(channels, 16, 3), nn.BatchNorm2d(16)
+        self.layer1 = stage(BasicBlock, 16, 16, n, 1, PadShortcut)
+        self.layer2 = stage(BasicBlock, 16, 32, n, 2, PadShortcut)
+        self.layer3 = stage(BasicBlock, 32, 64, n, 2, PadShortcut)
+        self.fc = nn.Linear(64, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = self.layer3(self.layer2(self.layer1(x)))
+        return self.fc(x.mean((2, 3)))
+
+
+class ImageNetResNet(nn.Module):
+    """A 7x7 stem and four stages; made for 224x224 pixels, and at home from 32x32."""
+
+    def __init__(self, block: Block, blocks: list[int], classes: int, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = conv(channels, 64, 7, 2), nn.BatchNorm2d(64)
+        inputs = 64
+        for i, count in enumerate(blocks):
+            width = 64 * 2**i
+            stride = 1 if i == 0 else 2
+            setattr(self, f"layer{i + 1}", stage(block, inputs, width, count, stride, projection))
+            inputs = width * block.expansion
+        self.fc = nn.Linear(inputs, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn1(self.conv1(x)), inplace=True)
+        x = F.max_pool2d(x, 3, stride=2, padding=1)
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(x.mean((2, 3)))

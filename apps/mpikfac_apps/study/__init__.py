@@ -1,0 +1,1 @@
+"""Studies: many training runs of one file, their results, and the report about them."""

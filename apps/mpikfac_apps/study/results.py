@@ -1,0 +1,275 @@
+"""What the cells of a study have measured, as far as there are files of it, and what was planned.
+
+A run directory may be missing, or hold a run that was cut off: then so much is missing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.options.strategy import CHOICES, USUAL, make_strategy, training_ranks
+from mpikfac_apps.planning.facts import looked_at
+from mpikfac_apps.study import curves, jobs
+from mpikfac_apps.study.curves import Curve
+from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every, flattened
+
+GROUPS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "statistics": ("statistics",),
+    "factor messages": ("reduce scales", "reduce statistics"),
+    "decomposition": ("decompose",),
+    "basis messages": ("send factors", "receive bases", "publish bases"),
+    "preconditioning": ("precondition",),
+    "gradient messages": ("reduce gradients", "publish gradients", "publish weights", "clip"),
+    "optimizer": ("optimizer",),
+}
+"""Stages of a step by the name under which a report shows them; all else is "other"."""
+WAITING, OTHER = "waiting", "other"
+# What says where things are computed and how they travel, or what is written about it: it changes
+# no number but by rounding. An option or a choice of a strategy that is not named here does.
+WRITTEN = {
+    *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
+    *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "tensorboard"),
+}
+TRANSPORT = {
+    *("workers", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
+    *("fusion", "overlap", "sums", "ranks_per_node"),
+}
+# Options that a strategy is made of, which is looked at itself.
+RESOLVED = {
+    *(f"kfac.{key}" for key in ("strategy", "machine", "workers", "fraction", "fusion")),
+    *(f"kfac.{key}" for key in (*CHOICES, *USUAL)),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell and what is known of it.
+
+    Attributes:
+        run: its run directory.
+        result: how it ended; None if it has not.
+        environment: host, versions and command, as the run noted them; empty if it did not.
+        curve: empty before the first epoch has ended.
+        train_loss: mean over the first epoch, None before it has ended.
+        step_seconds: mean of each interval between two lines of metrics.
+        communication: share of the time in collectives, waiting included; None if not measured.
+        stages: means over the traced steps, by rank and stage; empty without a trace of whole
+            intervals between two decompositions.
+        traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
+        counted: bytes that a rank handed to MPI in such a step, the mean; None without a trace of
+            whole intervals, or if messages cross its edges.
+        interval: steps after which what is sent repeats.
+        wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
+            over ranks and over an interval between two decompositions.
+        handed: bytes that a rank hands to MPI per step, from the plan, likewise.
+        memory: bytes of arenas on the rank that holds most, from the plan.
+    """
+
+    cell: Cell
+    run: Path
+    result: jobs.Result | None
+    environment: Mapping[str, Any]
+    curve: Curve
+    train_loss: float | None
+    step_seconds: Sequence[float]
+    communication: float | None
+    stages: Sequence[Mapping[str, Mapping[str, float]]]
+    traced_seconds: float | None
+    counted: float | None
+    interval: int
+    wire: float
+    handed: float
+    memory: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether the run came to its end."""
+        return self.result is not None and self.result.code == 0
+
+    @property
+    def state(self) -> str:
+        """How far it got: what has begun is running, or was stopped before its end."""
+        if self.result is None or self.result.code == STOPPED:
+            return "begun" if self.environment else "not run"
+        return "complete" if self.complete else "failed"
+
+    @property
+    def step(self) -> float | None:
+        """Seconds of a step: the median over intervals."""
+        return median(self.step_seconds) if self.step_seconds else None
+
+    @property
+    def images_per_second(self) -> float | None:
+        """Of all ranks, at that pace."""
+        batch = self.cell.options.batch
+        return batch / self.step if batch and self.step else None
+
+    @property
+    def accuracy(self) -> float | None:
+        """Test accuracy (0 to 1) at the end."""
+        return self.curve.accuracy[-1] if self.curve.accuracy else None
+
+    @property
+    def crowded(self) -> bool:
+        """Whether ranks shared cores on the machine that the study was run on."""
+        hosts = self.environment.get("ranks_per_host", {})
+        cores = self.result.cores if self.result else None
+        return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
+
+    @cached_property
+    def breakdown(self) -> dict[str, float]:
+        """Seconds of a traced step by group, the mean over ranks; empty without a trace."""
+        if not self.stages or self.traced_seconds is None:
+            return {}
+        parts = dict.fromkeys([*GROUPS, WAITING, OTHER], 0.0)
+        group_of = {stage: group for group, stages in GROUPS.items() for stage in stages}
+        for rank in self.stages:
+            for stage, means in rank.items():
+                waited = means["waiting"]
+                parts[WAITING] += waited / len(self.stages)
+                busy = (means["seconds"] - waited) / len(self.stages)
+                parts[group_of.get(stage, OTHER)] += busy
+        known = sum(seconds for group, seconds in parts.items() if group != OTHER)
+        parts[OTHER] = max(0.0, self.traced_seconds - known)
+        return parts
+
+
+def read(study: Study, directory: Path) -> list[Measured]:
+    """What there is of each cell of a study in its directory."""
+    return [_measured(cell, directory / "cells" / cell.directory) for cell in study.cells]
+
+
+def _measured(cell: Cell, directory: Path) -> Measured:
+    run = directory / "run"
+    rows: list[dict[str, Any]] = []
+    with suppress(ValueError):  # there are none, or they are damaged: then it is not complete
+        rows = curves.read(run)
+    means = _json(run / "stages.json")
+    if len(means.get("steps", ())) % basis_every(cell.options, cell.ranks):
+        means = {}  # of a run that was too short
+    planned = _planned(cell)
+    return Measured(
+        cell=cell,
+        run=run,
+        result=jobs.result(directory),
+        environment=_json(run / "environment.json"),
+        curve=curves.curve(rows),
+        train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
+        step_seconds=_step_seconds(cell, rows),
+        communication=_mean([row["communication"] for row in rows if "communication" in row]),
+        stages=[rank["stages"] for rank in means.get("ranks", ())],
+        traced_seconds=means.get("seconds"),
+        counted=_counted(means, planned["interval"]),
+        **planned,
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a file holds; empty if there is none, or half of one."""
+    try:
+        found = json.loads(path.read_text())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    batch = cell.options.batch or 0
+    speeds = [row["images_per_second"] for row in rows if "images_per_second" in row]
+    if not speeds and rows:  # the run was shorter than an interval
+        return [rows[-1]["seconds"] / rows[-1]["step"]]
+    return [batch / speed for speed in speeds]
+
+
+def _counted(means: Mapping[str, Any], interval: int) -> float | None:
+    """Bytes per step of traced steps; None unless they hold whole messages of whole intervals."""
+    ranks = means.get("ranks", ())
+    # What is sent beside the training crosses the edges of the steps that are traced.
+    beside = (
+        stage for rank in ranks for named in rank["beside"].values() for stage in named.values()
+    )
+    if not ranks or len(means["steps"]) % interval or any(stage["bytes"] for stage in beside):
+        return None
+    return fmean(sum(stage["bytes"] for stage in rank["stages"].values()) for rank in ranks)
+
+
+def _mean(numbers: Sequence[float]) -> float | None:
+    return fmean(numbers) if numbers else None
+
+
+# -- what was planned ----------------------------------------------------------------------------
+
+
+def _planned(cell: Cell) -> dict[str, Any]:
+    """Bytes per step and in memory; of a large job from some of its ranks."""
+    kfac, plan = cell.options.kfac, cell.plan
+    every = kfac.factor_every, basis_every(cell.options, cell.ranks)
+    kinds = Counter(_kinds(plan, *every))
+    period, ranks = kinds.total(), looked_at(plan)
+    wire = handed = 0.0
+    for rank in ranks:
+        for (statistics, refresh, share), count in kinds.items():
+            clip = (kfac.kl_clip, kfac.norm_clip) != (None, None)
+            messages = plan.messages(rank, statistics, refresh, clip, share)
+            weight = count / period / len(ranks)
+            wire += weight * sum(message.wire for message in messages)
+            handed += weight * sum(message.bytes for message in messages)
+    memory = max(sum(plan.memory(rank).values()) for rank in ranks)
+    return {"interval": period, "wire": wire, "handed": handed, "memory": memory}
+
+
+def _kinds(
+    plan: mpikfac.Plan, factor_every: int, basis_every: int
+) -> Iterator[tuple[bool, bool, int | None]]:
+    """Of each step of an interval: whether it makes factors, decomposes them, and which share."""
+    stagger = plan.strategy.stagger
+    turn = basis_every // stagger
+    for step in range(math.lcm(factor_every, basis_every)):
+        refresh = step % turn == 0
+        share = step // turn % stagger if refresh and stagger > 1 else None
+        yield step % factor_every == 0, refresh, share
+
+
+def estimators(cells: Sequence[Cell]) -> dict[str, str]:
+    """A letter for each variant: those that compute the same numbers share one.
+
+    Letters are for any one number of ranks, as what BatchNorm sees depends on it.
+    """
+    letters: dict[str, str] = {}
+    kinds: dict[str, str] = {}
+    for cell in cells:
+        kind = json.dumps(_numbers(cell), sort_keys=True)
+        letters.setdefault(cell.variant, kinds.setdefault(kind, _letter(len(kinds))))
+    return letters
+
+
+def _numbers(cell: Cell) -> dict[str, Any]:
+    """All that the numbers of a run depend on, beside the seed and the number of ranks."""
+    given = flattened(dataclasses.asdict(cell.options))
+    numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
+    if numbers["batch_per_rank"]:
+        del numbers["batch"]
+    if cell.options.optimizer != "kfac":
+        return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
+    ranks = training_ranks(cell.options, cell.ranks)
+    strategy, settings = make_strategy(cell.options.kfac, ranks, cell.options.parts)
+    choices = dataclasses.asdict(strategy)
+    choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
+    return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}
+
+
+def _letter(number: int) -> str:
+    return chr(ord("a") + number) if number < 26 else f"z{number - 25}"

@@ -1,0 +1,164 @@
+"""What the numbers of a study say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.study.results import Measured
+from mpikfac_apps.text import brief_mib, listed, ms, number, percent
+
+BUSY = 0.1  # share of the cores that other work may take without a word
+
+
+def findings(
+    cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
+) -> Iterator[str]:
+    """What the numbers say, in sentences; fewer where there are fewer numbers."""
+    done = [cell for cell in cells if cell.complete and cell.step]
+    if not done:
+        yield "No cell is complete yet."
+        return
+    most = max(cell.cell.ranks for cell in done)
+    kfac = [c for c in done if c.cell.options.optimizer == "kfac" and c.cell.ranks == most]
+    if len({cell.cell.variant for cell in kfac}) > 1:
+        yield from _about_pace(done, kfac)
+        yield from _about_size(kfac)
+    if target:
+        yield from _about_learning(done, target)
+    yield from _about_numbers(done, letters)
+    yield from _about_bytes(done)
+    crowded = [cell for cell in done if cell.crowded]
+    if crowded:
+        ranks = sorted({cell.cell.ranks for cell in crowded})
+        cores = distinct(cell.result.cores for cell in crowded if cell.result)
+        yield (
+            f"On {listed(map(str, ranks))} ranks there were fewer cores than ranks ({cores}): "
+            "what grows with the ranks is the wait for a core more than any message. Compare "
+            "strategies at one number of ranks; scaling takes a core for each rank."
+        )
+    others = [(cell.result.others or 0.0) if cell.result else 0.0 for cell in done]
+    busy = [share for share in others if share > BUSY]
+    if busy:
+        yield (
+            f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
+            f"of the machine's cores, up to {percent(max(busy), 0)}: their times tell little."
+        )
+    if len({(cell.cell.variant, cell.cell.ranks) for cell in cells}) == len(cells):
+        yield "Each cell was run once: read differences within the ranges of the table as noise."
+
+
+def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
+    """The quickest and the slowest variant, by the median over seeds."""
+    paces: dict[str, list[float]] = {}
+    for cell in kfac:
+        paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
+    middle = {variant: median(steps) for variant, steps in paces.items()}
+    quick, slow = (f(middle, key=lambda variant: middle[variant]) for f in (min, max))
+    bases = [baseline(done, cell) for cell in kfac if cell.cell.variant == quick]
+    steps = [base.step for base in bases if base and base.step]
+    ratio = f", {middle[quick] / median(steps):.2f} times SGD's" if steps else ""
+    yield (
+        f"On {number(kfac[0].cell.ranks, 'rank')}, {quick} has the quickest K-FAC step "
+        f"({ms(middle[quick])} ms{ratio}) and {slow} the slowest ({ms(middle[slow])} ms)."
+    )
+
+
+def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
+    if kfac[0].cell.ranks > 1:
+        least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
+        yield (
+            f"There, {least.cell.variant} sends least ({brief_mib(least.wire)} MiB per rank and "
+            f"step) and {most.cell.variant} most ({brief_mib(most.wire)} MiB)."
+        )
+        least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
+        yield (
+            f"{least.cell.variant} holds least ({brief_mib(least.memory)} MiB on the fullest "
+            f"rank), {most.cell.variant} most ({brief_mib(most.memory)} MiB)."
+        )
+
+
+def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
+    reached = [(cell.curve.reached(target), cell) for cell in done]
+    times = sorted(((when[1], c) for when, c in reached if when), key=lambda pair: pair[0])
+    if not times:
+        yield f"No cell reached a test accuracy of {percent(target)}."
+        return
+    seconds, first = times[0]
+    text = f"{first.cell.label} was first at {percent(target)}, after {seconds:.1f} s of training"
+    sgd = [(s, c) for s, c in times if c.cell.options.optimizer == "sgd"]
+    if sgd and sgd[0][1] is not first:
+        text += f"; of SGD, {sgd[0][1].cell.label} after {sgd[0][0]:.1f} s"
+    missing = len(done) - len(times)
+    yield f"{text}. {missing} of {len(done)} cells did not get there." if missing else f"{text}."
+
+
+def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
+    """How far cells that are to compute the same are apart."""
+    alike: dict[Any, list[float]] = {}
+    for cell in done:
+        if cell.train_loss is not None:
+            place = (letters[cell.cell.variant], cell.cell.ranks, cell.cell.options.seed)
+            alike.setdefault(place, []).append(cell.train_loss)
+    spreads = [max(v) / min(v) - 1 for v in alike.values() if len(v) > 1 and min(v) > 0]
+    if spreads:
+        apart = f"differ by at most {max(spreads):.0e} of their value"
+        yield (
+            f"The same numbers, but for rounding, are those of {_alike(letters)}. Their mean "
+            "training losses of the first epoch "
+            f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
+            "Between these groups, accuracy differs by design."
+        )
+    others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
+    if others:
+        yield (
+            f"By design another estimator of the curvature: {listed(dict.fromkeys(others))}; see "
+            "what the variants are."
+        )
+
+
+def _other_estimator(options: Options) -> bool:
+    kfac = options.kfac
+    named = mpikfac.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
+    known = named is not None and not named.same
+    return options.optimizer == "kfac" and (known or kfac.reduction == "none")
+
+
+def _alike(letters: Mapping[str, str]) -> str:
+    groups: dict[str, list[str]] = {}
+    for variant, letter in letters.items():
+        groups.setdefault(letter, []).append(variant)
+    several = {letter: names for letter, names in groups.items() if len(names) > 1}
+    return "; of ".join(f"{listed(names)} ({letter})" for letter, names in several.items())
+
+
+def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
+    traced = [cell for cell in done if cell.counted is not None]
+    other = [c for c in traced if abs((c.counted or 0) - c.handed) > 1e-6 * c.handed]
+    if traced:
+        text = (
+            "Where messages do not run beside the training, the bytes counted in traced steps are "
+        )
+        names = listed(cell.cell.label for cell in other) if other else ""
+        yield text + (f"the plan's but for {names}." if other else "the plan's in all cells.")
+
+
+def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
+    """Complete first-order training that is like `cell` otherwise."""
+    for other in cells:
+        alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
+        if alike and other.cell.options.optimizer == "sgd" and other.complete:
+            return other
+    return None
+
+
+def distinct(values: Iterable[Any]) -> str:
+    """Return different values, of a dict its keys, separated by commas."""
+    flat: dict[str, None] = {}
+    for value in values:
+        for word in value if isinstance(value, dict) else [value]:
+            flat |= {str(word): None} if word is not None else {}
+    return ", ".join(flat)

@@ -1,0 +1,88 @@
+"""Runs a study, every combination of some options of the training program, and reports on it.
+
+    mpikfac study jobs/studies/digits.yaml
+
+The cells are run one after the other. A study that was interrupted goes on where it was; complete
+cells are not run again, and a cell whose options have changed is another one. A cell that was asked
+to stop, as the allocation that the study runs in ends soon, ends the study.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpikfac_apps.cli import Parser
+from mpikfac_apps.guard.lock import Lock
+from mpikfac_apps.study import jobs, report
+from mpikfac_apps.study.spec import STOPPED, Study, read, slug
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs what is to be run and writes the report.
+
+    Returns:
+        1 if a cell failed, 2 if the study is wrong, 75 if the study was stopped before its end.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = parse(arguments)
+    try:
+        study = read(options.study)
+        directory = options.run_dir or Path("runs") / slug(study.name)
+        code = 0 if options.report_only else run(study, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = report.write(study, directory, ["mpikfac", "study", *arguments])
+    except (OSError, ValueError) as error:
+        print(f"mpikfac study: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mpikfac study: interrupted; the same command goes on", file=sys.stderr)
+        return 130
+    print(f"report: {path}")
+    return code
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line."""
+    parser = Parser(prog="mpikfac study", description=__doc__.partition("\n")[0])
+    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="see docs/study.md")
+    parser.add_argument("--run-dir", type=Path, help="where it all goes (runs/NAME)")
+    parser.add_argument("--report-only", action="store_true", help="run nothing")
+    return parser.parse_args(argv)
+
+
+def run(study: Study, directory: Path) -> int:
+    """Runs the cells that are not complete; the exit code.
+
+    Raises:
+        ValueError: there is no launcher, or another study is using the directory.
+        KeyboardInterrupt: it was interrupted; no job is left.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    lock = Lock(directory)
+    try:
+        return _run(study, directory)
+    finally:
+        lock.release()
+
+
+def _run(study: Study, directory: Path) -> int:
+    for label, why in study.left_out:
+        print(f"left out: {label}: {why}")
+    code = 0
+    for number, cell in enumerate(study.cells, start=1):
+        place = directory / "cells" / cell.directory
+        ended, again = jobs.result(place), ", was complete"
+        if ended is None or ended.code:
+            ended, again = jobs.run(cell, place, study.launcher), ""
+        how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
+        if ended.code == STOPPED:
+            how = "stopped; the same command goes on"
+        print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
+        if ended.code == STOPPED and study.launcher == "mpirun":
+            return STOPPED  # the next ones would be asked to stop, too
+        code = 1 if ended.code else code
+    return code

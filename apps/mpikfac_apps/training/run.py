@@ -1,0 +1,372 @@
+"""One training run: its parts, the loop over its steps, its records and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import zlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.strategy import covering, for_machine, learning_rate, make_strategy
+from mpikfac_apps.place import Place, environment
+from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.training import batches, checkpoints, run_directory
+from mpikfac_apps.training.metrics import Meter, Speed
+from mpikfac_apps.training.traced_steps import Recording
+
+KFAC_SETTINGS = (
+    *("damping", "relative_damping", "factor_every", "decay", "kl_clip", "norm_clip", "graft"),
+    *("normalization", "start", "fisher", "samples", "subsample", "skip"),
+)
+KFAC_DTYPES = ("statistics_dtype", "factor_dtype", "basis_dtype")
+
+# What a rank tells the others at each step, beside its gradients.
+CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Run:
+    """One training run: its parts, the loop over its steps, and its checkpoints.
+
+    Collective over: world, as are all its methods.
+    """
+
+    def __init__(
+        self, comm: Any, options: Options, guard: Guard, place: Place, curvature: Any
+    ) -> None:
+        self.comm, self.options, self.guard = comm, options, guard
+        self.device, self.curvature = place.device, curvature
+        kept_log = run_directory.start_log() if comm.rank == 0 else None
+        self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
+        checkpoint = checkpoints.open_checkpoint(comm, options)
+        if checkpoint is not None:
+            self._follow(checkpoint)
+        options.batch_per_rank = None  # from here on, `batch` says it
+        self._load_data()
+        self._build_trainer()
+        guard.stage = lambda: self.trainer.trace.current
+        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard.requests)
+        if restarts := os.environ.get("SLURM_RESTART_COUNT"):
+            log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
+        self.steps = options.epochs * len(self.batches)
+        if options.max_steps:
+            self.steps = min(self.steps, options.max_steps)
+        self.meter = Meter(comm, self.device)
+        self.speed = Speed(options.batch, self.trainer.trace)
+        self.troubles = 0
+        metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
+        self.record = None
+        with mpikfac.together(comm, f"run_dir={options.run_dir}"):
+            if kept_log is not None:
+                about = environment(place.hosts, self.device)
+                self.record = run_directory.Record(options, about, kept_log, metrics_bytes)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _load_data(self) -> None:
+        comm, options, device = self.comm, self.options, self.device
+        chosen = options.data
+        with mpikfac.together(comm, "reading data"):
+            found = datasets.load(
+                chosen.name, chosen.path, chosen.train_images, chosen.size, chosen.classes
+            )
+            if options.batch > len(found.train_images):
+                raise ValueError(
+                    f"batch={options.batch} is more than the {len(found.train_images)} images"
+                )
+        mpikfac.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy())})
+        self.normalise = batches.Normalise(found.train_images, device)
+        self.batches = batches.Batches(
+            found.train_images.to(device),
+            found.train_labels.to(device),
+            options.batch,
+            seed=options.seed,
+            augment=chosen.augment,
+            rank=comm.rank,
+            ranks=comm.size,
+        )
+        test = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
+        self.test = [part.to(device) for part in test]
+        self.channels, self.classes = found.train_images.shape[1], found.classes
+
+    def _build_trainer(self) -> None:
+        comm, options = self.comm, self.options
+        torch.manual_seed(options.seed)
+        model = models.build(options.model, self.classes, self.channels)
+        model = model.to(self.device, memory_format=torch.channels_last)
+        self.lr = learning_rate(options, len(self.batches), self.began_on)
+        self.model, self.optimizer = model, make_optimizer(options, model)
+        with mpikfac.together(comm, "options"):
+            if options.optimizer != "kfac":
+                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
+            else:
+                strategy, settings = make_strategy(options.kfac, comm.size, options.parts)
+                name, strategy = for_machine(options, model, comm.size, strategy, settings)
+                log.info("strategy %s: %s", name, strategy)
+                settings |= {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
+                for key in KFAC_DTYPES:
+                    if name := getattr(options.kfac, key):
+                        settings[key] = getattr(torch, name)
+                if every := options.kfac.damping_adapt:
+                    settings["damping"] = mpikfac.LevenbergMarquardt(options.kfac.damping, every)
+                settings |= covering(options.kfac) | {"curvature": self.curvature}
+                self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
+
+    # -- training --------------------------------------------------------------------------------
+
+    def train(self) -> int:
+        """Takes the steps that are left, or those until it is asked to stop; the exit code."""
+        first, per_epoch = self.trainer.steps, len(self.batches)
+        log.info("%s", self._summary())
+        recording = Recording(self.comm, self.options, self.trainer, self.steps)
+        progress = run_directory.Progress(first, self.steps) if self.record else None
+        stop = False
+        for step in range(first, self.steps):
+            epoch, index = divmod(step, per_epoch)
+            self.guard.enter("step", step)
+            self._vote()
+            with self.speed.step(), recording.step(step):
+                with self.trainer.trace.stage("data"):
+                    images, labels = self.batches.get(epoch, index)
+                self.step(step, images, labels)
+            if step + 1 == recording.chosen.stop:
+                recording.write()
+            if progress:
+                progress.advance(self._describe)
+            if (step + 1) % self.options.log_every == 0:
+                self._report()
+            if index + 1 == per_epoch:
+                self.guard.enter("evaluation", step)
+                self._end_epoch(epoch + 1)
+            if stop := self._follow_votes():
+                break
+        recording.write()  # of a run that was stopped before
+        if progress:
+            progress.close()
+        return self._end(stop)
+
+    def step(self, step: int, images: Tensor, labels: Tensor) -> None:
+        """One training step on this rank's share of a batch, in parts if the options say so."""
+        self.set_rate(step)
+        count = self.trainer.plan.parts_per_rank
+        first = self.comm.rank * max(1, count)
+        parts = list(zip(images.chunk(max(1, count)), labels.chunk(max(1, count))))
+        losses = []
+        for number, part in enumerate(parts, first):
+            self._seed(step, number)
+            losses.append(self._pass(*part))
+            if count:
+                self.trainer.collect()
+        self.trainer.step()
+        every = self.options.kfac.damping_adapt
+        if self.options.optimizer == "kfac" and every and self.trainer.steps % every == 0:
+            self._adapt(torch.stack(losses).mean().item(), step, first, parts)
+
+    def _adapt(self, before: float, step: int, first: int, parts: list[tuple[Tensor, ...]]) -> None:
+        """Lets the damping follow what the step did to the loss of its own images."""
+        kept = [buffer.clone() for buffer in self.model.buffers()]
+        losses = []
+        with self.trainer.trace.stage("forward"), torch.no_grad():
+            for number, (images, labels) in enumerate(parts, first):
+                self._seed(step, number)
+                losses.append(F.cross_entropy(self.model(self.normalise(images)), labels))
+            for buffer, value in zip(self.model.buffers(), kept):  # running statistics
+                buffer.copy_(value)
+        self.trainer.adapt(before, torch.stack(losses).mean().item())
+
+    def _seed(self, step: int, number: int) -> None:
+        """Seeded anew for each part of a batch, random number generators need not be saved."""
+        torch.manual_seed(batches.mixed(self.options.seed, step, number))
+
+    def set_rate(self, step: int) -> None:
+        """Gives the optimizer the learning rate of a step."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr(step)
+
+    def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward pass; the mean loss."""
+        stage = self.trainer.trace.stage
+        self.optimizer.zero_grad()
+        with stage("forward"):
+            scores = self.model(self.normalise(images))
+            loss = F.cross_entropy(scores, labels)
+        with stage("backward"):
+            if isinstance(self.trainer, mpikfac.KFAC):
+                self.trainer.record(scores)
+            loss.backward()
+        self.meter.add(loss * len(labels), scores, labels)
+        return loss.detach()
+
+    # -- what ranks tell each other --------------------------------------------------------------
+
+    def _vote(self) -> None:
+        """What this rank is asked for, and how far its writing is, travels with the next step."""
+        asked, troubles = self.guard.requests, self.trainer.troubles.counts.total()
+        due = asked.checkpoint and not self.saver.pending
+        decompositions = self.trainer.trace.calls["decompositions"]
+        votes = [due, asked.stop, self.saver.written, troubles, decompositions]
+        self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
+
+    def _follow_votes(self) -> bool:
+        """Does what any rank was asked for; whether the run is to stop."""
+        every, ranks = self.options.checkpoint_every, self.comm.size
+        votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
+        self.troubles = votes[TROUBLES]
+        if votes[STOP]:
+            return True
+        if votes[WRITTEN] == ranks:
+            self.saver.settle()
+        if votes[CHECKPOINT] or (every and self.trainer.steps % every == 0):
+            self._save()
+        return False
+
+    def _end(self, stopped: bool) -> int:
+        """Writes the last checkpoint; the exit code."""
+        steps, seconds = self.trainer.steps, self.speed.seconds
+        stopped = stopped and steps < self.steps
+        self.guard.requests.ignore_signals()
+        self._save(last=True)
+        self.guard.enter("end", steps)
+        if self.options.optimizer == "kfac":
+            self.trainer.close()
+        if self.comm.rank == 0:
+            mpikfac.note_end(checkpoints.root(self.options))
+        self.comm.Barrier()  # while ranks are watched: no one would end MPI's wait for a stuck one
+        if not stopped:
+            log.info("complete after %d steps, %.1f s", steps, seconds)
+            return 0
+        why = self.guard.requests.reason or "another rank was asked to"
+        log.info("stopped after %d steps (%s); --resume auto goes on", steps, why)
+        return self.options.stop_code
+
+    def evaluate(self) -> tuple[float, float]:
+        """Mean loss and accuracy over all test images, each counted once."""
+        meter = Meter(self.comm, self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for images, labels in batches.parts(*self.test, self.batches.per_rank):
+                scores = self.model(self.normalise(images))
+                meter.add(F.cross_entropy(scores, labels, reduction="sum"), scores, labels)
+        self.model.train()
+        return meter.everything()
+
+    # -- records ---------------------------------------------------------------------------------
+
+    def _report(self) -> None:
+        loss = self._finite(self.meter.recent())
+        speed, communication = self.speed.rates()
+        self.speed.mark()
+        kfac = isinstance(self.trainer, mpikfac.KFAC)
+        clip = {"kl_scale": self.trainer.kl_scale.item()} if kfac else {}
+        more = clip | ({"troubles": self.troubles} if self.troubles else {})
+        if self.trainer.plan.strategy.tolerance:  # else they follow from the options
+            mean = self.trainer.votes[DECOMPOSITIONS].item()
+            more["decompositions"] = round(mean * self.comm.size)
+        self._row(loss=loss, images_per_second=speed, communication=communication, **more)
+
+    def _end_epoch(self, epoch: int) -> None:
+        loss, accuracy = self.meter.everything()
+        test_loss, test_accuracy = self.evaluate()
+        self._row(
+            train_loss=self._finite(loss),
+            train_accuracy=accuracy,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+        )
+        log.info(
+            f"epoch {epoch}: loss {loss:.4f}, train {accuracy:.2%}, test {test_accuracy:.2%}, "
+            f"{self.speed.seconds:.1f} s"
+        )
+
+    def _row(self, **values: float) -> None:
+        if self.record:
+            done = self.trainer.steps
+            epoch, lr = done / len(self.batches), self.lr(done - 1)
+            self.record.row(done, epoch=epoch, seconds=self.speed.seconds, lr=lr, **values)
+
+    def _finite(self, loss: float) -> float:
+        if not math.isfinite(loss):
+            steps, lr = self.trainer.steps, self.options.lr
+            raise mpikfac.UserError(f"the loss is {loss} after step {steps}; try a smaller lr={lr}")
+        return loss
+
+    def _describe(self) -> str:
+        speed, communication = self.speed.rates()
+        loss = "" if math.isnan(self.meter.loss) else f"loss {self.meter.loss:.4f}, "
+        return f"{loss}{speed:,.0f} images/s, {communication:.0%} communication"
+
+    def _summary(self) -> str:
+        options = self.options
+        spared = f" and {self.curvature.remote_size} for curvature" if self.curvature else ""
+        return (
+            f"{options.model} on {options.data.name} with {options.optimizer}; "
+            f"ranks {self.comm.size}{spared}, batch {options.batch}, "
+            f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
+            f"a checkpoint takes about {checkpoints.megabytes(self.trainer.plan):,.1f} MB"
+        )
+
+    # -- checkpoints -----------------------------------------------------------------------------
+
+    def _save(self, last: bool = False) -> None:
+        self.guard.enter("checkpoint", self.trainer.steps)
+        items = self.trainer.state_dict() | self.meter.state()
+        self.saver.save(items | self.about(), self.trainer.steps, last)
+
+    def about(self) -> dict[str, Any]:
+        """What rank 0 adds to a checkpoint."""
+        if self.comm.rank != 0:
+            return {}
+        metrics = run_directory.metrics_bytes(self.options.run_dir)
+        about = checkpoints.identity(self.options)
+        about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
+        return {
+            "run/data": json.dumps(about),
+            "run/seconds": self.speed.seconds,
+            "run/metrics_bytes": metrics,
+        }
+
+    def _follow(self, checkpoint: Any) -> None:
+        """Takes over from the checkpoint what a restart may not change."""
+        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+            saved = json.loads(checkpoint["run/data"])
+            checkpoints.follow(self.options, saved, self.comm.size)
+            self.began_on = saved["ranks"]
+            if (threads := torch.get_num_threads()) != saved["threads"]:
+                log.info(
+                    "begun with threads=%d, now %d: bits may differ", saved["threads"], threads
+                )
+
+    def _restore(self, checkpoint: Any) -> int:
+        """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
+        kept = 0
+        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+            self.trainer.load_state_dict(checkpoint)
+            self.meter.load(checkpoint["run/counted"], checkpoint["run/reported"])
+            self.speed.seconds = checkpoint["run/seconds"]
+            self.speed.mark()
+            if self.options.resume == "auto":
+                kept = checkpoint["run/metrics_bytes"]
+                self.saver.step = checkpoint.step
+                if self.comm.rank == 0:
+                    mpikfac.note_start(checkpoint)
+        log.info("going on from %s", checkpoint.path)
+        return kept
+
+
+def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW if the options say so; else SGD, also for K-FAC's directions."""
+    parameters, lr, decay = model.parameters(), options.lr, options.weight_decay
+    if options.optimizer == "adamw":
+        betas = options.momentum, 0.999
+        return torch.optim.AdamW(parameters, lr, betas, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)

@@ -1,0 +1,161 @@
+"""What a run leaves behind, written by rank 0: settings, environment, log, metrics, progress.
+
+RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensorboard/]
+[stages.json  trace.json.gz]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import logging.handlers
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tqdm import tqdm
+
+from mpikfac_apps.options.options import Options
+
+LINE_EVERY = 30.0  # seconds between two lines of progress in a log
+BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal
+LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Screen(logging.Handler):
+    """Prints records above the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one record."""
+        with suppress(OSError):  # on a full disk, say
+            tqdm.write(self.format(record), file=sys.stdout)
+            sys.stdout.flush()  # the log of a batch job is read while it runs
+
+
+def start_log() -> logging.handlers.MemoryHandler:
+    """Sends the log to the screen; the handler returned keeps it for the file that comes later."""
+    library = logging.getLogger("mpikfac")
+    library.setLevel(logging.INFO)
+    kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
+    library.handlers[:] = [Screen(), kept]  # none of an earlier run in this process
+    return kept
+
+
+class Record:
+    """The open run directory.
+
+    Args:
+        kept_log: from `start_log`; from now on it goes to the directory's log.txt.
+        kept_bytes: of an earlier metrics.jsonl, those up to the checkpoint that the run goes on
+            from; the rest is cut off.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        environment: Mapping[str, Any],
+        kept_log: logging.handlers.MemoryHandler,
+        kept_bytes: int = 0,
+    ) -> None:
+        path = Path(options.run_dir)
+        path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
+        (path / "config.yaml").write_text(text)
+        (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+        logging.raiseExceptions = False  # no traceback for each line that finds the disk full
+        file = logging.FileHandler(path / "log.txt")
+        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        kept_log.setTarget(file)
+        kept_log.flush()
+        # Open as long as the run.
+        self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
+        self._unwritten = b""
+        self._board = None
+        if options.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(path / "tensorboard")
+
+    def row(self, step: int, **values: float) -> None:
+        """Adds a line to metrics.jsonl, numbers rounded to 6 digits; a full disk gets it later."""
+        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
+        waiting, begin = self._unwritten, self._metrics.tell()
+        self._unwritten += json.dumps({"step": step, **short}).encode() + b"\n"
+        with suppress(OSError):
+            if self._metrics.write(self._unwritten) == len(self._unwritten):
+                self._unwritten = b""
+            else:
+                self._metrics.truncate(begin)  # half a line is of no use to a restart
+        if self._unwritten and not waiting:
+            log.warning("metrics.jsonl cannot be written; its lines wait in memory")
+        if self._board:
+            for key, value in values.items():
+                self._board.add_scalar(key, value, step)
+
+
+def metrics_bytes(run_dir: str) -> int:
+    """Bytes of the run's metrics.jsonl, all of them on disk unless that fails."""
+    with open(Path(run_dir) / "metrics.jsonl", "ab") as metrics:
+        with suppress(OSError):
+            os.fsync(metrics.fileno())
+        return metrics.tell()
+
+
+class Progress:
+    """How far a run is: a bar on a terminal, elsewhere a line in the log every 30 s.
+
+    Args:
+        first: steps that were done before.
+        last: steps of the whole run.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.left, self.done = last - first, 0
+        self.began = self.shown = time.perf_counter()
+        self.bar = None
+        if on_terminal():
+            self.bar = tqdm(total=last, initial=first, unit="step", ncols=100)
+
+    def advance(self, describe: Callable[[], str]) -> None:
+        """Counts a step, and shows `describe()` if it is time to."""
+        self.done += 1
+        now = time.perf_counter()
+        due = now - self.shown >= (BAR_EVERY if self.bar is not None else LINE_EVERY)
+        if due:
+            self.shown = now
+        if self.bar is not None:
+            if due:
+                self.bar.set_postfix_str(describe(), refresh=False)
+            self.bar.update()
+        elif due:
+            rest = (now - self.began) / self.done * (self.left - self.done)
+            log.info("%s, %s to go", describe(), tqdm.format_interval(rest))
+
+    def close(self) -> None:
+        """Leaves the bar as it is."""
+        if self.bar is not None:
+            self.bar.close()
+
+
+def on_terminal() -> bool:
+    """Whether somebody watches stderr.
+
+    Under mpirun a rank's own streams do not tell: Open MPI makes stderr a pipe, and stdout a
+    terminal even in batch. What counts there is where mpirun's stderr leads.
+    """
+    if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
+        return sys.stderr.isatty()
+    try:
+        target = os.readlink(f"/proc/{os.getppid()}/fd/2")
+    except OSError:
+        return False
+    return target.startswith(("/dev/pts/", "/dev/tty"))

@@ -1,0 +1,72 @@
+"""When a rank dies and MPI survives it (ULFM): how the ranks that are left go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from typing import TYPE_CHECKING, Any
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.training import checkpoints
+
+if TYPE_CHECKING:
+    from mpikfac_apps.training.run import Run
+
+log = logging.getLogger("mpikfac.train")
+
+
+def go_on(run: Run) -> tuple[Any, Options]:
+    """The ranks that are left, and the options with which they start again.
+
+    Their own state is written as a checkpoint if it is whole: else they go back to the last one.
+
+    Collective over: the ranks that are left.
+    """
+    left = mpikfac.survivors(run.comm, run.trainer.gradients.grid)
+    run.saver.abandon()
+    if left.rank == 0:
+        lost = run.comm.size - left.size
+        log.warning("step %d: lost %d of %d ranks", run.trainer.steps, lost, run.comm.size)
+        if run.comm.rank != 0:
+            run.guard.inherit()
+    run.comm = left
+    run.meter.leave_out_lost(left)
+    save_what_is_left(run)
+    root, found = checkpoints.root(run.options), None
+    if left.rank == 0:
+        found = mpikfac.latest_checkpoint(root)
+    anew = run.options.resume == "never"  # in the same directory
+    resume = "auto" if left.bcast(found) or anew else run.options.resume
+    return left, dataclasses.replace(run.options, resume=resume)
+
+
+def save_what_is_left(run: Run) -> None:
+    """Writes the state after a step of which the ranks still hold all, if there is one.
+
+    The oldest that one of them is at: others may have gone on with what a broken collective handed
+    out. What several hold is compared; a rank that is left alone has nobody to compare with.
+
+    Collective over: run.comm.
+    """
+    trainer, comm = run.trainer, run.comm
+    trainer.gradients.discard()  # running statistics of the step that was not finished
+    steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
+    step, items = min(steps), {}
+    if steps[comm.rank] == step < math.inf:
+        run.set_rate(step)  # some may have begun the next step
+        items = trainer.state_dict()
+    names = {name for held in comm.allgather(list(items)) for name in held}
+    lost = "what was lost is in no other memory"
+    if comm.size > 1 and names and not trainer.missing(names):
+        counted = run.meter.state()
+        if comm.rank == 0:
+            items |= counted | run.about()
+        try:
+            mpikfac.save_checkpoint(comm, checkpoints.root(run.options), items, step)
+            return
+        except mpikfac.UserError as error:
+            lost = str(error)
+    if comm.rank == 0:
+        log.warning("%s: back to the last checkpoint", lost)

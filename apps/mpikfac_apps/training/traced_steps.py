@@ -1,0 +1,92 @@
+"""Records the stages of some steps of a run, and writes them down when they are over.
+
+RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing, RUN/stages.json has means.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.text import table
+
+WARM_UP = 2  # steps of a start that find memory and caches cold
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Recording:
+    """Records `trace_steps` steps after the first two of this start.
+
+    Args:
+        last: steps of the whole run.
+
+    Attributes:
+        chosen: the steps to record.
+    """
+
+    def __init__(self, comm: Any, options: Options, trainer: Any, last: int) -> None:
+        self.comm, self.directory = comm, Path(options.run_dir)
+        self.trace, self.columns = trainer.trace, trainer.plan.columns
+        begin, wanted = trainer.steps + WARM_UP, options.trace_steps or 0
+        self.chosen = range(begin, min(begin + wanted, last))
+        self._steps: dict[int, tuple[float, float]] = {}
+        if wanted and not self.chosen and comm.rank == 0:
+            log.warning("trace_steps=%d: no step is left after %d to warm up", wanted, WARM_UP)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The body is this step."""
+        if step not in self.chosen:
+            yield
+            return
+        self.trace.record(True)
+        start = time.perf_counter()
+        yield
+        self.trace.record(False)
+        self._steps[step] = start, time.perf_counter()
+
+    def write(self) -> None:
+        """Writes what was recorded, once.
+
+        Collective over: world.
+        """
+        if not self._steps:
+            return
+        recorded = mpikfac.timeline.Recorded(self._steps, self.trace.events)
+        self._steps = {}
+        ranks = self.comm.gather(recorded.later(mpikfac.clock_offset(self.comm)))
+        if self.comm.rank == 0:
+            self._write(ranks)
+
+    def _write(self, ranks: list[mpikfac.timeline.Recorded]) -> None:
+        """Prints the table, and writes the files unless there are those of more steps."""
+        means = mpikfac.timeline.stage_means(ranks, self.columns)
+        lines = table(mpikfac.timeline.stage_table(means))
+        first, last = means["steps"][0], means["steps"][-1]
+        log.info("steps %d to %d, means over ranks, in ms:\n%s", first, last, "\n".join(lines))
+        if _steps(self.directory / "stages.json") > len(means["steps"]):
+            log.info("stages.json and trace.json.gz are of more steps, from an earlier start: kept")
+            return
+        picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
+        try:
+            (self.directory / "stages.json").write_text(json.dumps(means, indent=1) + "\n")
+            (self.directory / "trace.json.gz").write_bytes(gzip.compress(picture.encode()))
+        except OSError as error:
+            log.warning("stages.json and trace.json.gz cannot be written: %s", error)
+
+
+def _steps(path: Path) -> int:
+    """Of how many steps the means in a file are; 0 if there are none."""
+    try:
+        return len(json.loads(path.read_text())["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0

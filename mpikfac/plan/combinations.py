@@ -1,0 +1,171 @@
+"""Which choices need which other choices, as a table: code refuses by it, and a page prints it.
+
+Choices are a flat mapping from names to values: the fields of `Strategy` and of the values inside
+it, the solver, the settings of `KFAC`. No name stands for two choices. The needs of a solver stand
+in the solver's file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Choices = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """A need: a number of at least `least`."""
+
+    least: int
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """A need: one of some values."""
+
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Same:
+    """A need: the value of another choice."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A choice and its needs.
+
+    Attributes:
+        choice: the name of the choice.
+        values: the values that have the needs; None for all values but `default`.
+        needs: by name, the value that another choice must have, or an `AtLeast`, `OneOf`, `Same`.
+        why: the reason, as the end of a sentence.
+        default: the value without needs, where `values` is None.
+        any_of: one need is enough.
+    """
+
+    choice: str
+    values: tuple[object, ...] | None
+    needs: Mapping[str, object]
+    why: str
+    default: object = None
+    any_of: bool = False
+
+    def applies(self, choices: Choices) -> bool:
+        """Return whether the choice has a value with needs, and the needs can be looked up."""
+        if self.choice not in choices or not self.needs.keys() & choices.keys():
+            return False
+        value = choices[self.choice]
+        return value != self.default if self.values is None else value in self.values
+
+    def unmet(self, choices: Choices) -> list[str]:
+        """Return the names of the needs that `choices` do not meet; none if one is enough."""
+        known = [name for name in self.needs if name in choices]
+        unmet = [name for name in known if not _fits(self.needs[name], choices[name], choices)]
+        return [] if self.any_of and len(unmet) < len(known) else unmet
+
+
+def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
+    """Return if `choices` meet the needs of `table`.
+
+    A need of a choice that `choices` do not name is not checked.
+
+    Args:
+        of: the layer that the choices belong to, as " of layer 'conv1'".
+
+    Raises:
+        ValueError: a choice with a need that is not met; the needs, the values, the reason.
+    """
+    for row in table:
+        if row.applies(choices) and (unmet := row.unmet(choices)):
+            joint = " or " if row.any_of else " and "
+            needed = joint.join(shown(name, row.needs[name], choices) for name in unmet)
+            found = " and ".join(repr(choices[name]) for name in unmet)
+            raise ValueError(
+                f"{row.choice}={choices[row.choice]!r}{of} needs {needed}, not {found}: {row.why}"
+            )
+
+
+def shown(name: str, need: object, choices: Choices | None = None) -> str:
+    """Return a need in words: "delay >= 1", "reduction='owners'"."""
+    if isinstance(need, AtLeast):
+        return f"{name} >= {need.least}"
+    if isinstance(need, OneOf):
+        return f"{name}=" + " or ".join(map(repr, need.values))
+    if isinstance(need, Same):
+        return f"{name}={need.name}" if choices is None else f"{name}={choices[need.name]!r}"
+    return f"{name}={need!r}"
+
+
+def _fits(need: object, value: Any, choices: Choices) -> bool:
+    if isinstance(need, AtLeast):
+        return bool(value >= need.least)
+    if isinstance(need, OneOf):
+        return value in need.values
+    return bool(value == (choices[need.name] if isinstance(need, Same) else need))
+
+
+_PLAIN = {"parts": None, "overlap": False, "ranks_per_node": None, "sums": "reduce"}
+_COMPRESSED = "compressed messages are sent by all ranks at once, as one buffer"
+
+STRATEGY: tuple[Combination, ...] = (
+    Combination(
+        "parts",
+        None,
+        {"reduction": "everyone", "update": "everyone", "packing": "triangle"},
+        "an ordered sum passes through all ranks and adds up triangles",
+    ),
+    Combination(
+        "replicate_below",
+        None,
+        {"reduction": "everyone", "update": "everyone"},
+        "all workers of a layer decompose its small factors",
+        default=0,
+    ),
+    Combination(
+        "overlap",
+        (True,),
+        {"parts": None, "packing": "triangle"},
+        "layers are sent as the backward pass records them",
+    ),
+    Combination(
+        "ranks_per_node",
+        None,
+        {"parts": None, "overlap": False},
+        "an ordered sum and an overlapped message have one level",
+    ),
+    Combination(
+        "sums",
+        ("alltoall",),
+        {"reduction": "owners", "update": "owner"},
+        "only owners add up the parts that ranks send",
+        any_of=True,
+    ),
+    Combination(
+        "sums",
+        ("alltoall",),
+        {"fusion": None, "overlap": False},
+        "an exchange of parts is one message",
+    ),
+    Combination(
+        "reduce_at",
+        ("bases",),
+        {"parts": None, "reduction": OneOf(("everyone", "owners"))},
+        "averages over time are summed over ranks, in no order",
+    ),
+    Combination(
+        "curvature_ranks",
+        None,
+        {"delay": AtLeast(1), "replicate_below": 0, "tolerance": 0},
+        "curvature ranks work while the training ranks go on, for one owner of a factor",
+        default=0,
+    ),
+    Combination("factor_wire", None, _PLAIN, _COMPRESSED),
+    Combination("basis_wire", None, _PLAIN, _COMPRESSED),
+    Combination("gradient_wire", None, _PLAIN, _COMPRESSED),
+)
+"""The needs of the choices of a `Strategy`."""

@@ -1,0 +1,35 @@
+"""Runs of the training program one after the other in one job: several.py RUNS.json
+
+RUNS.json holds `[ranks, options]` of every run; the first `ranks` ranks of the job take part.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import mpikfac
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.problems import models
+from mpikfac_apps.training import train
+from plain import plain
+
+
+def main() -> None:
+    models.MODELS["plain"] = plain
+    comm = mpikfac.world()
+    for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
+        team = comm.Split(comm.rank < ranks, comm.rank)
+        if comm.rank < ranks:
+            train.train(team, parse(options, team.size))
+        done = comm.Ibarrier()
+        while (
+            not done.Test()
+        ):  # in a Barrier, the waiting ranks would take cores from ranks that train
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    main()

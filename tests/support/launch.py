@@ -1,0 +1,108 @@
+"""Starts programs under MPI for tests, as `jobs/common.sh` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import PIPE
+from typing import IO
+
+import psutil
+
+LIMIT = 240  # seconds, for hangs alone: jobs take less than 30 on an idle machine
+PROGRAMS = Path(__file__).parents[1] / "programs"
+TRAIN = str(Path(__file__).parents[2] / "apps" / "train_cnn.py")
+
+
+def launch(
+    ranks: int, *args: str, timeout: float = LIMIT, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Return the end of `mpirun -n ranks python -m mpi4py args...`, with the job's output.
+
+    MPIRUN and MPIRUN_FLAGS name the launcher and the launcher's options. `env` is added to the
+    environment.
+
+    Raises:
+        subprocess.TimeoutExpired: after `timeout` seconds; no process of the job is left.
+    """
+    with start(ranks, *args, env=env) as job:
+        try:
+            output, errors = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as expired:
+            kill(job)
+            output, errors = job.communicate()
+            expired.add_note(f"{output}\n{errors}")
+            raise
+    # Open MPI ends its own notes with a NUL byte, which may come before a rank's line.
+    texts = (text.replace("\0", "") for text in (output, errors))
+    return subprocess.CompletedProcess(job.args, job.returncode, *texts)
+
+
+def run_each(runs: Sequence[tuple[int, Sequence[str]]], root: Path, timeout: float = LIMIT) -> None:
+    """Run the training program on so many ranks with such options, one run after the other.
+
+    All runs share one job: most of the time of a short run is the start of its ranks.
+
+    Args:
+        runs: the ranks and the options of each run.
+        root: a directory for the list of the runs.
+    """
+    program, file = str(PROGRAMS / "several.py"), root / "runs.json"
+    file.write_text(json.dumps(runs))
+    ended = launch(max(ranks for ranks, _ in runs), program, str(file), timeout=timeout)
+    assert ended.returncode == 0, ended.stderr
+
+
+def start(
+    ranks: int, *args: str, env: dict[str, str] | None = None, output: int | IO[str] = PIPE
+) -> subprocess.Popen[str]:
+    """Start the job of `launch`; output goes to pipes, or together to `output`."""
+    mpirun, flags = launcher()
+    return subprocess.Popen(
+        [mpirun, *flags, "-n", str(ranks), sys.executable, "-m", "mpi4py", *args],
+        env=_environment() | (env or {}),
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        text=True,
+    )
+
+
+def processes(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Return the ranks of a job of Open MPI, in order."""
+    ranks = psutil.Process(job.pid).children()
+    return sorted(ranks, key=lambda rank: int(rank.environ()["OMPI_COMM_WORLD_RANK"]))
+
+
+def kill(job: subprocess.Popen[str]) -> None:
+    """End the job with all ranks."""
+    # Open MPI gives every rank an own process group: killing the launcher's group would miss ranks.
+    family = psutil.Process(job.pid).children(recursive=True)
+    for process in [psutil.Process(job.pid), *family]:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def launcher() -> tuple[str, list[str]]:
+    """Return the mpirun of the tests, and mpirun's options."""
+    beside_python = Path(sys.executable).with_name("mpirun")
+    mpirun = os.environ.get("MPIRUN") or str(beside_python if beside_python.exists() else "mpirun")
+    return mpirun, os.environ.get("MPIRUN_FLAGS", "--oversubscribe").split()
+
+
+def _environment() -> dict[str, str]:
+    """Return the defaults of jobs/common.sh, for tests started without jobs/common.sh."""
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    }
+    if "MPIRUN" not in os.environ:
+        defaults |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp"}
+    return defaults | dict(os.environ)

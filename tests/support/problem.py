@@ -1,0 +1,151 @@
+"""The tests' small training problem, in float64: 12 images of 2 x 8 x 8 at every step."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors, world
+
+SETTINGS = {
+    **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
+    "solver": "eigen",
+}
+STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
+EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
+
+
+CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft"}
+
+
+def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
+    """Return a `KFAC` for settings by name, without the values that group settings."""
+    values = {}
+    if "relative_damping" in settings:
+        damping = settings.pop("damping", 0.003)
+        values["damping"] = Damping(damping, settings.pop("relative_damping"))
+    if clip := {CLIP[name]: settings.pop(name) for name in CLIP if name in settings}:
+        values["clip"] = Clip(**clip)
+    for name, value in (("estimator", Estimator), ("coverage", Coverage)):
+        names = [field.name for field in dataclasses.fields(value)]
+        values[name] = value(**{n: settings.pop(n) for n in names if n in settings})
+    return KFAC(model, optimizer, comm, strategy, **values, **settings)
+
+
+def network() -> nn.Module:
+    """Return Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
+    torch.manual_seed(1)
+    norm = nn.BatchNorm2d(9)
+    norm.running_mean.uniform_(-0.5, 0.5)
+    norm.running_var.uniform_(0.5, 2.0)
+    return nn.Sequential(
+        nn.Conv2d(2, 9, 3, padding=1, bias=False),
+        norm.eval(),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(9, 4, 3, stride=2),
+        nn.Flatten(),
+        nn.Linear(36, 5),
+    ).double()
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with momentum and weight decay, and another learning rate for the last layer."""
+    groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
+    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def sgd_all(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD with momentum and weight decay, equal for all layers of any network."""
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Return the images and labels of all ranks together."""
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
+    return images, torch.randint(0, 5, (EXAMPLES,), generator=generator)
+
+
+def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
+    """Return `batch(step)`, dealt out to ranks."""
+    images, labels = batch(step)
+    return list(zip(images.chunk(ranks), labels.chunk(ranks)))
+
+
+def strategies(
+    ranks: int, reductions: Sequence[str] = ("everyone", "owners", "none")
+) -> list[Strategy]:
+    """Return all ways to distribute K-FAC over `ranks` ranks."""
+    updates = "everyone", "owner"
+    choices = itertools.product(divisors(ranks), reductions, updates, (True, False))
+    return [Strategy(w, r, update, colocate=together) for w, r, update, together in choices]
+
+
+def label(value: object) -> str | None:
+    """Return a strategy's part of a test's name."""
+    if not isinstance(value, Strategy):
+        return None
+    owners = "together" if value.colocate else "apart"
+    return f"{value.workers}-{value.reduction}-{value.update}-{owners}"
+
+
+def whole_state(trainer, comm) -> dict[str, Any]:
+    """Return the shares of all ranks as one state."""
+    return {
+        n: value for share in comm.allgather(trainer.state_dict()) for n, value in share.items()
+    }
+
+
+def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
+    """Train on this rank's shards; return the model's whole state as one vector."""
+    for step in steps:
+        images, labels = shards(step, comm.size)[comm.rank]
+        trainer.optimizer.zero_grad()
+        F.cross_entropy(trainer.model(images), labels).backward()
+        trainer.step()
+    return state(trainer.model)
+
+
+def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `train(comm, ...)` returns on one rank, for all ranks.
+
+    Rank 0 trains while the others wait. Equal arguments train once.
+    """
+
+    @functools.cache
+    def once(*given: Any, **settings: Any) -> Any:
+        comm = world()
+        own = comm.Split(comm.rank)
+        return comm.bcast(train(own, *given, **settings) if comm.rank == 0 else None)
+
+    return once
+
+
+def planned(kfac, step: int) -> collections.Counter[str]:
+    """Return the planned bytes of a step, by stage."""
+    stagger = kfac.plan.strategy.refresh.stagger
+    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
+    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
+    statistics = kfac.settings.due("factor_every", step)
+    found: collections.Counter[str] = collections.Counter()
+    messages = kfac.plan.messages(kfac.grid.world.rank, statistics, refresh, True, share)
+    for message in messages:
+        found[message.stage] += message.bytes
+    return +found
+
+
+def state(model: nn.Module) -> Tensor:
+    """Return all parameters and buffers as one vector."""
+    return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])
