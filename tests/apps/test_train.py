@@ -18,7 +18,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
-from support.launch import PROGRAMS, TRAIN, launch, run_each
+from support.launch import TRAIN, launch, run_each
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
