@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from mpikfac.plan.combinations import STRATEGY, check
 
 Wire = Literal["bfloat16", "int8"]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -229,12 +230,12 @@ def _leaves(value: Any) -> dict[str, Any]:
     return flat | {name: leaf for leaves in inner.values() for name, leaf in leaves.items()}
 
 
-def _changed(value: Any, choices: dict[str, Any]) -> Any:
+def _changed(value: Value, choices: dict[str, Any]) -> Value:
     """Return a dataclass with other fields, also of the dataclasses in it."""
     found = {field.name: getattr(value, field.name) for field in fields(value)}
     parts = {n: _changed(part, choices) for n, part in found.items() if is_dataclass(part)}
     own = {name: choice for name, choice in choices.items() if name in found}
-    return replace(value, **parts | own)
+    return replace(value, **parts | own)  # type: ignore[type-var]
 
 
 def divisors(number: int) -> list[int]:

@@ -18,7 +18,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
-from support.launch import PROGRAMS, TRAIN, launch, run_each
+from support.launch import TRAIN, launch, run_each
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
@@ -178,7 +178,6 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
 
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
-    program = str(PROGRAMS / "plain.py")
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")
     again = launch(2, TRAIN, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2

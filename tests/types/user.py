@@ -1,0 +1,40 @@
+"""A user's program, for type checkers alone: a wrong call is an error, a right call is none.
+
+mypy and pyright report an ignore comment without an error below it (`.ci/run`).
+"""
+
+# pyright: reportUnnecessaryTypeIgnoreComment=error
+
+import torch
+
+import mpikfac
+from mpikfac import Clip, Coverage, Damping, Estimator, Refresh, Strategy, Transport
+
+comm = mpikfac.world()
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, factor_every=1, basis_every=10)
+kfac.step()
+steps: int = kfac.steps
+scheduled = mpikfac.KFAC(model, optimizer, comm, damping=lambda step: 0.1 / (1 + step))
+strategy = Strategy(workers=2, refresh=Refresh(delay=1), transport=Transport(overlap=True))
+mpikfac.KFAC(
+    model,
+    optimizer,
+    mpikfac.split(comm, curvature_ranks=1),
+    strategy.changed(curvature_ranks=1),
+    damping=Damping(0.1, relative=True),
+    solver="eigen",
+    clip=Clip(norm=1.0, kl=None),
+    estimator=Estimator(decay=0.9, subsample=2),
+    coverage=Coverage(skip=["0"]),
+)
+mpikfac.KFAC(model, optimizer, comm, clip=None)
+
+mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+mpikfac.KFAC(model, optimizer, comm, solver="eigne")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Strategy(delay=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+Clip(graft="rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+kfac.stepp()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
