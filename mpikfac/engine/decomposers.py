@@ -18,7 +18,7 @@ from torch import Tensor
 from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena
-from mpikfac.plan import Layout, Plan, RankPlan
+from mpikfac.plan import Factor, Layout, Plan, RankPlan
 from mpikfac.solvers import Solver, decomposed
 from mpikfac.trace import Trace
 
@@ -129,9 +129,7 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage("decompose"):
             for factor in of_owner.decomposed(share):
-                packed = request[factor.name].to(device)
-                added = request[factor.added].to(device) if factor.solver.damped else None
-                made = decomposed(factor, solvers[factor.solver.name], packed, added)
+                made = _answer(factor, solvers[factor.solver.name], request, device)
                 for name, block in made.items():
                     reply[name].copy_(block)
         with trace.stage("send bases", "curvature", reply.flat.nbytes):
@@ -140,6 +138,14 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
     for wait in sending.values():
         wait()
+
+
+def _answer(
+    factor: Factor, solver: Solver, request: Arena, device: torch.device
+) -> dict[str, Tensor]:
+    packed = request[factor.name].to(device)
+    added = request[factor.added].to(device) if factor.solver.damped else None
+    return decomposed(factor, solver, packed, added)
 
 
 def _on_host(plan: RankPlan, layout: Layout) -> Arena:

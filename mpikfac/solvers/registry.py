@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass, replace
+
+import torch
 
 from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
 from mpikfac.solvers.eigen import Eigen
@@ -21,16 +24,23 @@ SOLVERS: dict[SolverName, Solver] = {
 }
 
 
-def named_solver(solver: SolverName | Solver) -> Solver:
-    """Return the solver of that name; a solver itself stays what it is.
+def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) -> Solver:
+    """Return the solver of that name; a `Solver` is returned as given.
+
+    Args:
+        dtype: decompositions are kept in this dtype; None for the solver's own choice.
 
     Raises:
-        ValueError: no solver has that name.
+        ValueError: no solver has that name, or the solver keeps no decompositions to round.
     """
-    if isinstance(solver, Solver):
+    if not isinstance(solver, Solver):
+        one_of("solver", solver, tuple(SOLVERS))
+        solver = SOLVERS[solver]
+    if dtype is None:
         return solver
-    one_of("solver", solver, tuple(SOLVERS))
-    return SOLVERS[solver]
+    if solver.form.vector or not is_dataclass(solver):
+        raise ValueError(f"solver={solver.name!r} has no decompositions to keep in {dtype}")
+    return replace(solver, dtype=dtype)
 
 
 def solvers_by_name(solver: SolverName | Solver) -> dict[SolverName, Solver]:

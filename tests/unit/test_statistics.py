@@ -22,9 +22,9 @@ def trainer(comm, model, **settings):
 
 def factors(kfac):
     """Return A and G of every layer, or the vectors, as stored in the state."""
-    prefix = "kfac/vectors/" if kfac.plan.vectors else "kfac/factors/"
+    prefix = "kfac/vectors/" if kfac.plan.forms[0].vector else "kfac/factors/"
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
-    if kfac.plan.vectors:
+    if kfac.plan.forms[0].vector:
         return state
     return {name: triangles.unfold_triangle(packed) for name, packed in state.items()}
 

@@ -17,6 +17,7 @@ from mpikfac import (
     Strategy,
     choose,
     covered_shapes,
+    forms,
     forward_only,
     load_machine,
     named,
@@ -116,8 +117,8 @@ def for_machine(
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
     layers, others = covered_shapes(model, options.kfac.skip, **covering(options.kfac))
     if options.kfac.strategy == "auto":
-        return choose(layers, others, ranks, machine, job, solver)
-    chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
+        return choose(layers, others, ranks, machine, job, forms(solver))
+    chosen = tuned(strategy, layers, others, ranks, machine, job, forms(solver))
     asked = {
         key: getattr(strategy, key)
         for key in ("fusion", "replicate_below")
