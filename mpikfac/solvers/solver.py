@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
-from mpikfac.plan import Form
+from mpikfac.plan import Form, one_of
 
 
 class Means(NamedTuple):
@@ -62,6 +62,9 @@ class Solver:
     """
 
     dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, (None, torch.bfloat16))
 
     @property
     def form(self) -> Form:

@@ -158,9 +158,8 @@ def test_factors_of_a_bfloat16_model_are_sums_in_float32(comm):
             torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
         gradient = oracles.gradient_matrix(plain.get_submodule(name)).double()
         direction = oracles.kronecker_solve(gradient, expected["A"], expected["G"], 0.01)
-        torch.testing.assert_close(
-            kfac.directions.arena[name].double(), direction, rtol=1e-3, atol=1e-3
-        )
+        found = kfac.directions.arena[name].double()
+        torch.testing.assert_close(found, direction, rtol=1e-3, atol=1e-3)
         weight = kfac.model.get_submodule(name).weight
         assert weight.dtype == weight.grad.dtype == torch.bfloat16
         written = oracles.gradient_matrix(kfac.model.get_submodule(name))

@@ -100,11 +100,8 @@ def test_gradients_and_bases_by_hand():
     p = plan(2, 2, solver="eigen")
     assert p.of(0).layouts.gradients.shapes["conv"] == (4, 10)
     assert p.of(0).layouts.gradients.size == 48 + 64 + 16 + 3 * 16
-    assert p.of(0).layouts.bases.counts() == (
-        112 + 16 + 16 + 16,
-        2 * (64 + 16) + 48 + 16 + 16 + 16,
-        0,
-    )
+    bases = p.of(0).layouts.bases
+    assert bases.counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
     inverse = make_plan(LAYERS, 2, Strategy(2), solver="inverse")
     assert inverse.of(0).layouts.bases.shapes["out.A.inverse"] == (6, 6)
     assert p.memory(0)["bases"] == 4 * p.of(0).layouts.bases.size

@@ -122,10 +122,9 @@ def grid(plan: mpikfac.Plan) -> list[str]:
     ]
     if plan.grid.columns > 16 or plan.grid.workers > 16:
         return lines
-    width = max(len(str(plan.ranks)), len(f"c{plan.grid.columns}")) + 2
-    lines.append(
-        "     " + "".join(f"{f'c{column}':>{width}}" for column in range(plan.grid.columns))
-    )
+    columns = range(plan.grid.columns)
+    width = max(len(str(plan.ranks)), len(f"c{len(columns)}")) + 2
+    lines.append("     " + "".join(f"{f'c{column}':>{width}}" for column in columns))
     for row in range(plan.grid.workers):
         ranks = range(row * plan.grid.columns, (row + 1) * plan.grid.columns)
         lines.append(f"{f'r{row}':>5}" + "".join(f"{rank:>{width}}" for rank in ranks))
