@@ -77,21 +77,26 @@ def test_statistics_are_aligned_triangles():
     The number of examples follows every triangle, in 16 elements.
     """
     offsets = {"conv.A": 0, "conv.G": 80, "fc.A": 112, "fc.G": 176, "out.A": 240, "out.G": 288}
-    layout = plan(2).statistics(0)
+    layout = plan(2).of(0).layouts.statistics
     assert {n: offset for n, offset in layout.offsets.items() if n in offsets} == offsets
     assert (layout.offsets["conv.A#"], layout.shapes["conv.A#"]) == (64, (1,))
     assert (len(layout.offsets), layout.bounds) == (12, (0, 320))
-    by_owner = plan(2, 1, "owners").statistics(0)
+    by_owner = plan(2, 1, "owners").of(0).layouts.statistics
     assert by_owner.bounds == (0, 112, 320)
     assert by_owner.counts() == (112, 208)
-    assert list(plan(2, 1, "none").statistics(0).shapes) == [
+    assert list(plan(2, 1, "none").of(0).layouts.statistics.shapes) == [
         "conv.A",
         "conv.A#",
         "conv.G",
         "conv.G#",
     ]
-    assert list(plan(2, 1, "owners").averages(1).shapes) == ["fc.A", "fc.G", "out.A", "out.G"]
-    apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).statistics(0)
+    assert list(plan(2, 1, "owners").of(1).layouts.averages.shapes) == [
+        "fc.A",
+        "fc.G",
+        "out.A",
+        "out.G",
+    ]
+    apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).of(0).layouts.statistics
     assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
 
 

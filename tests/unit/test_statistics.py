@@ -202,7 +202,7 @@ def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
     kfac.precondition()
     zero, head = factors(kfac)["0.G"], factors(kfac)["4.G"]
     assert zero.norm() < 1e-12 < head.norm()
-    gradient, direction = (arena["0"] for arena in (kfac.gradients.arena, kfac.directions))
+    gradient, direction = (arena["0"] for arena in (kfac.gradients.arena, kfac.directions.arena))
     torch.testing.assert_close(direction, kfac.kl_scale * gradient / 0.5)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.engine.directions import grafted
-from mpikfac.solvers import decompose
+from mpikfac.solvers import inverse
 from support import oracles, problem
 
 SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
@@ -115,7 +115,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
         raise ArithmeticError("on purpose")
 
     with monkeypatch.context() as patch:
-        patch.setattr(decompose, "damped_inverse", failing)
+        patch.setattr(inverse, "damped_inverse", failing)
         gradients, found, kfac = directions(comm, solver="inverse", graft=graft)
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():

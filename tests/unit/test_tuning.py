@@ -94,7 +94,9 @@ def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
         inside=Level(0.0, 1e7),
         decompositions={"eigen": MACHINE.decompositions["inverse"]},
     )
-    found = tuning.replicated_below(Strategy(4, replicate_below=1), layers, 4, machine, "eigen")
+    found = tuning.replicated_below(
+        Strategy(4, replicate_below=1), layers, 4, machine, forms("eigen")
+    )
     assert found == 256
 
 
