@@ -25,9 +25,9 @@ from mpikfac_apps.training import batches
 
 BF16 = torch.bfloat16
 WAYS = {
-    "`factor_dtype`": {"factor_dtype": BF16},
+    "`factor_dtype`": {"estimator": mpikfac.Estimator(factor_dtype=BF16)},
     "`basis_dtype`": {"basis_dtype": BF16},
-    "both": {"factor_dtype": BF16, "basis_dtype": BF16},
+    "both": {"estimator": mpikfac.Estimator(factor_dtype=BF16), "basis_dtype": BF16},
 }
 EVERY = 10  # steps between refreshes
 

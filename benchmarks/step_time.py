@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": ROUNDED,
     "ekfac": {"solver": "ekfac"},
     "eigen, bfloat16": {"solver": "eigen"} | ROUNDED,
-    "subsample 4": {"subsample": 4},
+    "subsample 4": {"estimator": mpikfac.Estimator(subsample=4)},
     "eigen, delay 1": {"solver": "eigen", "delay": 1},
 }
 
