@@ -34,7 +34,8 @@ NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases": (1, 1)}
-ROUNDED = {"statistics_dtype": torch.bfloat16, "basis_dtype": torch.bfloat16}
+BF16 = torch.bfloat16
+ROUNDED = {"estimator": mpikfac.Estimator(statistics_dtype=BF16), "basis_dtype": BF16}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"solver": "eigen"},
     "inverse": {},
