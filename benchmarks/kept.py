@@ -62,7 +62,7 @@ def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[s
             kfac.step()
         if step >= options.steps - EVERY:
             for way, other in others.items():
-                pairs = zip(other.directions.values(), own.directions.values())
+                pairs = zip(other.directions.arena.values(), own.directions.arena.values())
                 errors[way] += [error(ours, exact) for ours, exact in pairs]
     return {
         way: f"{statistics.median(errors[way]):.2%} | {max(errors[way]):.1%} | {kept(other)}"

@@ -129,7 +129,7 @@ def test_one_message_for_all_scales(comm):
     All blocks are rounded up to 16 elements.
     """
     kfac = trainer(comm, Strategy(RANKS))
-    messages = kfac.plan.reduce_scales(comm.rank)
+    messages = kfac.plan.of(comm.rank).reduce_scales()
     assert len(messages) == (RANKS > 1)
     for message in messages:
         assert message.bytes == 8 * (80 + 112 + 32 + 3 * 16)

@@ -23,6 +23,7 @@ from mpikfac import (
     Strategy,
     choose,
     covered_shapes,
+    forms,
     forward_only,
     load_machine,
     named,
@@ -122,8 +123,8 @@ def for_machine(
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
     layers, others = covered_shapes(model, coverage(options.kfac))
     if options.kfac.strategy == "auto":
-        return choose(layers, others, ranks, machine, job, solver)
-    chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
+        return choose(layers, others, ranks, machine, job, forms(solver))
+    chosen = tuned(strategy, layers, others, ranks, machine, job, forms(solver))
     asked = {
         key: strategy.choices()[key]
         for key in ("fusion", "replicate_below")
