@@ -105,7 +105,7 @@ class Run:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
                 name, strategy = for_machine(options, model, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, strategy)
-                settings = kfac_settings(options.kfac) | chosen
+                settings = kfac_settings(options.kfac, chosen)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
