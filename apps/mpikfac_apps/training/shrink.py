@@ -24,7 +24,7 @@ def go_on(run: Run) -> tuple[Any, Options]:
 
     Collective over: the ranks that are left.
     """
-    left = mpikfac.survivors(run.comm, run.trainer.gradients.grid)
+    left = mpikfac.survivors(run.comm, run.trainer.communicators)
     run.saver.abandon()
     if left.rank == 0:
         lost = run.comm.size - left.size
