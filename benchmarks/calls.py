@@ -1,14 +1,16 @@
 """How far a reader has to follow a step: calls and changes of file inside the library.
 
-    mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv]
+    mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv] [inverse|eigen|rank-one] [--list]
 
-Counts the Python functions of mpikfac that one training step with new factors and bases enters on
-rank 0, and how often two consecutive ones lie in different files: in all for a model of one layer,
-and for every further layer (the difference between models of three layers and of two).
+Counts the Python functions of mpikfac, in all rooms, that a training step with new factors and
+bases enters, and how often 2 consecutive functions lie in different files. The step is the second
+step: everything that is bound once is bound. Every further layer is the difference between models
+of 3 layers and of 2 layers; on the rank that owns the layer, and on the other ranks at most.
 """
 
 from __future__ import annotations
 
+import collections
 import sys
 import types
 from pathlib import Path
@@ -19,46 +21,63 @@ from torch import nn
 import mpikfac
 
 LIBRARY = Path(mpikfac.__file__).parent
+LAYERS = {"linear": lambda: nn.Linear(8, 8), "conv": lambda: nn.Conv2d(8, 8, 3, padding=1)}
+
+Call = tuple[str, str]
 
 
 def main() -> None:
-    """Prints both counts, and the calls of a step of one layer in order."""
-    kind = sys.argv[1] if len(sys.argv) > 1 else "conv"
-    one, two, three = (entered(kind, layers) for layers in (1, 2, 3))
-    if mpikfac.world().rank == 0:
-        print("\n".join(f"{file:18s} {name}" for file, name in one))
-        print(f"one {kind} layer: {len(one)} calls, {changes(one)} changes of file")
-        calls, files = len(three) - len(two), changes(three) - changes(two)
-        print(f"every further layer: {calls} calls, {files} changes of file")
-
-
-def entered(kind: str, layers: int) -> list[tuple[str, str]]:
-    """File and name of every library function that a step enters, in order."""
+    """Print the counts on rank 0; with --list, also the functions of a further layer."""
+    kind, solver = (*(word for word in sys.argv[1:] if word[0] != "-"), "conv", "inverse")[:2]
     comm = mpikfac.world()
-    make = {"linear": lambda: nn.Linear(8, 8), "conv": lambda: nn.Conv2d(8, 8, 3, padding=1)}[kind]
-    model = nn.Sequential(*(make() for _ in range(layers)))
+    (one, _), (two, _), (three, owner) = (entered(kind, layers, solver) for layers in (1, 2, 3))
+    mine = len(three) - len(two), changes(three) - changes(two)
+    every = comm.gather(mine)
+    more = comm.bcast(collections.Counter(three) - collections.Counter(two), root=owner)
+    if comm.rank == 0:
+        others = [found for rank, found in enumerate(every) if rank != owner] or [(0, 0)]
+        told("one layer, all of the step", len(one), changes(one))
+        told("every further layer, its owner", *every[owner])
+        told("every further layer, other ranks", *map(max, zip(*others)))
+        for (file, name), count in more.most_common() if "--list" in sys.argv else ():
+            print(f"{count:4d} {file} {name}")
+
+
+def told(what: str, calls: int, files: int) -> None:
+    """Print a line of the table."""
+    print(f"{what}: {calls} calls, {files} changes of file")
+
+
+def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
+    """Return file and name of every library function that a step enters; the last layer's owner."""
+    comm = mpikfac.world()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(LAYERS[kind]() for _ in range(layers)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=max(1, comm.size // 2))
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=1)
-    calls: list[tuple[str, str]] = []
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=1, solver=solver)
+    calls: list[Call] = []
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        # Comprehensions and resumed context managers are not places that a reader goes to.
-        if event == "call" and Path(code.co_filename).parent == LIBRARY and code.co_name[0] != "<":
-            calls.append((Path(code.co_filename).name, code.co_name))
+        # Comprehensions and lambdas are not places that a reader goes to.
+        if event == "call" and LIBRARY in Path(code.co_filename).parents and code.co_name[0] != "<":
+            calls.append((str(Path(code.co_filename).relative_to(LIBRARY)), code.co_name))
 
     x = torch.randn(4, 8, 6, 8)
+    model(x).square().mean().backward()
+    kfac.step()
+    optimizer.zero_grad()
     with torch.autograd.set_multithreading_enabled(False):  # hooks run, and are seen, here
         sys.setprofile(note)
         model(x).square().mean().backward()
         kfac.step()
         sys.setprofile(None)
-    return calls
+    return calls, kfac.plan.owners[f"{layers - 1}.A"]
 
 
-def changes(calls: list[tuple[str, str]]) -> int:
-    """How often two consecutive calls lie in different files."""
+def changes(calls: list[Call]) -> int:
+    """Return how often two consecutive calls lie in different files."""
     return sum(first[0] != second[0] for first, second in zip(calls, calls[1:]))
 
 

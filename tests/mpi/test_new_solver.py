@@ -1,0 +1,63 @@
+"""A solver that the library does not have, distributed in all ways: one process's numbers."""
+
+from __future__ import annotations
+
+import collections
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import Strategy
+from support import diagonal, oracles, problem
+from support.diagonal import Diagonal
+
+RANKS = mpikfac.world().size
+SETTINGS = problem.SETTINGS | {"solver": Diagonal()}
+STRATEGIES = {
+    **{problem.label(s): s for s in problem.strategies(RANKS, ["everyone", "owners"])},
+    "staggered": Strategy(RANKS).changed(stagger=3),
+    "compressed": Strategy(RANKS).changed(basis_wire="bfloat16"),
+    "overlapped": Strategy(RANKS).changed(overlap=True, fusion=1),
+}
+
+
+def trainer(comm, strategy):
+    model = problem.network()
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **SETTINGS)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_training_is_the_textbooks(comm, monkeypatch, name):
+    """Oracle: dense solves with the diagonals, on the joined shards; the plan's bytes."""
+    monkeypatch.setitem(oracles.SOLVES, "diagonal", diagonal.dense_solve)
+    expected = problem.network()
+    steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
+    named = problem.SETTINGS | {"solver": "diagonal"}
+    oracles.train(expected, problem.sgd(expected), steps, **named)
+    kfac = trainer(comm, STRATEGIES[name])
+    for step in range(problem.STEPS):
+        kfac.trace.clear()
+        found = problem.run(kfac, comm, [step])
+        if name != "overlapped":
+            assert +collections.Counter(kfac.trace.sent) == problem.planned(kfac, step)
+    kfac.close()
+    tolerance = {"compressed": 1e-2, "staggered": 1e-1}.get(name, 1e-10)
+    torch.testing.assert_close(found, problem.state(expected), rtol=0, atol=tolerance)
+    assert all(torch.equal(found, other) for other in comm.allgather(found))
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank has none to spare for curvature")
+def test_curvature_ranks_know_the_solver(comm):
+    """Oracle: the same training ranks with a background of their own."""
+    team = mpikfac.split(comm, 1)
+    if team.comm is None:
+        mpikfac.serve(team)
+        return
+    ends = []
+    for ranks, of in ((1, team), (0, team.comm)):
+        strategy = Strategy(team.size).changed(delay=1, curvature_ranks=ranks)
+        kfac = trainer(of, strategy)
+        ends.append(problem.run(kfac, team.comm, range(6)))
+        kfac.close()
+    assert torch.equal(*ends)

@@ -1,0 +1,33 @@
+"""A solver that the library does not have: the diagonals of A and G alone, and a dense oracle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import mpikfac
+from mpikfac.plan import Form
+from support import oracles
+
+
+@dataclass(frozen=True)
+class Diagonal(mpikfac.Solver):
+    """Gradients divided by `g a + damping`, with the diagonals g of G and a of A."""
+
+    form = Form("diagonal", {"diagonal": 1}, work=1)
+
+    def decompose(self, factor, damping, rank):
+        """Return the diagonal of a factor."""
+        return {"diagonal": factor.diagonal(dim1=-2, dim2=-1)}
+
+    def direction(self, gradient, held):
+        """Return the gradient, divided element by element."""
+        (a,), (g,) = held.a["diagonal"], held.g["diagonal"]
+        return gradient / (g[..., :, None] * a[..., None, :] + held.damping)
+
+
+def dense_solve(gradient, a, g, damping):
+    """Return `(diag(G) (x) diag(A) + damping I)^-1 gradient`, with the product written out."""
+    a, g = (torch.diag(factor.diagonal()) for factor in (a, g))
+    return oracles.kronecker_solve(gradient, a, g, damping)
