@@ -225,7 +225,9 @@ class Bases(Part):
         if damping == self._damping:
             return
         for name, held in self.held.items():
-            self.solver_of[name].damp(held, damping, self.relative)
+            held.damping = damping
+            if held.denominators is not None:
+                self.solver_of[name].damp(held, damping, self.relative)
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -37,7 +37,7 @@ class Held:
             solver keeps no products.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`; None if the layer has
             no estimates.
-        damping: the damping in force, set by `Solver.damp`.
+        damping: the damping in force.
     """
 
     a: Mapping[str, Side]
@@ -116,8 +116,11 @@ class Solver:
         return {}, float("nan")
 
     def damp(self, held: Held, damping: float, relative: bool) -> None:
-        """Prepare directions with that damping; called when damping or decompositions change."""
-        held.damping = damping
+        """Write damped products of eigenvalues to `held.denominators`.
+
+        Only a solver whose form has `denominators` is asked, when damping or decompositions change.
+        """
+        raise NotImplementedError(f"solver {self.name!r} has denominators but not damp()")
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return the direction of a layer `[outputs, inputs]` for the layer's gradient."""

@@ -1,6 +1,6 @@
 """The page of combinations says what the code refuses.
 
-    python tests/docs/test_combinations.py   # writes the page anew
+python tests/docs/test_combinations.py   # writes the page anew
 """
 
 from __future__ import annotations
