@@ -101,7 +101,7 @@ class DataParallel:
         self.steps, self.intact = self.steps + 1, True
 
     def collect(self) -> None:
-        """Take one part of this rank's share of a batch; see `KFAC.collect`."""
+        """Take a part of the rank's share of a batch; see `KFAC.collect`."""
         self.gradients.collect()
 
     def discard(self) -> None:
@@ -119,11 +119,11 @@ class DataParallel:
         return state | {"trainer/steps": self.steps}
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names that the shares of all ranks make up and that `names` lack."""
+        """Return the names of a complete state that `names` lack."""
         return missing_state(self.model, names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take from `state` what this rank needs; all of it on all ranks, or nothing.
+        """Load the rank's part of `state`; on all ranks, or on none.
 
         Collective over: world.
 

@@ -1,6 +1,6 @@
 """Distributed K-FAC: the main path of a step, from local gradients to identical new weights.
 
-Read `KFAC.step` first: each line is a stage, and each stage is a method below it, in order.
+Read `KFAC.step` first: a line is a stage, and the stages are methods below the step, in order.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weight
 class KFAC:
     """A torch optimizer preconditioned by distributed K-FAC.
 
-    Sums, factors and directions have the model's dtype, or float32 for one in bfloat16.
+    Sums, factors and directions have the model's dtype, or float32 for a model in bfloat16.
 
     Collective over: world. The model becomes rank 0's; forward hooks are added to its layers.
 
     Args:
         model: the log lists the parameters that K-FAC does not cover.
-        optimizer: any torch optimizer over the model's parameters whose step needs no closure.
+        optimizer: any torch optimizer over the model's parameters, with steps that need no closure.
         comm: the communicator of all ranks, or the `Team` of `split`, with curvature ranks.
         strategy: who computes and sends what; every rank preconditions every layer if None
             (COMM-OPT).
@@ -81,16 +81,16 @@ class KFAC:
             takes effect at the next decomposition. "eigen": eigenbases and all of the damping.
             "ekfac": the same with eigenvalues of the gradients of examples [George et al. 2018].
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
-            do. "rank-one": mean vectors whose squares stand for A and G, another estimator [Zhang
-            et al. 2023, Eva]; `basis_every=1` is the paper's.
+            do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
+            [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
         clip: the length of a step: a `Clip`, the KL clip as a number, or None for no bound.
         estimator: how factors are estimated.
-        coverage: the layers that K-FAC covers, and in what form.
+        coverage: the layers to cover, and the form of factors.
         trace: times the stages; a new trace if None.
 
     Raises:
-        ValueError: a choice or a layer that cannot work, before any communication.
-        UserError: ranks that disagree on model, plan, settings or versions.
+        ValueError: a choice or a layer cannot work; raised before any communication.
+        UserError: ranks disagree on model, plan, settings or versions.
 
     Attributes:
         plan: the communication plan.
@@ -99,8 +99,8 @@ class KFAC:
             with the gradients, and after the step all ranks find the mean over ranks.
             `step(scaler)` takes the last number.
         nonfinite: counts of numbers that were not finite.
-        intact: whether the state of this rank is the state after `steps` steps, and no part of the
-            state is of a later step.
+        intact: whether the state of the rank is the state after `steps` steps, without parts of a
+            later step.
         trace: seconds and bytes of every stage.
     """
 
@@ -162,7 +162,7 @@ class KFAC:
         """Return the plan, if all choices fit together.
 
         Raises:
-            ValueError: a choice that cannot work with another choice.
+            ValueError: two choices cannot work together.
         """
         self.settings.due("basis_every", 0, strategy.refresh.stagger)  # refused before step 0
         forms = tuple(solver.form for solver in self._solvers.values())
@@ -181,7 +181,7 @@ class KFAC:
         return plan_for(shapes, ranks, strategy, others, forms, dtype.itemsize, *kept)
 
     def _build(self, site: Site, team: Team) -> None:
-        """Make the parts that a step goes through, in their order."""
+        """Make the parts of a step, in order."""
         self.gradients = Gradients(site, self.layers, self.others)
         self._stepped = self.gradients.stepped(self.model)
         at_identity = self.estimator.start == "identity"
@@ -203,7 +203,7 @@ class KFAC:
 
     @property
     def kl_scale(self) -> Tensor:
-        """The factor that the last step was multiplied by, `[1]`, on the model's device."""
+        """The multiplier of the last step, `[1]`, on the model's device."""
         return self.directions.scale
 
     @property
@@ -223,11 +223,11 @@ class KFAC:
 
         Args:
             scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss. The scale is taken
-                out of gradients and statistics before anything else. If some of them are not
-                finite on some rank, all ranks skip the step: the step counts in `steps`, the batch
-                is ignored, due updates wait for their next turn. Then the scale is reduced or,
-                after enough steps, grows, alike on all ranks. Do not call the scaler's `unscale_`,
-                `step` and `update`: this method takes their place.
+                out of gradients and statistics before anything else. If a gradient or a statistic
+                is not finite on some rank, all ranks skip the step: the step counts in `steps`, the
+                batch is ignored, due updates wait for their next turn. Then the scale is reduced
+                or, after enough steps, grows, alike on all ranks. Do not call the scaler's
+                `unscale_`, `step` and `update`: `KFAC.step` replaces all three.
 
         Raises:
             ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
@@ -252,15 +252,15 @@ class KFAC:
 
     @without_autocast
     def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
-        """Take a batch's statistics at labels that the model gives, if `fisher` asks for labels.
+        """Take a batch's statistics at labels of the model, if `fisher` asks for such labels.
 
             outputs = model(images)
             kfac.record(outputs)
             torch.nn.functional.cross_entropy(outputs, labels).backward()
             kfac.step()
 
-        Runs a backward pass for each drawn label, or for each output. Gradients of parameters stay
-        as they are. For other choices of `fisher`, and at steps without new factors, nothing runs.
+        Runs a backward pass per drawn label, or per output. Gradients of parameters do not change.
+        With `fisher` "empirical" or "forward-only", and at steps without new factors, nothing runs.
 
         Collective over: world with `overlap`, as is the backward pass itself; else none.
 
@@ -282,15 +282,15 @@ class KFAC:
                 )
 
     def collect(self) -> None:
-        """Take one part of this rank's share of a batch; call after each part's backward pass.
+        """Take a part of the rank's share of a batch; call after the part's backward pass.
 
-        Only with `Strategy(parts=n)`: a rank takes `n / ranks` parts one after the other, each with
-        the mean loss of its own examples and fresh gradients, and then calls `step`.
+        Only with `parts=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
+        part's examples and fresh gradients, and then calls `step`.
 
         Collective over: none.
 
         Raises:
-            ValueError: this rank has fewer parts.
+            ValueError: the rank has fewer parts.
         """
         self.gradients.collect()
         if self.recorder.recording:
@@ -299,17 +299,17 @@ class KFAC:
 
     @without_autocast
     def precondition(self, scaler: GradScaler | None = None) -> None:
-        """Precondition covered layers' gradients, which the caller has averaged and will step.
+        """Precondition covered layers' gradients; the caller averages before, and steps after.
 
-        The caller also averages and steps parameters and buffers that no layer covers.
+        The caller also averages and steps uncovered parameters and buffers.
 
         Collective over: world.
 
         Args:
-            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss, and which has
-                unscaled the gradients after averaging: the scale is taken out of the statistics,
-                too. If gradients are not finite, on all ranks alike, the gradients stay as they
-                are for the scaler's `step`, which skips them, and the batch is ignored.
+            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss, after `unscale_` of
+                averaged gradients: the scale is taken out of the statistics, too. If gradients are
+                not finite, on all ranks alike, the gradients do not change: the scaler's `step`
+                skips the gradients, and the batch is ignored.
 
         Raises:
             ValueError: with `update="owner"`, as the owner of a layer has to step the layer; with
@@ -342,18 +342,18 @@ class KFAC:
                 with torch.no_grad():
                     kfac.adapt(loss.item(), criterion(model(images), labels).item())
 
-        The ratio is the change of the mean loss over ranks, relative to the change that K-FAC's
-        damped quadratic model predicts for `delta = -lr direction`:
+        The ratio is the change of the mean loss over ranks, relative to the prediction of K-FAC's
+        damped quadratic model for `delta = -lr direction`:
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the step's
         scale, so no product with C is taken. Everything outside of the model counts as a change of
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
-        rates the coupling of its parameters. With inverses, new damping waits for the next
+        rates the coupling of parameters. With inverses, new damping waits for the next
         decomposition.
 
         Collective over: world.
 
         Args:
-            loss_before: mean loss of this rank's share of the batch, before the step.
+            loss_before: mean loss of the rank's share of the batch, before the step.
             loss_after: mean loss of the same examples with the new weights.
 
         Returns:
@@ -374,10 +374,10 @@ class KFAC:
         return ratio
 
     def discard(self) -> None:
-        """Forget the passes since the last step, of a batch that no step is to use.
+        """Forget the passes since the last step, of a batch without a step.
 
         Raises:
-            ValueError: with `overlap`, as the backward pass has sent its sums.
+            ValueError: with `overlap`, as the backward pass has sent the sums.
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError("with overlap=True a batch is sent as it is made; call step()")
@@ -391,7 +391,7 @@ class KFAC:
         self.gradients.detach()
 
     def close(self) -> None:
-        """End the thread that sends, and let curvature ranks go: on these ranks, `serve` returns.
+        """End the sending thread, and let curvature ranks go: on curvature ranks, `serve` returns.
 
         Pending messages are sent and kept first. No step may follow.
 
@@ -412,7 +412,7 @@ class KFAC:
         self.recorder.recording = due or self.factors.lacking
 
     def _leave_state(self) -> None:
-        """Note that from here on until `_begin`, a part of the state is of a later step."""
+        """Note a change of the state: until `_begin`, a part of the state is of a later step."""
         self.intact = False
 
     def _refresh_curvature(self) -> None:
@@ -430,7 +430,7 @@ class KFAC:
         return self.gradients.reduce_scaled(scaler, self._unscale_statistics(scaler))
 
     def _unscale_statistics(self, scaler: GradScaler) -> bool:
-        """Take a loss's scale out of a batch's statistics; return whether these are finite."""
+        """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
         if not (self.recorder.recording and self.estimator.of_loss):
             return True
         scale = scaler.get_scale()
@@ -438,7 +438,7 @@ class KFAC:
         return self.scales.unscale(scale) and finite
 
     def _skip(self) -> None:
-        """Leave all as before this batch."""
+        """Leave all as before the batch."""
         for part in self._parts:
             part.clear()
         self.gradients.skip()
@@ -457,9 +457,9 @@ class KFAC:
         self.scales.merge(decay, self.steps)
 
     def _decompose_owned(self) -> None:
-        """Start to decompose the factors that this rank owns, all or a share of them.
+        """Start to decompose the rank's factors, all or a share.
 
-        On this rank, at once or in the background, or on a curvature rank.
+        Factors are decomposed on the rank, at once or in the background, or on a curvature rank.
         """
         share = self._share()
         damping = self.settings.at("damping", self.steps)
@@ -468,7 +468,7 @@ class KFAC:
         self.bases.decompose(factors, self.steps, damping, share)
 
     def _publish_bases(self) -> None:
-        """Send decompositions to the other workers of their layers."""
+        """Send decompositions to the workers of a layer."""
         if not self.bases.pending:
             return
         self._leave_state()
@@ -492,12 +492,12 @@ class KFAC:
     # -- details of the stages -------------------------------------------------------------------
 
     def _refreshes(self) -> bool:
-        """Return whether this step decomposes: all factors or a share of them."""
+        """Return whether the step decomposes factors, all or a share."""
         steps, stagger = self.steps, self.plan.strategy.refresh.stagger
         return not self.bases.ready or self.settings.due("basis_every", steps, stagger)
 
     def _share(self) -> int | None:
-        """Return the share of the layers that this step refreshes; None for all."""
+        """Return the share of the layers to refresh in the step; None for all."""
         stagger = self.plan.strategy.refresh.stagger
         if not self.bases.ready or stagger == 1:
             return None
@@ -525,12 +525,12 @@ class KFAC:
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's share of the state, by name; shares of all ranks make the whole.
+        """Return the rank's share of the state, by name; shares of all ranks make the whole.
 
-        Model, optimizer, factors as packed triangles (or vectors), their weights, bases and pending
-        bases, scales, averages of grafting, adapted damping, and the number of steps: everything
-        that an exact resumption needs, also between two decompositions. Losses of encoding are
-        dropped, as a restart drops them.
+        Model, optimizer, factors as packed triangles (or vectors), weights of factors, bases and
+        pending bases, scales, averages of grafting, adapted damping, and the number of steps:
+        everything needed to resume exactly, also between two decompositions. Losses of encoding are
+        dropped, as in a restart.
 
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
         """
@@ -540,17 +540,17 @@ class KFAC:
         return state | {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """Return the names that the shares of all ranks make up and that `names` lack."""
+        """Return the names of a complete state that `names` lack."""
         own = {name.removeprefix(OWN) for name in names if name.startswith(OWN)}
         whole = {OWN + name for part in self._parts for name in part.complete(own)}
         return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take from `state` what this rank needs, whatever strategy and ranks saved the state.
+        """Load the rank's part of `state`, from any strategy and any number of ranks.
 
-        All of it on all ranks, or nothing. A first-order run's state is taken too, and a state of
-        another estimator, of all layers or of some: statistics of these layers, and all bases, are
-        then made at the next step.
+        All ranks load the state, or no rank does. A first-order run's state is accepted, and a
+        state of a different estimator, of all layers or of some: statistics of layers with a
+        different estimator, and all bases, are made at the next step.
 
         Collective over: world.
 
@@ -573,7 +573,7 @@ class KFAC:
         self._begin(int(found["trainer/steps"]))
 
     def _own_names(self, state: Mapping[str, Any]) -> set[str]:
-        """Return names of K-FAC's own items, without decompositions of another solver."""
+        """Return names of K-FAC's own items, without decompositions of a different solver."""
         names = {name.removeprefix(OWN) for name in state if name.startswith(OWN)}
         if state.get(f"{OWN}solver") == self.plan.all_solvers:
             return names

@@ -1,4 +1,4 @@
-"""The parts of K-FAC that hold state on one rank, in the order of a step."""
+"""The parts of K-FAC on a rank, in the order of a step; "the rank" is the rank that runs code."""
 
 from __future__ import annotations
 

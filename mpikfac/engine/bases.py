@@ -1,4 +1,4 @@
-"""Decompositions of factors: made by their owners, sent to other workers, applied to gradients."""
+"""Decompositions of factors: made by owners, sent to workers, applied to gradients."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Blocks = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Task:
-    """A factor that this rank decomposes.
+    """A factor to decompose on the rank.
 
     Attributes:
         blocks: the decomposition in use, by kind: views of the arena.
         side: all factors of the same side of the layer, A or G.
-        other: all factors of the other side.
+        other: all factors of the opposite side.
     """
 
     factor: Factor
@@ -57,16 +57,16 @@ class MeanEigenvalues(dict[tuple[Factor, ...], Tensor]):
 
 
 class Bases(Part):
-    """The decompositions that one rank makes and holds, and what gradients are multiplied by.
+    """The decompositions that the rank makes and holds, to multiply gradients by.
 
     Attributes:
         solvers: the solvers of layers by name, the run's solver first.
-        arena: blocks of decompositions; a segment for each worker of the column.
+        arena: blocks of decompositions; a segment per worker of the column.
         scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written by
             `Scales` alone.
-        held: the decompositions of each layer that this rank preconditions, by layer.
-        solver_of: the solver of each layer that this rank preconditions.
-        ready: whether there are decompositions.
+        held: the decompositions of every layer to precondition on the rank, by layer.
+        solver_of: the solver of every layer to precondition on the rank.
+        ready: whether the rank has decompositions.
         share: the share of the layers to be published next; None for all.
     """
 
@@ -81,7 +81,7 @@ class Bases(Part):
 
         Args:
             relative: damping is relative to mean eigenvalues.
-            curvature: decomposes on curvature ranks; None to decompose on this rank.
+            curvature: decomposes on curvature ranks; None to decompose on the rank itself.
         """
         self.site, self.plan, self.solvers = site, site.plan, solvers
         self.relative = relative
@@ -108,14 +108,14 @@ class Bases(Part):
         return Held(a, g, self.denominators.get(layer.name), self.scales.get(layer.name))
 
     def _side(self, layer: PlannedLayer, side: str, kind: str) -> list[Tensor]:
-        """Return that block of each factor that stands for A or for G of a layer."""
+        """Return the block of a kind of every factor of a side."""
         found = [self.arena[b.name] for f in layer.side(side) for b in f.blocks if b.kind == kind]
         if side in layer.shape.diagonal:
             return [one.view(*layer.shape.gradient[:-2], -1) for one in found]
         return found
 
     def forget(self) -> None:
-        """Forget all decompositions, also decompositions that are being made."""
+        """Forget all decompositions, also unfinished decompositions."""
         self.ready = False
         self.share: int | None = None
         self._made: Callable[[], Blocks] | None = None
@@ -127,7 +127,7 @@ class Bases(Part):
     def decompose(
         self, factors: Mapping[str, Tensor], step: int, damping: float, share: int | None = None
     ) -> None:
-        """Start to decompose the factors of this rank: all, or a `share` of the layers.
+        """Start to decompose the factors of the rank: all, or a `share` of the layers.
 
         Args:
             factors: packed, by name.
@@ -150,7 +150,7 @@ class Bases(Part):
 
     @property
     def pending(self) -> bool:
-        """Whether decompositions are being made, or are made and not in use yet."""
+        """Whether decompositions are unfinished, or finished and not in use yet."""
         return self._made is not None
 
     def due(self, step: int) -> bool:
@@ -158,10 +158,10 @@ class Bases(Part):
         return self.pending and step >= self._due
 
     def take(self, step: int) -> int:
-        """Put this rank's own decompositions into the arena, once the decompositions are made.
+        """Put the rank's own decompositions into the arena, once the decompositions are finished.
 
-        Factors that were not decomposed, or could not be, keep their last decomposition; before
-        the first decomposition it is NaN, and so are the directions.
+        Factors that were not decomposed, or could not be decomposed, keep the last decomposition.
+        Before the first decomposition, blocks and directions are NaN.
 
         Returns:
             How many factors were decomposed.
@@ -201,7 +201,7 @@ class Bases(Part):
     def _blocks(
         self, tasks: Sequence[Task], packed: Mapping[str, Tensor], added: Mapping[str, Tensor]
     ) -> Blocks:
-        """Return the blocks of the arena that change, by name."""
+        """Return the changed blocks of the arena, by name."""
         made: Blocks = {}
         for task in tasks:
             name = task.factor.name
@@ -209,7 +209,7 @@ class Bases(Part):
         return made
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
-        """Return the blocks of a factor that change: all, or few if the older blocks still fit."""
+        """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
         tolerance = self.plan.strategy.refresh.tolerance
         if tolerance and self.ready:
             blocks = {kind: block.to(self.site.dtype) for kind, block in task.blocks.items()}
@@ -221,7 +221,7 @@ class Bases(Part):
     # -- from gradients to directions ------------------------------------------------------------
 
     def damp(self, damping: float) -> None:
-        """Prepare all directions with that damping, if damping or decompositions have changed."""
+        """Prepare all directions with the damping, if damping or decompositions have changed."""
         if damping == self._damping:
             return
         for name, held in self.held.items():
@@ -231,13 +231,13 @@ class Bases(Part):
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the blocks of a kind that stand for A and for G of a layer, in the sums' dtype."""
+        """Return the blocks of a kind of A and of G of a layer, in the dtype of sums."""
         return self.held[name].sides(kind, self.site.dtype)
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the arena and pending decompositions, by name; waits for these."""
+        """Return the arena and pending decompositions, by name; wait for pending decompositions."""
         state: dict[str, Any] = {}
         if self.ready:
             state |= {f"bases/{name}": block for name, block in self.arena.items()}
@@ -250,7 +250,7 @@ class Bases(Part):
         return state
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that all ranks together have in a state of `names`."""
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
         if "solver" not in names:
             return set()
         blocks = {b.name: f.share for f in self.plan.factors for b in f.blocks}
@@ -263,7 +263,7 @@ class Bases(Part):
         return whole
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return what this rank takes from a state of `names`, each with a value of its kind."""
+        """Return the items to load from a state with `names`, with values of the expected kind."""
         if "solver" not in names:
             return {}
         needed: dict[str, Any] = {f"bases/{name}": block for name, block in self.arena.items()}
@@ -272,9 +272,10 @@ class Bases(Part):
         return needed | {"solver": ""} | ({"due": 0} if "due" in names else {})
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Take what is `needed` from the state of all ranks, after `forget`.
+        """Load the `needed` items of a state, after `forget`.
 
-        Pending decompositions are published with all others, as shares may be dealt otherwise now.
+        Pending decompositions are published together with all decompositions, as the shares of
+        layers may differ from the saved run's.
         """
         if "solver" not in names:
             return

@@ -1,8 +1,8 @@
-"""Who decomposes factors while the training goes on: a thread of this rank, or curvature ranks.
+"""Decompose factors while the training goes on: on a thread of the rank, or on curvature ranks.
 
-A curvature rank does not train but decomposes for ranks that train [LBANN]. It is a background
-thread on another rank: an owner sends factors, goes on, and takes decompositions at a fixed step,
-as from a thread of its own. Nothing else depends on who decomposes, so the numbers are the same.
+A curvature rank does not train but decomposes for training ranks [LBANN]. A curvature rank acts as
+a background thread: an owner sends factors, goes on, and takes decompositions at a fixed step. The
+numbers do not depend on where factors are decomposed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ CPU = torch.device("cpu")
 
 
 def check_joins(curvature: Any, ranks: int) -> None:
-    """Returns if `curvature` joins this rank to so many curvature ranks, or is None for none.
+    """Return if `curvature` joins the rank to `ranks` curvature ranks; None joins to 0.
 
     Raises:
-        ValueError: it does not.
+        ValueError: the number of curvature ranks differs.
     """
     joined = curvature.remote_size if curvature else 0
     if joined != ranks:
@@ -40,7 +40,7 @@ def check_joins(curvature: Any, ranks: int) -> None:
 
 
 class Curvature:
-    """Decomposes one training rank's factors on a curvature rank, one request at a time.
+    """Send a training rank's factors to a curvature rank, request by request.
 
     Collective over: curvature.
 
@@ -64,7 +64,7 @@ class Curvature:
         added: Mapping[str, Tensor],
         share: int | None,
     ) -> Callable[[], dict[str, Tensor]]:
-        """Send packed factors and their damping; return a function that waits for the blocks.
+        """Send packed factors and damping; return a function to wait for the blocks.
 
         Collective over: none.
         """
@@ -96,7 +96,7 @@ class Curvature:
         return take
 
     def close(self) -> None:
-        """Let the curvature ranks go, once all training ranks have called this.
+        """Let the curvature ranks go, once all training ranks have called `close`.
 
         Collective over: none.
         """
@@ -105,9 +105,9 @@ class Curvature:
 
 
 def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
-    """Decompose on this curvature rank for the training ranks, until all of them close.
+    """Decompose on a curvature rank for the training ranks, until all training ranks close.
 
-    First come, first served; a rank has one request at a time, so no rank can crowd out another.
+    First come, first served; a rank has at most 1 request open, so no rank is crowded out.
 
     Collective over: curvature.
 
@@ -160,16 +160,16 @@ Result = TypeVar("Result")
 
 
 class Background:
-    """One thread that runs one function after the other."""
+    """A thread that runs functions in turn."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, "mpikfac")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(self, make: Callable[[], Result]) -> Callable[[], Result]:
-        """Run `make` on the thread; return a function that waits and returns its result or error.
+        """Run `make` on the thread; return a function to wait for the result or the error.
 
-        Tensors that `make` reads must not change meanwhile.
+        Tensors used by `make` must not change meanwhile.
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))

@@ -1,4 +1,4 @@
-"""Preconditioned gradients: made by workers, sent to all, and how far a step goes along them."""
+"""Preconditioned gradients: made by workers, sent to all ranks, and bounded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mpikfac.solvers import Held, Solver
 
 @dataclass(frozen=True)
 class Job:
-    """A layer that this rank preconditions.
+    """A layer to precondition on the rank.
 
     Attributes:
         held: the layer's decompositions.
@@ -40,14 +40,14 @@ class Job:
 
 
 class Directions(Part):
-    """The directions that one rank holds.
+    """The directions on the rank.
 
     Attributes:
         arena: directions by layer.
-        slots: the layers whose directions are in the arena.
-        scale: the factor that the last step's directions were multiplied by, `[1]`.
-        expected: by how much the loss of all ranks would change by the quadratic model, as far as
-            layers are stepped from here, `[1]`.
+        slots: the layers with directions in the arena.
+        scale: the multiplier of the last step's directions, `[1]`.
+        expected: the change of the loss of all ranks by the quadratic model, `[1]`; only the part
+            of layers with directions on the rank.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Directions(Part):
         return Job(name, solver, held, self.gradients.arena[name], self.arena[name])
 
     def precondition(self, step: int) -> None:
-        """Precondition the gradients of the layers that this rank works on."""
+        """Precondition the gradients of the rank's layers."""
         with self.site.trace.stage("precondition"):
             self.bases.damp(self.settings.at("damping", step))
             for job in self._jobs:
@@ -81,14 +81,14 @@ class Directions(Part):
                     self._graft(job)
 
     def publish(self) -> None:
-        """Send directions to the ranks that did not compute them.
+        """Send directions to the ranks that lack the directions.
 
         Collective over: row.
         """
         self.site.grid.exchange(self._messages, self.arena.flat)
 
     def check(self) -> None:
-        """Replace a direction that is not finite, as its layer has no bases, by the gradient."""
+        """Replace a direction with NaN or infinity, of a layer without bases, by the gradient."""
         if not all_finite(self.arena.flat):
             for name in not_finite(self.arena):
                 gradient = self.gradients.arena[name]
@@ -136,20 +136,20 @@ class Directions(Part):
         return kept | ({"damping": adaptive.damping} if adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that all ranks together have in a state of `names`."""
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
         if self._adam is None:
             return set()
         names = [layer.name for layer in self.plan.layers]
         return {f"graft/{n}" for name in names for n in (name, count_of(name))}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return what this rank takes from a state of `names`, each with a value of its kind."""
+        """Return the items to load from a state with `names`, with values of the expected kind."""
         kinds = {"graft": _grafted(names), "damping": "damping" in names}
         kept = self.state_dict().items()
         return {name: value for name, value in kept if kinds[name.partition("/")[0]]}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Take what is `needed` from the state of all ranks; without it, grafting starts anew."""
+        """Load the `needed` items of a state; grafting starts anew if the state has no averages."""
         self.expected.zero_()
         for name, value in (self._adam or {}).items():
             value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
@@ -159,15 +159,15 @@ class Directions(Part):
     # -- details ---------------------------------------------------------------------------------
 
     def _graft(self, job: Job) -> None:
-        """Give a direction the length that grafting asks for.
+        """Give a direction the length of grafting.
 
-        A gradient stands for a direction that is not finite, see `check`.
+        The gradient replaces a direction if the direction is not finite, see `check`.
         """
         usable = torch.where(job.direction.isfinite().all(), job.direction, job.gradient)
         job.direction.copy_(grafted(usable, self._length(job.name, job.gradient)))
 
     def _length(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the norm that a layer's direction is given, `[]`."""
+        """Return the length of grafting for a layer, `[]`."""
         if self._adam is None:
             return gradient.norm()
         if name not in self.gradients.broken:
@@ -181,7 +181,7 @@ class Directions(Part):
         return Squares(layout, self.site.dtype, self.site.device)
 
     def _along_gradient(self, power: int) -> Tensor:
-        """Return `sum lr^power <direction, gradient>` `[1]` over the layers stepped from here."""
+        """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
         total = self.arena.flat.new_zeros(1)
         for layer in self._finite():
             products = self.arena[layer.name] * self.gradients.arena[layer.name]
@@ -197,9 +197,9 @@ class Directions(Part):
         return total
 
     def _finite(self) -> list[Layer]:
-        """Return the layers whose directions are in the arena and whose gradients are finite.
+        """Return the layers with directions in the arena and finite gradients.
 
-        Layers with other gradients are not stepped, and would make sums NaN.
+        Layers without finite gradients are not stepped, and would make sums NaN.
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]
@@ -211,9 +211,9 @@ def _grafted(names: Collection[str]) -> bool:
 
 
 class Squares(Arena):
-    """Adam's running averages of squared gradients, of the layers that one rank preconditions.
+    """Adam's running averages of squared gradients, of the layers to precondition on the rank.
 
-    By layer; beside each average, the sum of the average's weights, which is 1 in the end.
+    By layer; beside an average, the sum of the average's weights, which tends to 1.
     """
 
     def add(self, name: str, gradient: Tensor) -> None:
@@ -224,20 +224,20 @@ class Squares(Arena):
     def length(self, name: str, gradient: Tensor) -> Tensor:
         """Return the norm `[]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
 
-        The optimizer that takes the step adds momentum [Kingma & Ba 2015].
+        The optimizer adds the momentum [Kingma & Ba 2015].
         """
         mean = self[name] / self[count_of(name)]
         return (gradient / (mean.sqrt_() + EPSILON)).norm()
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return the direction at that length `[]` [Agarwal et al. 2020]; zeros stay zeros."""
+    """Return the direction scaled to `length` `[]` [Agarwal et al. 2020]; zeros stay zeros."""
     own = direction.norm()
     return direction * torch.where(own > 0, length / own, 1.0)
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:
-    """Return the factor `[1]` that keeps the square of a step's norm at `bound` at most.
+    """Return the multiplier `[1]` to keep the square of a step's norm at `bound` at most.
 
     Args:
         square: of a norm, `[1]`: `sum <direction, direction>` over layers, or for the KL clip

@@ -1,4 +1,4 @@
-"""Kronecker factors of one rank: from a batch's sums to averages over ranks and over time."""
+"""Kronecker factors on a rank: from a batch's sums to averages over ranks and over time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Running:
     Attributes:
         total: the batch's sum over examples.
         count: `[1]`, the number of examples in the sum.
-        weight: `[1]`, the number of examples that the average stands for.
+        weight: `[1]`, the number of examples in the average.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Running:
     def merge(self, decay: float) -> None:
         """Take the batch's sum into the average, weighed by the number of examples.
 
-        The sum becomes the batch's mean. The average stays as it is if the count is 0.
+        The sum becomes the batch's mean. With a count of 0, the average does not change.
         """
         count, weight = self.count, self.weight
         weight.mul_(decay).add_(count, alpha=1 - decay)
@@ -54,10 +54,10 @@ class Running:
 
 
 def leave_out_broken(flat: Tensor, running: Iterable[Running]) -> list[str]:
-    """Return names of sums that are not finite; these sums and their counts become 0.
+    """Return names of sums with NaN or infinity, and set the sums and the counts to 0.
 
     Args:
-        flat: the buffer that holds all sums.
+        flat: the buffer of all sums.
     """
     if all_finite(flat):
         return []
@@ -69,24 +69,23 @@ def leave_out_broken(flat: Tensor, running: Iterable[Running]) -> list[str]:
 
 
 class Factors(Part):
-    """The factors that one rank keeps.
+    """The factors on a rank.
 
-    An example has the same weight on every rank: a batch's factors are sums over examples, which
-    ranks add up together with the numbers of examples, and averages over time weigh batches by
-    these numbers. A layer that took no part in a batch keeps its average.
+    An example has the same weight on every rank: a batch's factors are sums over examples, ranks
+    add up sums and numbers of examples, and averages over time weigh batches by numbers of
+    examples. A layer without examples in a batch keeps the average.
 
-    Averages over time and over ranks commute. If the plan is `late`, each rank averages its own
-    share of the batches over time, and the averages of all ranks are summed when factors are asked
-    for.
+    Averages over time and over ranks commute. If the plan is `late`, every rank averages the rank's
+    own share of the batches over time, and a call of `whole` sums the averages over ranks.
 
     Attributes:
-        statistics: this rank's sums of a batch and numbers of examples, zero between steps. Sums
-            are triangles, or vectors whose squares are the factors.
-        parts: the same for each part of a share, if a batch is dealt out in parts.
+        statistics: the rank's sums of a batch and numbers of examples, zero between steps. Sums are
+            triangles, or vectors, with the factors as the vectors' squares.
+        parts: statistics of every part of a share, if a batch is dealt out in parts.
         averages: running averages, in the same form; at first the identity (or zero vectors).
-        weights: numbers of examples that averages stand for; at first 0.
-        started: whether there is an average of anything.
-        lacking: whether an average is missing, so that the next batch has to count.
+        weights: numbers of examples in the averages; at first 0.
+        started: whether any average has begun.
+        lacking: whether an average is missing, and the next batch has to count.
         overlap: whether statistics are sent layer by layer, overlapped with the computation.
     """
 
@@ -141,7 +140,7 @@ class Factors(Part):
         self.parts.clear()
 
     def collect(self) -> None:
-        """Keep the sums of one part of this rank's share, and make room for the next part."""
+        """Keep the sums of a part of the rank's share, and make room for the next part."""
         self.parts.add()
         self.statistics.flat.zero_()
 
@@ -160,7 +159,7 @@ class Factors(Part):
         return all_finite(collected)
 
     def average(self, decay: float, step: int) -> None:
-        """Take a batch's factors into the averages; overlapped factors when they are asked for.
+        """Take a batch's factors into the averages; overlapped factors at the next `settle`.
 
         Collective over: world.
         """
@@ -169,7 +168,7 @@ class Factors(Part):
             self.settle()
 
     def ready(self, layer: str) -> None:
-        """Send a layer's statistics, which are complete now, if statistics are overlapped.
+        """Send a layer's complete statistics, if statistics are overlapped.
 
         Collective over: none.
         """
@@ -180,11 +179,11 @@ class Factors(Part):
 
     @property
     def settled(self) -> bool:
-        """Whether the averages are averages of all batches so far."""
+        """Whether the averages have all batches so far."""
         return self._unsettled is None
 
     def settle(self) -> None:
-        """Wait for a batch's factors that are being sent, and take the factors into the averages.
+        """Wait for a batch's unfinished messages, and take the factors into the averages.
 
         Collective over: world.
         """
@@ -203,9 +202,9 @@ class Factors(Part):
         self.started, self.lacking = True, False
 
     def whole(self, share: int | None = None) -> Arena:
-        """Return averages over ranks and time of the factors that this rank decomposes.
+        """Return averages over ranks and time of the factors to decompose on the rank.
 
-        If the plan is late, averages of one `share` of the layers, valid until `discard`.
+        If the plan is late, averages of a `share` of the layers, valid until `discard`.
 
         Collective over: world.
         """
@@ -223,12 +222,12 @@ class Factors(Part):
         return self.statistics
 
     def discard(self) -> None:
-        """Make room for the next batch's statistics, if `whole` has put averages there."""
+        """Make room for the next batch's statistics, if `whole` has used the room."""
         if self.plan.late:
             self.statistics.flat.zero_()
 
     def finish(self) -> None:
-        """Send statistics of layers that the backward pass did not reach, if overlapped."""
+        """Send statistics of layers without a backward pass, if statistics are overlapped."""
         if self._beside is None:
             return
         for name, factors in self._of_layer.items():
@@ -238,16 +237,16 @@ class Factors(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def items(self, factors: Iterable[Factor]) -> dict[str, Tensor]:
-        """Return averages and weights that this rank saves, of these factors, by state names."""
+        """Return the averages and weights to save on the rank, among `factors`, by state names."""
         kept = [factor for factor in factors if self._saves(factor)]
         found = {_item(factor): self.averages[factor.name] for factor in kept}
         return found | {f"weights/{one.name}": self.weights[one.name] for one in kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages over ranks and their weights, by name.
+        """Return averages over ranks, and weights, by name.
 
-        With reduce_at="bases", averages first move to their owners, as a restart does; so a run
-        that goes on and a resumed run stay identical.
+        With reduce_at="bases", averages first move to the owners, as in a restart: the continued
+        run and a resumed run stay identical.
 
         Collective over: world where the plan is late or overlaps, else none.
         """
@@ -262,18 +261,18 @@ class Factors(Part):
         return {"started": 1, **self.items(self.plan.factors)} if self.started else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that all ranks together have in a state of `names`."""
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
         factors = self.plan.factors if "started" in names else ()
         return {item for one in factors for item in (_item(one), f"weights/{one.name}")}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return what this rank takes from a state of `names`, each with a value of its kind."""
+        """Return the items to load from a state with `names`, with values of the expected kind."""
         return self.items(self._taken(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Take what is `needed` from the state of all ranks, after `forget`.
+        """Load the `needed` items of a state, after `forget`.
 
-        A rank that keeps no factors takes part too, in what all ranks do with their factors.
+        A rank without factors calls the method, too: `started` has to agree on all ranks.
         """
         if taken := self._taken(names):
             self.started = True
@@ -282,14 +281,14 @@ class Factors(Part):
                 value.copy_(state[name])
 
     def _saves(self, factor: Factor) -> bool:
-        """Return whether this rank saves a factor: all it keeps, or if late the factors it owns."""
+        """Return whether the rank saves a factor: a kept factor, or if late an owned factor."""
         mine = factor.owner == self.plan.rank or not self.plan.late
         return mine and factor.name in self.averages
 
     def _taken(self, names: Collection[str]) -> list[Factor]:
-        """Return factors whose averages come from a state of `names`.
+        """Return factors with averages in a state with `names`.
 
-        A factor that the state has in the other form starts anew.
+        A factor starts anew if the state has a vector for a matrix, or a matrix for a vector.
         """
         if not {name.partition("/")[0] for name in names}.intersection(FORMS.values()):
             return []
@@ -324,7 +323,7 @@ class Factors(Part):
                     self.statistics[factor.counted].add_(self._squares[factor.counted])
 
     def _check(self, step: int) -> None:
-        """Leave factors of this batch that are not finite out of the averages."""
+        """Leave the batch's factors with NaN or infinity out of the averages."""
         broken = leave_out_broken(self.statistics.flat, self._running.values())
         late, rank = self.plan.late, self.plan.rank
         mine = [name for name in broken if late or self._factors[name].owner == rank]

@@ -1,4 +1,4 @@
-"""A model's gradients on one rank: from local to averaged to a step of the optimizer."""
+"""A model's gradients on a rank: from local to averaged to a step of the optimizer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mpikfac.plan import lay_out
 
 @dataclass(frozen=True)
 class Slot:
-    """A layer or other block, bound to its place in an arena.
+    """A layer or an uncovered block, bound to a place in an arena.
 
     Attributes:
         parts: views of the arena, shaped as the block's parameters.
-        steps: whether this rank's optimizer steps the block.
+        steps: whether the rank's optimizer steps the block.
     """
 
     block: Block
@@ -34,22 +34,22 @@ class Slot:
 
 
 def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
-    """Return the slots of those of `blocks` that have a place in the arena."""
+    """Return slots of the `blocks` with a place in the arena."""
     steps = site.plan.steps
     found = (b for b in blocks if b.name in arena)
     return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in found]
 
 
 class Gradients:
-    """A model's gradients in one arena, from local to averaged to a step of the optimizer.
+    """A model's gradients in an arena, from local to averaged to a step of the optimizer.
 
-    Running statistics travel with the gradients, so that ranks stay equal in BatchNorm's too.
+    Running statistics travel with the gradients, to stay equal on all ranks.
 
     Attributes:
-        layers: the layers that K-FAC covers.
-        others: parameters and running statistics that no layer covers.
-        broken: names of blocks whose average is not finite, among blocks that this rank steps; the
-            step leaves these blocks as they are.
+        layers: the layers covered by K-FAC.
+        others: parameters and running statistics without a covering layer.
+        broken: names of blocks with NaN or infinity in the average, among blocks stepped by the
+            rank; the step does not change broken blocks.
     """
 
     def __init__(self, site: Site, layers: Sequence[Layer], others: Sequence[Other]) -> None:
@@ -106,7 +106,7 @@ class Gradients:
                     self._send(slot)
 
     def _send_early(self) -> None:
-        """From now on, send a block's gradient as soon as the backward pass has made it."""
+        """From now on, send gradients as soon as the backward pass has made them."""
         for slot in self.slots:
             on_gradient = partial(self._on_gradient, slot, [])
             for parameter in slot.block.parameters:
@@ -127,13 +127,13 @@ class Gradients:
         self._beside.ready(name)
 
     def collect(self) -> None:
-        """Keep the gradients of one part of this rank's share, and make room for the next part."""
+        """Keep the gradients of a part of the rank's share, and make room for the next part."""
         self.read()
         self.parts.add()
         self._take_back()
 
     def reduce(self) -> None:
-        """Average the arena over ranks: everywhere, or each block on the rank that steps it.
+        """Average the arena over ranks: everywhere, or a block on the updater only.
 
         Collective over: world.
 
@@ -153,11 +153,11 @@ class Gradients:
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
     def checked(self, scaler: GradScaler | None) -> GradScaler | None:
-        """Return a scaler that a step can use; None for a scaler that is not enabled.
+        """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
         Raises:
-            ValueError: gradients are sent before their scale can be taken out, or a rank that
-                steps nothing would not know which steps to skip.
+            ValueError: gradients are sent before the scale can be taken out, or a rank without
+                blocks to step would not know the steps to skip.
         """
         if scaler is None or not scaler.is_enabled():
             return None
@@ -177,8 +177,8 @@ class Gradients:
     def reduce_scaled(self, scaler: GradScaler, finite: bool = True) -> bool:
         """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
-        A rank with gradients that are not finite, or whose caller says so, sends nothing but NaN:
-        other ranks know, whatever part of the sum they get. The scaler hears the same on all ranks.
+        A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
+        every part of the sum tells all ranks. The scaler hears the same on all ranks.
 
         Collective over: world.
         """
@@ -196,15 +196,15 @@ class Gradients:
         return usable
 
     def _spoil(self, collected: Tensor) -> None:
-        """Fill everything this rank sends with NaN; of the votes, only the last entry."""
+        """Fill everything to send with NaN; of the votes, only the last entry."""
         for block in self.blocks:
             values = collected[..., self.arena.span(block.name)]
             (values[..., -1] if isinstance(block, Votes) else values).fill_(torch.nan)
 
     def skip(self) -> None:
-        """Leave all as before this batch, which was reduced; only the votes are taken.
+        """Leave all as before the reduced batch; only the votes are taken.
 
-        Losses of encoding are dropped, as a loss may belong to this batch.
+        Losses of encoding are dropped, as a loss may belong to the batch.
 
         Collective over: world.
         """
@@ -217,7 +217,7 @@ class Gradients:
                 slot.block.write_values(slot.parts)
 
     def check(self, step: int) -> None:
-        """Find out which blocks are `broken`; a rank's NaN is in the sum, so no message is needed.
+        """Find the `broken` blocks; a rank's NaN is in the sum, and no message is needed.
 
         Raises:
             UserError: a gradient was not finite for too many steps in a row.
@@ -230,7 +230,7 @@ class Gradients:
         self.site.nonfinite.note("gradient", mine, step, "left as they are in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:
-        """Make the values of `slots` the gradients of the blocks that this rank steps."""
+        """Make the values of `slots` the gradients of the blocks stepped by the rank."""
         with self.site.trace.stage("write back"):
             for slot in slots:
                 if slot.block.name in self.broken:
@@ -239,10 +239,10 @@ class Gradients:
                     slot.block.write_gradient(slot.parts)
 
     def update(self, optimizer: Optimizer) -> None:
-        """Step the model: on every rank, or each block on its owner, whose values then go to all.
+        """Step the model: on every rank, or a block on the updater, with values sent to all.
 
-        Gradients of other ranks' blocks are dropped: an optimizer neither steps these blocks nor
-        keeps state for them.
+        Gradients of blocks stepped elsewhere are dropped: the optimizer keeps no state for the
+        blocks.
 
         Collective over: world.
         """
@@ -273,10 +273,10 @@ class Gradients:
 
     @property
     def owner_updates(self) -> bool:
-        """Whether a block is stepped by its owner only."""
+        """Whether a block is stepped by the updater only."""
         return self.plan.owner_updates
 
     def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters that this rank's optimizer steps, by name."""
+        """Return the parameters stepped by the rank's optimizer, by name."""
         mine = {id(p) for slot in self.slots if slot.steps for p in slot.block.parameters}
         return {name: p for name, p in model.named_parameters() if id(p) in mine}

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: counted, told once, and an error when they do not end."""
+"""Numbers that are not finite: counted, logged once, and an error after too many in a row."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ log = logging.getLogger("mpikfac")
 
 
 class Nonfinite:
-    """What went wrong on this rank, of what this rank answers for.
+    """Count numbers that are not finite, among the numbers that the rank answers for.
 
     Attributes:
-        counts: how often by kind: "gradient", "statistics", "scales", "decomposition".
+        counts: how often, by kind: "gradient", "statistics", "scales", "decomposition".
     """
 
     def __init__(self, rank: int) -> None:
@@ -33,14 +33,14 @@ class Nonfinite:
         instead: str,
         tried: Collection[str] | None = None,
     ) -> None:
-        """Counts that `names`, and no others of those that were `tried`, went wrong at `step`.
+        """Count that `names` were not finite at `step`, and the rest of `tried` were finite.
 
         Args:
-            instead: what is done about it, for the log.
-            tried: those of that kind whose turn it was; all if None.
+            instead: the remedy, for the log.
+            tried: the names of the kind whose turn came at `step`; all if None.
 
         Raises:
-            UserError: one of them has gone wrong more than `TOLERATED` times in a row.
+            UserError: a name was not finite more than `TOLERATED` times in a row.
         """
         before = self._streaks.get(kind, {})
         if not names and not before:

@@ -90,7 +90,7 @@ class LayerSums:
 
 
 def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor]) -> LayerSums:
-    """Return a layer's sums, bound to the statistics that this rank records."""
+    """Return a layer's sums, bound to the rank's statistics."""
     vector = planned.solver.vector
     moment = layer.first_moment if vector else layer.second_moment
     sides = []
@@ -115,8 +115,8 @@ class Recorder(Part):
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
-        after_call: called with each layer, its call's inputs and output gradients as sums take
-            them, and the weight of the call.
+        after_call: called with the layer, inputs and output gradients as in sums, and the weight of
+            a call.
     """
 
     recording = False
@@ -127,7 +127,7 @@ class Recorder(Part):
     def __init__(
         self, model: nn.Module, layers: Iterable[Layer], factors: Factors, estimator: Estimator
     ) -> None:
-        """Add hooks to the model, and to the layers whose statistics this rank records."""
+        """Add hooks to the model, and to the layers with statistics on the rank."""
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self.trace = factors.statistics, factors.site.trace
         self._dtype = factors.site.dtype
@@ -163,7 +163,7 @@ class Recorder(Part):
     forget = clear
 
     def finish(self) -> None:
-        """Turn the sums into this rank's factors, each times the number of its examples.
+        """Turn the sums into the rank's factors, multiplied by the number of examples.
 
         Raises:
             RuntimeError: no layer has statistics.
@@ -180,7 +180,7 @@ class Recorder(Part):
         self._finished.clear()
 
     def _finish_layer(self, sums: LayerSums) -> None:
-        """Turn a layer's sums into factors; a layer that took no part counts for nothing."""
+        """Turn a layer's sums into factors; without examples, the sums stay 0."""
         self._finished.add(sums.layer.name)
         self._recorded.discard(sums.layer.name)
         batch, positions = sums.take_counts()
@@ -198,7 +198,7 @@ class Recorder(Part):
 
     @property
     def of_gradients(self) -> list[str]:
-        """Names of the statistics that are sums of gradients, or of squares of gradients."""
+        """Names of statistics made of gradients, or of squares of gradients."""
         return [
             one.factor.name
             for sums in self._layers.values()
@@ -209,7 +209,7 @@ class Recorder(Part):
 
     @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:
-        """Inside, backward passes are some of several passes that stand for the loss's pass."""
+        """Inside, a backward pass is one of several passes in the place of the loss's pass."""
         self._turn = turn
         try:
             yield

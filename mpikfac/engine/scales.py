@@ -30,13 +30,13 @@ class Scales(Part):
     """The scales of the layers whose solver estimates scales; other layers have no scales.
 
     Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
-    of the factors' averages. Batches are merged into scales as into factors' averages. The batch
-    of the step that publishes new bases is lost, as it was recorded in the bases before.
+    of the factors' averages. Batches are merged into scales as into factors' averages. The batch of
+    the step with new bases is lost, as the batch was recorded in the older bases.
 
     Attributes:
-        averages: running averages `[outputs, inputs]`, by layer, from which directions are made.
-        weights: numbers of examples that averages stand for.
-        sums: this rank's sums over a batch, and numbers of examples; zero between steps.
+        averages: running averages `[outputs, inputs]`, by layer, used by directions.
+        weights: numbers of examples in the averages.
+        sums: the rank's sums over a batch, and numbers of examples; zero between steps.
     """
 
     def __init__(self, site: Site, bases: Bases) -> None:
@@ -67,7 +67,7 @@ class Scales(Part):
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
         """Add a call's squares of examples' gradients, times `weight`.
 
-        Calls of one pass count as if their gradients were independent.
+        Calls in a pass count as if gradients were independent.
 
         Args:
             x: inputs, `prepared`.
@@ -95,7 +95,7 @@ class Scales(Part):
         Collective over: world.
 
         Args:
-            statistics: this rank's sums of factors, beside numbers of examples.
+            statistics: the rank's sums of factors, beside numbers of examples.
             of_loss: gradients are those of the loss, a mean over the batch.
         """
         for name in self._recorded:
@@ -140,15 +140,15 @@ class Scales(Part):
         return dict(self.items()) if self.bases.ready else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that all ranks together have in a state of `names`."""
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
         return set(self.needed(names))
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return what this rank takes from a state of `names`, each with a value of its kind."""
+        """Return the items to load from a state with `names`, with values of the expected kind."""
         return self.items() if "solver" in names else {}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Take what is `needed` from the state of all ranks, after `forget` and after the bases."""
+        """Load the `needed` items of a state, after `forget` and after the bases."""
         if "solver" not in names:
             return
         for name, value in self.items().items():
@@ -169,7 +169,7 @@ class Scales(Part):
         self._recorded = {name for name, one in self.averages.items() if all_finite(one)}
 
     def _check(self, step: int) -> None:
-        """Leave scales of this batch that are not finite out of the averages."""
+        """Leave the batch's scales with NaN or infinity out of the averages."""
         broken = leave_out_broken(self.sums.flat, self._running)
         mine = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
         self.site.nonfinite.note("scales", mine, step, "their averages stay as they are")

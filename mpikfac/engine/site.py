@@ -1,4 +1,4 @@
-"""Where the parts of K-FAC on one rank stand, and what every part can be asked for."""
+"""The site of the parts of K-FAC on a rank, and the methods of every part."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from mpikfac.trace import Trace
 
 @dataclass(frozen=True)
 class Site:
-    """What all parts of K-FAC on one rank share.
+    """The values that all parts of K-FAC on a rank share.
 
     Attributes:
-        plan: who does what, where numbers lie and what travels, as this rank sees the plan.
+        plan: roles, layouts and messages, as the rank sees the plan.
         grid: the communicators.
         dtype: of sums, gradients and directions.
-        nonfinite: counts numbers that are not finite.
+        nonfinite: the counter of numbers that are not finite.
     """
 
     plan: RankPlan
@@ -34,14 +34,14 @@ class Site:
     nonfinite: Nonfinite
 
     def arena(self, layout: Layout, dtype: torch.dtype | None = None) -> Arena:
-        """Return an arena of zeros; in the dtype of sums if no other dtype is given."""
+        """Return an arena of zeros, by default in the dtype of sums."""
         return Arena(layout, dtype or self.dtype, self.device)
 
 
 class Part:
-    """A part of K-FAC on one rank: what it forgets, and what of it is in a state.
+    """A part of K-FAC on a rank, with statistics to forget and items of the state.
 
-    A part without state inherits all methods as they are.
+    A part without state inherits the methods below.
     """
 
     def forget(self) -> None:
@@ -51,19 +51,19 @@ class Part:
         """Forget the passes since the last step."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's share of the state, by name."""
+        """Return the rank's share of the state, by name."""
         return {}
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names that all ranks together have in a state of `names`."""
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
         return set()
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return what this rank takes from a state of `names`, each with a value of its kind."""
+        """Return the items to load from a state with `names`, with values of the expected kind."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Take what is `needed` from the state of all ranks, after `forget`.
+        """Load the `needed` items of a state, after `forget`.
 
         Args:
             state: the needed items by name.

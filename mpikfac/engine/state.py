@@ -1,6 +1,6 @@
 """Model and optimizer as named items, and back; on all ranks or on none.
 
-`stepped` names the parameters whose optimizer state a rank keeps.
+`stepped` names the parameters with optimizer state on the rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Stepped = Mapping[str, nn.Parameter]
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
-    """Model and optimizer by name; of the optimizer's tensors those of `stepped`."""
+    """Return model and optimizer by name, with the optimizer's tensors of `stepped` only."""
     state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
     state["optimizer/name"] = type(optimizer).__name__
     state |= {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
@@ -35,7 +35,7 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """What is not among `names`, of `model_state`'s names on all ranks together."""
+    """Return the names that `model_state` has on all ranks together and that `names` lack."""
     prefix = "optimizer/state/"
     keys = {name.rpartition("/")[2] for name in names if name.startswith(prefix)}
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -47,10 +47,11 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
 def needed_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The number of steps, and what `load_model_state` takes from `state`.
+    """Return the number of steps, and the items that `load_model_state` takes from `state`.
 
     Raises:
-        ValueError: an item is missing or not like the one that it is for, or another optimizer's.
+        ValueError: an item is missing, has a wrong dtype or shape, or belongs to a different
+            optimizer.
     """
     own, saved = type(optimizer).__name__, state.get("optimizer/name")
     if saved not in (own, None):
@@ -67,13 +68,13 @@ def needed_state(
 def fitting(
     state: Mapping[str, Any], like: Mapping[str, Any], rounded: bool = False
 ) -> dict[str, Any]:
-    """The items that `like` names, of the same dtype and shape, or numbers where it has numbers.
+    """Return the items named in `like`, if dtypes and shapes agree, and numbers match numbers.
 
     Args:
-        rounded: real numbers of one dtype may stand for those of another.
+        rounded: real numbers may have a different real dtype.
 
     Raises:
-        ValueError: the first that is missing or another; its name, what is expected, what is there.
+        ValueError: an item is missing or differs; name, expected form and found form of the first.
     """
     found = {}
     for name, expected in like.items():
@@ -97,7 +98,7 @@ def _form(value: object, rounded: bool = False) -> str:
 def load_model_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> None:
-    """The inverse of `model_state`, at any number of ranks and any strategy."""
+    """Load a `model_state`, at any number of ranks and with any strategy."""
     found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
     model.load_state_dict(found, strict=False)
     for name, number in group_settings(optimizer):
@@ -120,7 +121,7 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
-    """Index and key ("0/lr") and value of every number in the parameter groups."""
+    """Yield index and key ("0/lr") and value of every number in the parameter groups."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if isinstance(value, (int, float)):
@@ -134,12 +135,13 @@ log = logging.getLogger("mpikfac")
 
 
 def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """The dtype to compute in, and the device, of tensors that share a dtype and the device.
+    """Return the dtype to compute in, and the device, of tensors with a common dtype and device.
 
-    It is their dtype; of bfloat16, which has too few digits for sums, float32.
+    The dtype is the dtype of the tensors, but float32 for bfloat16, whose digits are too few for
+    sums.
 
     Raises:
-        ValueError: nothing is trained, or a tensor that differs from the first.
+        ValueError: nothing is trained, or a tensor differs from the first tensor.
     """
     tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
     if not tensors:
@@ -159,7 +161,7 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
 
 
 def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """What ranks that train together must share: versions, model and optimizer, in short."""
+    """Return versions, model and optimizer in short, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
@@ -179,10 +181,10 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
 
 
 def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
-    """The optimizer's parameter groups that hold each layer's weight and bias.
+    """Return the optimizer's parameter groups of every layer's weight and bias.
 
     Raises:
-        ValueError: none holds one of them.
+        ValueError: a weight or a bias is in no group.
     """
     group_of = {
         id(parameter): index
@@ -201,7 +203,7 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
 
 
 def report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
-    """Lists once what is trained without K-FAC, and what is not trained at all."""
+    """Log the parameters trained without K-FAC, and the parameters not trained at all."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [other for other in others if other.parameters]
     names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)

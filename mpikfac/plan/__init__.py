@@ -1,4 +1,4 @@
-"""Who computes what, where numbers lie and what travels, as plain data: standard library only."""
+"""Roles, layouts and messages of all ranks, as plain data: standard library only."""
 
 from __future__ import annotations
 

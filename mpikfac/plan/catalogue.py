@@ -14,15 +14,15 @@ class Named:
     """A published way to distribute K-FAC.
 
     Attributes:
-        what: it, in one sentence.
-        source: where it was published, as in docs/references.md.
-        cost: bytes that a rank sends in a ring, in float32: on steps with new factors + in a
-            refresh + on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T
-            and 4V bytes of all factors as squares, triangles and vectors, 4N of all gradients.
-        same: whether it is the same estimator: the numbers of one process that trains on the
-            joined batch, with the same `delay`, `stagger` and `tolerance`.
-        choices: what it sets of a `Strategy`; "all" workers are as many as there are ranks.
-        settings: what it sets of `KFAC` beside it.
+        what: the way, in a sentence.
+        source: the publication, as in docs/references.md.
+        cost: bytes sent by a rank in a ring, in float32: on steps with new factors + in a refresh +
+            on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T and 4V
+            bytes of all factors as squares, triangles and vectors, 4N of all gradients.
+        same: whether the estimator is the same: the numbers of a single process with the joined
+            batch, with the same `delay`, `stagger` and `tolerance`.
+        choices: choices of a `Strategy`; "all" workers are all ranks.
+        settings: settings of `KFAC` beside the strategy.
     """
 
     what: str
@@ -33,10 +33,10 @@ class Named:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def make(self, ranks: int, **choices: Any) -> Strategy:
-        """The strategy for so many ranks; `choices` go before its own.
+        """Return the strategy for `ranks` ranks; `choices` replace the way's own choices.
 
         Raises:
-            ValueError: they do not fit together or the number of ranks.
+            ValueError: the choices do not fit together, or not the number of ranks.
         """
         chosen = {**self.choices, **choices}
         if chosen.get("workers") == "all":

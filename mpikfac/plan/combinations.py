@@ -1,4 +1,4 @@
-"""Which choices need which other choices, as a table: code refuses by it, and a page prints it.
+"""The needs of choices, as a table: code refuses by the table, and a page prints the table.
 
 Choices are a flat mapping from names to values: the fields of `Strategy` and of the values inside
 it, the solver, the settings of `KFAC`. No name stands for two choices. The needs of a solver stand
@@ -23,14 +23,14 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class OneOf:
-    """A need: one of some values."""
+    """A need: any of some values."""
 
     values: tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class Same:
-    """A need: the value of another choice."""
+    """A need: the value of a second choice."""
 
     name: str
 
@@ -41,11 +41,11 @@ class Combination:
 
     Attributes:
         choice: the name of the choice.
-        values: the values that have the needs; None for all values but `default`.
-        needs: by name, the value that another choice must have, or an `AtLeast`, `OneOf`, `Same`.
+        values: the values with the needs; None for all values but `default`.
+        needs: by name, the required value of a choice, or an `AtLeast`, `OneOf`, `Same`.
         why: the reason, as the end of a sentence.
         default: the value without needs, where `values` is None.
-        any_of: one need is enough.
+        any_of: a single met need is enough.
     """
 
     choice: str
@@ -63,7 +63,7 @@ class Combination:
         return value != self.default if self.values is None else value in self.values
 
     def unmet(self, choices: Choices) -> list[str]:
-        """Return the names of the needs that `choices` do not meet; none if one is enough."""
+        """Return the names of unmet needs; none if a met need is enough."""
         known = [name for name in self.needs if name in choices]
         unmet = [name for name in known if not _fits(self.needs[name], choices[name], choices)]
         return [] if self.any_of and len(unmet) < len(known) else unmet

@@ -1,4 +1,4 @@
-"""Where named blocks of numbers lie in one flat buffer."""
+"""The places of named blocks of numbers in a flat buffer."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ ALIGNMENT = 16  # elements: every view starts on a cache line, so results do not
 
 @dataclass(frozen=True)
 class Layout:
-    """Where named blocks lie in one flat buffer, segment by segment.
+    """The places of named blocks in a flat buffer, segment by segment.
 
     Attributes:
-        shapes: shape of each block.
-        offsets: first element of each block.
+        shapes: shapes of blocks.
+        offsets: first elements of blocks.
         bounds: segment k is the elements from `bounds[k]` up to `bounds[k + 1]`.
     """
 
@@ -32,15 +32,15 @@ class Layout:
         return self.bounds[-1]
 
     def counts(self) -> tuple[int, ...]:
-        """Number of elements of each segment."""
+        """Return the number of elements of every segment."""
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))
 
     def segments(self) -> list[tuple[int, int]]:
-        """First and last (exclusive) element of each segment."""
+        """Return first and last (exclusive) element of every segment."""
         return list(zip(self.bounds, self.bounds[1:]))
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
-        """The buffer from front to back, cut where the segment or the blocks' `kind` changes."""
+        """Return spans of the whole buffer, cut where the segment or the blocks' `kind` changes."""
         found: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
@@ -56,7 +56,7 @@ class Layout:
 
 
 class Span(NamedTuple):
-    """Neighbouring blocks of one kind: elements from `start` up to `stop`, of one segment."""
+    """Neighbouring blocks of a kind: elements from `start` up to `stop`, of a segment."""
 
     start: int
     stop: int
@@ -65,7 +65,7 @@ class Span(NamedTuple):
 
 
 def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
-    """A `Layout` that holds the blocks of each segment one after the other, aligned."""
+    """Return a `Layout` with the blocks of segment after segment, aligned."""
     shapes: dict[str, Shape] = {}
     offsets: dict[str, int] = {}
     bounds = [0]
@@ -79,5 +79,5 @@ def lay_out(segments: Iterable[Iterable[tuple[str, Shape]]]) -> Layout:
 
 
 def triangle_shape(order: int) -> Shape:
-    """Shape of a symmetric matrix's lower triangle folded into a full rectangle."""
+    """Return the shape of a symmetric matrix's lower triangle, folded into a full rectangle."""
     return (order + 1, order // 2) if order % 2 == 0 else (order, (order + 1) // 2)

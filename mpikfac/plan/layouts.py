@@ -1,4 +1,4 @@
-"""Where every number lies: layouts of one rank's arenas, from factors and layers."""
+"""The places of all numbers: layouts of a rank's arenas, from factors and layers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ Named = tuple[str, Shape]
 
 @dataclass(frozen=True)
 class Layouts:
-    """The layouts of one rank's arenas.
+    """The layouts of a rank's arenas.
 
     Attributes:
         statistics: a batch's factors, each a sum beside its number of examples; model order, or
             owner by owner if owners reduce.
         squares: statistics as square matrices, if squares travel; else nothing.
         averages: running averages.
-        bases: decompositions: a segment for each row of the column, and a segment of factors that
-            every worker decomposes.
-        denominators: damped products of eigenvalues of each layer that the rank preconditions.
+        bases: decompositions: a segment per row of the column, and a segment of factors decomposed
+            by every worker.
+        denominators: damped products of eigenvalues of the layers to precondition.
         scales: running averages of scales, in the form of gradients.
         scale_sums: a batch's scales, each a sum beside its number of examples.
         gradients: all gradients: model order, or updater by updater if owners update.
@@ -78,7 +78,7 @@ def of_blocks(segments: Iterable[Iterable[Factor]]) -> Layout:
 def of_requests(factors: Iterable[Factor]) -> Layout:
     """Return the layout of a request to a curvature rank: damping, then packed factors.
 
-    The damping of a factor ("conv1.A+") may depend on the other factor of the layer.
+    The damping of a factor ("conv1.A+") may depend on the second factor of the layer.
     """
     factors = tuple(factors)
     added = [(factor.added, factor.damping) for factor in factors if factor.solver.damped]
@@ -92,17 +92,17 @@ def of_denominators(layers: Iterable[PlannedLayer]) -> Layout:
 
 
 def of_gradients(layers: Iterable[PlannedLayer]) -> list[Named]:
-    """Return name and shape of each layer's gradient."""
+    """Return name and shape of every layer's gradient."""
     return [(layer.name, layer.shape.gradient) for layer in layers]
 
 
 def counted(blocks: Iterable[Named]) -> list[Named]:
-    """Return the blocks, each followed by the number of its examples."""
+    """Return the blocks, with the number of examples behind every block."""
     return [each for block in blocks for each in (block, (count_of(block[0]), (1,)))]
 
 
 def by_rank(blocks: Iterable[Named], ranks_of: Mapping[str, int], ranks: int) -> list[list[Named]]:
-    """Return the blocks as segments, one segment for each rank."""
+    """Return the blocks as segments, a segment per rank."""
     segments: list[list[Named]] = [[] for _ in range(ranks)]
     for name, shape in blocks:
         segments[ranks_of[name]].append((name, shape))

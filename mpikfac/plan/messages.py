@@ -1,4 +1,11 @@
-"""Messages as plain data: which elements of an arena travel, over whom, by which primitive."""
+"""Messages as plain data: elements, communicator and primitive, in one level or two levels.
+
+With two levels, the ranks of a node first add up sums that leave the node, and hand values that
+come to the node on to each other. Members of a team sit on nodes, node by node, and equally many on
+every node. The members of a node form a team, and the members with the same place in their nodes
+form a team. A collective of the whole team becomes a few collectives of the smaller teams: the plan
+says what crosses the network, whatever MPI does.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +25,12 @@ PIECE = 2**22
 
 @dataclass(frozen=True)
 class Codec:
-    """How numbers travel in fewer bytes than they have; `codecs` carries it out.
+    """An encoding that sends numbers in fewer bytes; `numerics.codecs` encodes.
 
     Attributes:
         name: "bfloat16"; "int8", 16 numbers with a common exponent; "top-k", the largest numbers.
-        share: of the numbers, those that travel with "top-k".
-        feedback: what encoding lost is added to what is encoded next.
+        share: the share of the numbers that "top-k" sends.
+        feedback: the loss of an encoding is added to the next numbers to encode.
     """
 
     name: str
@@ -32,15 +39,15 @@ class Codec:
 
     @property
     def summable(self) -> bool:
-        """Whether MPI can add up encoded numbers, by a function of ours."""
+        """Whether MPI can add up encoded numbers, by a function of the library."""
         return self.name == "bfloat16"
 
     def count(self, elements: int) -> int:
-        """How many of so many numbers travel."""
+        """Return the number of sent numbers among `elements` numbers."""
         return math.ceil(self.share * elements)
 
     def size(self, elements: int, itemsize: int) -> int:
-        """Bytes of so many encoded numbers, a multiple of `ALIGNMENT`."""
+        """Return the bytes of `elements` encoded numbers, a multiple of `ALIGNMENT`."""
         if self.name == "bfloat16":
             return 2 * elements
         if self.name == "int8":
@@ -54,20 +61,20 @@ EVERYWHERE = {"int8": "Alltoall, Allgather", "top-k": "Allgather"}
 
 @dataclass(frozen=True)
 class Message:
-    """One message of a step as one rank sees it.
+    """A message of a step, as a rank sees the message.
 
     Attributes:
-        stage: the stage of `KFAC.step` that sends it.
+        stage: the stage of `KFAC.step` that sends the message.
         primitive: the MPI collective, or several in turn; or Send or Recv.
-        over: "world", "column" or "row", or a part of one as in `levels`; or "curvature", which
-            joins this rank to curvature ranks.
-        spans: where in the stage's arena it is: first and last (exclusive) element, of each
-            member's part in turn for Reduce_scatter, Alltoall and Allgatherv.
-        root: the member that a Reduce or Send goes to, or that a Bcast or Recv comes from.
-        size: bytes of all spans as they travel, and of all members' where each sends its own.
-        bytes: of these, what this rank hands to MPI.
-        wire: bytes that this rank sends if the collective is a ring.
-        codec: how the numbers travel; None for as they are.
+        over: "world", "column" or "row", or a part as in two levels; or "curvature", the link to
+            curvature ranks.
+        spans: the place in the stage's arena: first and last (exclusive) element; for
+            Reduce_scatter, Alltoall and Allgatherv, of every member's part in turn.
+        root: the destination of a Reduce or Send, or the source of a Bcast or Recv.
+        size: bytes of all spans as sent, of all members where every member sends a part.
+        bytes: the bytes of `size` that the rank hands to MPI.
+        wire: bytes sent by the rank if the collective is a ring.
+        codec: the encoding; None for plain numbers.
     """
 
     stage: str
@@ -90,10 +97,11 @@ def sums(
     primitive: str | None = "Reduce_scatter",
     codec: Codec | None = None,
 ) -> list[Message]:
-    """What sums an arena over the world: everywhere, or segment r on rank r if it has several.
+    """Return messages to sum an arena over the world: everywhere, or segment r on rank r.
 
-    Neighbouring blocks of one `kind` share a message; those of kind None are left out. Where all
-    segments are of one kind, their sums are one `primitive`, Reduce_scatter or Alltoall, if given.
+    An arena of several segments is summed segment by segment. Neighbouring blocks of a `kind` share
+    a message; blocks of kind None are left out. If all segments have the same kind, the sums are a
+    single `primitive`, Reduce_scatter or Alltoall, if given.
     """
     spans = [span for span in layout.spans(kind) if span.kind is not None]
     if ranks == 1 or not spans:
@@ -113,7 +121,7 @@ def sums(
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
-    """What sums an arena from rank to rank, the same to the last bit on any number of them."""
+    """Return messages to sum an arena in order of ranks: no bit depends on the number of ranks."""
     if ranks == 1 or layout.size == 0:
         return []
     return [message(stage, "Send, Bcast", "world", [(0, layout.size)], ranks, itemsize)]
@@ -129,10 +137,10 @@ def gathers(
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """What gives every member of `over` the segments of all; this rank is member `own`.
+    """Return messages to give all segments to every member of `over`; the rank is member `own`.
 
-    Neighbouring blocks of one `kind` share a message; those of kind None are left out, as are
-    segments behind those of the members.
+    Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
+    segments behind the members' segments.
     """
     spans = [s for s in layout.spans(kind) if s.kind is not None and s.segment < members]
     if members == 1 or not spans:
@@ -147,7 +155,7 @@ def gathers(
 
 
 def across(stage: str, primitive: str, layout: Layout, peer: int, itemsize: int) -> list[Message]:
-    """What is sent to curvature rank `peer`, or comes from there: a layout, unless it is empty."""
+    """Return the message to or from curvature rank `peer`; none for an empty layout."""
     if layout.size == 0:
         return []
     size = layout.size * itemsize
@@ -166,7 +174,7 @@ def message(
     root: int = -1,
     codec: Codec | None = None,
 ) -> Message:
-    """The message that member `own` of `members` sends, with its bytes."""
+    """Return the message sent by member `own` of `members`, with the bytes."""
     counts = [stop - start for start, stop in spans]
     if primitive == "Alltoall, Allgather":
         counts = [shard_length(counts[0], members)] * members
@@ -187,13 +195,13 @@ def message(
 
 
 def shard_length(elements: int, members: int) -> int:
-    """Elements of the equal shards, one for each member, that so many are dealt out in."""
+    """Return the elements of a shard, if members have equal shards of `elements`."""
     blocks = -(-elements // ALIGNMENT)
     return -(-blocks // members) * ALIGNMENT
 
 
 def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[int, int]]:
-    """Of each member's segment its span, or nothing."""
+    """Return the span of every member's segment, or nothing."""
     parts = [(bound, bound) for bound in layout.bounds[:members]]
     for span in spans:
         parts[span.segment] = (span.start, span.stop)
@@ -212,7 +220,7 @@ BETWEEN_NODES = "{} between nodes"
 
 @dataclass(frozen=True)
 class Seat:
-    """Where a rank sits in a team that is spread over `nodes` nodes, `places` members on each.
+    """The place of a rank in a team on `nodes` nodes, with `places` members on a node.
 
     Member `m` of the team has place `m % places` of node `m // places`.
     """
@@ -224,10 +232,10 @@ class Seat:
 
 
 def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
-    """The seat of `rank`, where rank r is on node `r // ranks_per_node`.
+    """Return the seat of `rank`, with rank r on node `r // ranks_per_node`.
 
-    None where one level is all there is, as the team is on one node or has one member on each, and
-    where nodes hold unequal shares of it.
+    None if two levels make no sense: the team is on one node, has one member per node, or is spread
+    unevenly.
     """
     members = Counter(member // ranks_per_node for member in team)
     places = members[rank // ranks_per_node]
@@ -237,7 +245,7 @@ def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
 
 
 def in_two_levels(found: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
-    """What the rank of that seat sends in place of each of `found`, less what is empty."""
+    """Return the messages of the rank at `seat` in the place of `found`, without empty messages."""
     return [m for whole in found for m in _levels(whole, seat, itemsize) if m.size]
 
 
@@ -269,6 +277,6 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
 
 
 def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """So many neighbouring spans, as equal as can be."""
+    """Return `count` neighbouring spans, as equal as possible."""
     edges = [start + (stop - start) * k // count for k in range(count + 1)]
     return list(zip(edges, edges[1:]))

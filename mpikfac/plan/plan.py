@@ -1,4 +1,4 @@
-"""Who computes what, where every number lies, and what travels: a pure function of few numbers.
+"""Roles, places of numbers, and messages of all ranks: a pure function of few numbers.
 
 Every rank makes the same plan without talking, and sends what the plan's messages say.
 """
@@ -29,17 +29,17 @@ from mpikfac.plan.strategy import Strategy, one_of
 
 @dataclass(frozen=True)
 class Plan:
-    """The communication plan of all ranks; `of` returns all that one rank needs.
+    """The communication plan of all ranks; `of` returns the plan of a rank.
 
     Attributes:
         layers: covered layers in model order.
-        others: names and shapes of what no layer covers but travels with the gradients.
-        forms: what solvers do: the run's solver, then the other solvers of layers.
+        others: names and shapes of uncovered tensors that travel with the gradients.
+        forms: descriptions of solvers: the run's solver, then solvers named by layers.
         itemsize: bytes of a number, but for numbers of running averages and of decompositions.
-        columns_of: column of each layer.
-        owners: rank that decomposes each factor ("conv1.A").
-        updaters: rank that steps each layer or other parameter if update="owner".
-        shares_of: the share of a refresh that each layer belongs to, from 0 to `stagger` - 1.
+        columns_of: column of every layer.
+        owners: rank to decompose a factor ("conv1.A").
+        updaters: rank to step a layer or uncovered parameter if update="owner".
+        shares_of: share of a refresh of every layer, from 0 to `stagger` - 1.
     """
 
     layers: tuple[LayerShape, ...]
@@ -56,7 +56,7 @@ class Plan:
     shares_of: dict[str, int]
 
     def of(self, rank: int) -> RankPlan:
-        """Return all that one rank needs for a step."""
+        """Return the roles, layouts and messages of a rank."""
         itemsizes = Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize)
         return RankPlan(
             rank=rank,
@@ -70,14 +70,14 @@ class Plan:
         )
 
     def digest(self) -> str:
-        """Return a hash that two ranks share only if both hold the same plan."""
+        """Return a hash, equal on two ranks only if the plans are equal."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
 
     @cached_property
     def covered(self) -> tuple[PlannedLayer, ...]:
-        """The covered layers in model order, with the roles of the layers and of their factors."""
+        """The covered layers in model order, with the roles of layers and factors."""
         placed = Placed(self.columns_of, self.owners)
         shares_of, updaters = self.shares_of, self.updaters
         forms = _forms_of(self.layers, self.forms)
@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def all_solvers(self) -> str:
-        """The run's solver, then the layers with another solver: "eigen, fc: rank-one"."""
+        """The run's solver, then the layers with a different solver: "eigen, fc: rank-one"."""
         own = [(layer.name, layer.solver.name) for layer in self.covered]
         others = (f"{name}: {solver}" for name, solver in own if solver != self.solver)
         return ", ".join([self.solver, *others])
@@ -118,7 +118,7 @@ class Plan:
     # -- what is sent and kept -------------------------------------------------------------------
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Return the bytes of each arena that `rank` keeps, parts of a batch included."""
+        """Return the bytes of every arena on `rank`, parts of a batch included."""
         return self.of(rank).memory()
 
     def messages(
@@ -155,14 +155,14 @@ def plan_for(
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
     Args:
-        others: names and shapes of parameters (and buffers) that no layer covers.
-        forms: what solvers do: the run's solver, then solvers that layers may name.
-        itemsize: bytes of one element.
-        factor_itemsize: bytes of one element of running averages; `itemsize` if None.
-        basis_itemsize: bytes of one element of decompositions; `itemsize` if None.
+        others: names and shapes of uncovered parameters and buffers.
+        forms: descriptions of solvers: the run's solver, then solvers for layers to name.
+        itemsize: bytes of an element.
+        factor_itemsize: bytes of an element of running averages; `itemsize` if None.
+        basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
 
     Raises:
-        ValueError: a choice that cannot work, with what would.
+        ValueError: a choice that cannot work; the text names the needs.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1")
@@ -191,7 +191,7 @@ def plan_for(
 
 
 def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, Form]:
-    """Return what each layer's solver does, by the layer's name."""
+    """Return the description of every layer's solver, by the layer's name."""
     by_name = {form.name: form for form in forms}
     return {x.name: by_name[x.solver] if x.solver else forms[0] for x in layers}
 

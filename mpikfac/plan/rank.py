@@ -1,4 +1,4 @@
-"""All that one rank needs for a step: factors, layouts and messages."""
+"""The plan of a rank: factors, layouts and messages."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Itemsizes(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All that one rank needs for a step: factors, layouts and messages, each made once.
+    """The plan of a rank: factors, layouts and messages of a step, made once.
 
     Attributes:
         grid: all ranks as rows and columns.
         layers: the covered layers.
-        others: names and shapes of what no layer covers but travels with the gradients.
-        updaters: rank that steps each layer or other parameter if update="owner".
-        solvers: the run's solver, then the layers with another solver: "eigen, fc: rank-one".
+        others: names and shapes of uncovered tensors that travel with the gradients.
+        updaters: rank to step a layer or uncovered parameter if update="owner".
+        solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
     """
 
     rank: int
@@ -82,11 +82,11 @@ class RankPlan:
 
     @property
     def owner_updates(self) -> bool:
-        """Whether a layer or parameter is stepped by its owner only."""
+        """Whether a layer or parameter is stepped by the updater only."""
         return self.strategy.update == "owner"
 
     def steps(self, name: str) -> bool:
-        """Return whether the rank steps that layer or parameter."""
+        """Return whether the rank steps the layer or parameter `name`."""
         return not self.owner_updates or self.updaters[name] == self.rank
 
     @cached_property
@@ -96,17 +96,17 @@ class RankPlan:
 
     @cached_property
     def recorded(self) -> tuple[Factor, ...]:
-        """Factors of which the rank records statistics of its own batch."""
+        """Factors with statistics of the rank's own batch."""
         return self.owned if self.strategy.reduction == "none" else self.factors
 
     @cached_property
     def averaged(self) -> tuple[Factor, ...]:
-        """Factors of which the rank keeps running averages."""
+        """Factors with running averages on the rank."""
         to_owners = self.strategy.reduction == "owners" and not self.late
         return self.owned if to_owners else self.recorded
 
     def decomposed(self, share: int | None = None) -> tuple[Factor, ...]:
-        """Return factors that the rank decomposes for others, then factors for itself alone.
+        """Return factors to decompose for the column, then factors for the rank alone.
 
         Args:
             share: the share of a refresh; None for all layers.
@@ -116,28 +116,28 @@ class RankPlan:
 
     @cached_property
     def preconditioned(self) -> tuple[PlannedLayer, ...]:
-        """Layers that the rank preconditions, in model order."""
+        """Layers to precondition on the rank, in model order."""
         if self.owner_updates:
             return tuple(layer for layer in self.layers if layer.updater == self.rank)
         return self._workers_of(self.column)
 
     @cached_property
     def rescaled(self) -> tuple[PlannedLayer, ...]:
-        """Layers that have scales."""
+        """Layers with scales."""
         return tuple(layer for layer in self.layers if layer.rescaled)
 
     @cached_property
     def owned(self) -> tuple[Factor, ...]:
-        """Factors that the rank decomposes for others, in model order."""
+        """Factors to decompose on the rank for the column, in model order."""
         return self._owned(self.rank)
 
     @cached_property
     def _own(self) -> tuple[Factor, ...]:
-        """Factors that every worker of the column decomposes, this rank too."""
+        """Factors decomposed by every worker of the column, the rank included."""
         return tuple(f for f in self.factors if f.replicated and f.column == self.column)
 
     def _owned(self, rank: int) -> tuple[Factor, ...]:
-        """Return factors that `rank` decomposes for others, in model order."""
+        """Return factors to decompose on `rank` for the column, in model order."""
         return tuple(f for f in self.factors if f.owner == rank and not f.replicated)
 
     def _workers_of(self, column: int) -> tuple[PlannedLayer, ...]:
@@ -145,7 +145,7 @@ class RankPlan:
 
     @cached_property
     def _publishes_bases(self) -> bool:
-        """Whether a layer's bases are needed by a rank that did not decompose the factors."""
+        """Whether a layer's bases are needed by a rank without the decompositions."""
         alone = self.owner_updates and self.strategy.colocate
         return self.grid.workers > 1 and not alone
 
@@ -195,15 +195,15 @@ class RankPlan:
         return lay_out(map(layouts.of_gradients, columns))
 
     def request(self, share: int | None = None) -> Layout:
-        """Return the layout of the factors that a curvature rank decomposes for the rank."""
+        """Return the layout of the factors sent to a curvature rank."""
         return layouts.of_requests(self.decomposed(share))
 
     def reply(self, share: int | None = None) -> Layout:
-        """Return the layout of the answer to a `request`: decompositions, NaN if one failed."""
+        """Return the layout of the answer to a `request`: decompositions, NaN for a failure."""
         return layouts.of_blocks([self.decomposed(share)])
 
     def memory(self) -> dict[str, int]:
-        """Return the bytes of each arena that the rank keeps, parts of a batch included."""
+        """Return the bytes of every arena on the rank, parts of a batch included."""
         numbers, averages, bases = self.itemsizes
         each = {"averages": averages, "bases": bases}
         sizes = {
@@ -217,7 +217,7 @@ class RankPlan:
         return sizes
 
     def _kept_for_wires(self) -> int:
-        """Return the elements kept of encoding's losses, and of weights that travel as changes."""
+        """Return the elements kept of encoding's losses, and of weights sent as changes."""
         found = self.layouts
         square = self.strategy.transport.packing == "square"
         kept = found.gradients.size if self.publishes_changes else 0
@@ -267,13 +267,13 @@ class RankPlan:
         return encoded + self._sums("reduce statistics", layout, apart, None)
 
     def reduce_scales(self) -> list[Message]:
-        """Return the sums of scales, which are never encoded."""
+        """Return the sums of scales, without encoding."""
         fused = {layer.name: layer.fused for layer in self.rescaled}
         kinds = fused | {count_of(name): number for name, number in fused.items()}
         return self._sums("reduce scales", self.layouts.scale_sums, kinds, None)
 
     def send_factors(self, share: int | None = None) -> list[Message]:
-        """Return the messages with factors to the curvature rank that decomposes the factors."""
+        """Return the messages with factors to the curvature rank."""
         return self._across("send factors", "Send", self.request, share)
 
     def receive_bases(self, share: int | None = None) -> list[Message]:
@@ -301,7 +301,7 @@ class RankPlan:
         ]
 
     def publish_directions(self) -> list[Message]:
-        """Return the messages with preconditioned gradients to ranks that did not compute them."""
+        """Return the messages with preconditioned gradients to ranks without these gradients."""
         if self.owner_updates:
             return []
         kinds = {layer.name: layer.fused for layer in self.layers}
@@ -310,7 +310,7 @@ class RankPlan:
         return self._gathers("publish gradients", "row", layout, kinds, size, codec)
 
     def publish_weights(self) -> list[Message]:
-        """Return the messages with weights to ranks that did not step the weights."""
+        """Return the messages with weights to ranks without the new weights."""
         if not self.owner_updates:
             return []
         kinds = {layer.name: 0 for layer in self.layers}
@@ -322,7 +322,7 @@ class RankPlan:
         ]
 
     def clip(self) -> list[Message]:
-        """Return the sum that bounds a step, if no rank holds all directions."""
+        """Return the sum to bound a step by, if no rank holds all directions."""
         ranks = self.grid.count
         if not self.layers or ranks == 1 or not self.owner_updates:
             return []
@@ -366,7 +366,7 @@ class RankPlan:
         return in_two_levels(found, at, itemsize) if at else found
 
     def _codec(self, wire: str | None, feedback: bool = True) -> Codec | None:
-        """Return the codec of a wire; bfloat16 loses too little for its losses to be kept."""
+        """Return the codec of a wire; losses of bfloat16 are too small to keep."""
         if wire is None:
             return None
         share = self.strategy.transport.wires.top_share if wire == "top-k" else 1.0
@@ -375,16 +375,16 @@ class RankPlan:
     def _encoded_and_others(
         self, kinds: Mapping[str, Hashable], of_others: Hashable
     ) -> list[tuple[Codec | None, Kinds]]:
-        """Return codecs of the gradients' arena, each with the kinds of the blocks to encode.
+        """Return codecs of the gradients' arena, with the kinds of the blocks to encode.
 
-        Only layers are encoded. Votes are counts, running statistics are replaced and not added
-        up, and together with the other parameters they are few.
+        Only layers are encoded. Votes are counts, running statistics are replaced and not added up,
+        and uncovered blocks are few.
         """
         others = {name: of_others for name, _ in self.others}
         codec = self._codec(self.strategy.transport.wires.gradient_wire)
         return [(None, {**kinds, **others})] if codec is None else [(codec, kinds), (None, others)]
 
     def _fused(self, share: int | None) -> dict[str, int]:
-        """Return the message of a stage that each factor of a share belongs to."""
+        """Return the message of a stage, by number, of every factor of a share."""
         layers = (layer for layer in self.layers if share in (None, layer.share))
         return {factor.name: layer.fused for layer in layers for factor in layer.factors}

@@ -1,4 +1,4 @@
-"""Who does what: every factor and layer as a record, with its owner, column and share.
+"""Roles: every factor and layer as a record, with owner, column and share.
 
 Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks of the
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
@@ -37,21 +37,21 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Factor(FactorShape):
-    """A factor, and all that the plan says of the factor; compared by name and shape.
+    """A factor and the factor's roles in the plan; compared by name and shape.
 
     Attributes:
         layer: the layer's name.
         side: "A" or "G".
         groups: groups of the layer.
-        solver: what the factor's solver does.
+        solver: the description of the factor's solver.
         column: the layer's column.
-        owner: the rank that decomposes the factor for other ranks.
-        share: the share of a refresh that the layer belongs to.
+        owner: the rank to decompose the factor for the column.
+        share: the layer's share of a refresh.
         replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
-        packed: shape in which the factor is recorded, kept and sent.
+        packed: the shape to record, keep and send the factor in.
         blocks: the decomposition's blocks; the first block multiplies gradients.
         counted: name of the number of examples beside the factor's sum.
-        added: name of the damping beside the factor that a curvature rank decomposes.
+        added: name of the damping beside the factor in a request to a curvature rank.
     """
 
     layer: str
@@ -75,14 +75,14 @@ class Factor(FactorShape):
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A covered layer, and all that the plan says of the layer.
+    """A covered layer and the layer's roles in the plan.
 
     Attributes:
-        solver: what the layer's solver does.
-        column: the ranks of this column precondition the layer.
-        updater: the rank that steps the layer if update="owner".
-        share: the share of a refresh that the layer belongs to, from 0 to `stagger` - 1.
-        fused: number of the message of a stage that the layer belongs to.
+        solver: the description of the layer's solver.
+        column: the column of ranks to precondition the layer.
+        updater: the rank to step the layer if update="owner".
+        share: the layer's share of a refresh, from 0 to `stagger` - 1.
+        fused: number of the layer's message in a stage.
         factors: A's factors before G's.
     """
 
@@ -114,10 +114,10 @@ class RankGrid:
     """The ranks as rows and columns, on nodes.
 
     Attributes:
-        count: ranks that train.
+        count: training ranks.
         workers: rows, which are the gradient workers of a layer.
         per_node: ranks of a node; None for one level of communication.
-        curvature: ranks that decompose for the ranks that train.
+        curvature: ranks to decompose for the training ranks.
     """
 
     count: int
@@ -135,7 +135,7 @@ class RankGrid:
         return divmod(rank, self.columns)
 
     def team(self, rank: int, over: str) -> range:
-        """Return the ranks that exchange a message of `rank` over the communicator `over`.
+        """Return the ranks of a message of `rank` over the communicator `over`.
 
         Curvature ranks follow the training ranks.
         """
@@ -157,11 +157,11 @@ class RankGrid:
         return inside if over == IN_NODE.format(whole) else between
 
     def seat(self, team: range, rank: int) -> Seat | None:
-        """Return where `rank` sits in a team that sends in two levels; None for one level."""
+        """Return the seat of `rank` in a team with two levels; None for one level."""
         return None if self.per_node is None else seat(team, rank, self.per_node)
 
     def curvature_rank(self, rank: int) -> int:
-        """Return the curvature rank that decomposes for `rank`: owners are dealt out in turn."""
+        """Return the curvature rank of owner `rank`: owners are dealt out in turn."""
         return rank % self.curvature
 
 
@@ -169,8 +169,8 @@ class Placed(NamedTuple):
     """Where factors and layers are placed, by name.
 
     Attributes:
-        columns_of: column of each layer.
-        owners: rank that decomposes each factor ("conv1.A").
+        columns_of: column of every layer.
+        owners: rank to decompose a factor ("conv1.A").
     """
 
     columns_of: dict[str, int]
@@ -185,10 +185,10 @@ def with_roles(
     shares_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
-    """Return the layers with the roles that placement gave to the layers and to their factors.
+    """Return the layers with the roles of layers and factors, from placement.
 
     Args:
-        forms: what each layer's solver does, by the layer's name.
+        forms: descriptions of the layers' solvers, by the layer's name.
     """
     fused = _fused(len(layers), strategy.transport.fusion)
 
@@ -241,7 +241,7 @@ def _factor(
 
 
 def _fused(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
-    """Return the number of the message of a stage that each layer belongs to."""
+    """Return the number of every layer's message in a stage."""
     if not isinstance(fusion, tuple):
         every = fusion or max(1, layers)
         return [number // every for number in range(layers)]
@@ -256,7 +256,7 @@ def place(
     strategy: Strategy,
     shares_of: Mapping[str, int],
 ) -> Placed:
-    """Return the column of each layer and the owner of each factor.
+    """Return the column of every layer and the owner of every factor.
 
     Loads are compared within a share of a refresh, as 1 share is decomposed at a time.
     """
@@ -288,7 +288,7 @@ def place(
 
 
 def spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
-    """Return the updater of each uncovered parameter.
+    """Return the updater of every uncovered parameter.
 
     Largest first, to the rank with the fewest elements.
     """
@@ -301,7 +301,7 @@ def spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
 
 
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
-    """Return the share of a refresh of each layer: longest first, to the share with least work.
+    """Return the layers' shares of a refresh: longest first, to the share with least work.
 
     Shares do not depend on the number of ranks, so results do not depend on ranks either.
     """
@@ -315,9 +315,9 @@ def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) 
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
-    """Return what each factor adds to a load: order to the `power`, less if the solver works less.
+    """Return the load of every factor: order to the `power`, less if the solver works less.
 
-    A vector, which nobody decomposes, adds its elements.
+    A vector is not decomposed; the load is the number of elements.
     """
     power = min(power, forms[layer.name].work)
     return {factor.name: factor.work(power) for factor in layer.factors}

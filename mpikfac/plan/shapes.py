@@ -1,4 +1,4 @@
-"""What K-FAC keeps of a layer, as numbers: its Kronecker factors and the form of its gradient."""
+"""The shapes of layers: Kronecker factors and the form of the gradient, as numbers."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from mpikfac.plan.layout import Shape, triangle_shape
 
 @dataclass(frozen=True)
 class Form:
-    """Describe, as plain data, how a solver treats a factor: all that a plan knows of a solver.
+    """The description of a solver, as plain data: all that a plan knows of a solver.
 
     Attributes:
         name: the solver's name, for example "eigen".
-        blocks: name of each block that a factor is decomposed into, and how many dimensions of the
-            factor's order the block has. Gradients are multiplied by the first block.
+        blocks: names of the blocks of a decomposition, and the number of dimensions of the factor's
+            order in a block. Gradients are multiplied by the first block.
         keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
-            averages are vectors, whose squares stand for the factor; vectors are used as blocks
+            averages are vectors, with the factor as the vector's square; vectors are used as blocks
             without a decomposition.
         damped: damping is part of a decomposition; a factor's owner computes the damping.
         both: the damping of A depends on G and the damping of G depends on A.
         denominators: a layer's products of eigenvalues ("values") are kept, damped.
         rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
-        work: operations of a decomposition grow with this power of the order.
-        products: products of a gradient with each side that a direction takes.
-        timed_as: the solver whose measured times hold for this solver; "" for the solver itself.
-        needs: choices that the solver needs.
+        work: operations of a decomposition grow with the power `work` of the order.
+        products: products of a gradient with a side in a direction.
+        timed_as: the name of a solver with the same measured times; "" for the solver itself.
+        needs: the solver's needs of choices.
     """
 
     name: str
@@ -53,13 +53,14 @@ class Form:
 
 @dataclass(frozen=True)
 class FactorShape:
-    """A symmetric matrix, or several of one order: the groups of a layer, or a diagonal.
+    """The shape of a symmetric matrix, or of several of an order: a layer's groups, or a diagonal.
 
     Attributes:
-        name: "conv1.A"; "conv1.A0" and so on are the blocks along the diagonal of a large factor.
-        order: of each matrix; counts the bias coordinate.
-        count: of matrices. Those of order 1 are a diagonal where the layer has no groups.
-        rank: eigenvectors that are kept of each; None for all.
+        name: "conv1.A"; "conv1.A0", "conv1.A1", ... are blocks along the diagonal of a large
+            factor.
+        order: order of a matrix; counts the bias coordinate.
+        count: number of matrices. Matrices of order 1 are a diagonal if the layer has no groups.
+        rank: number of kept eigenvectors of a matrix; None for all.
     """
 
     name: str
@@ -69,23 +70,23 @@ class FactorShape:
 
     @cached_property
     def size(self) -> int:
-        """Order of the factor as one matrix."""
+        """Order of the factor as a single matrix."""
         return self.count * self.order
 
     @property
     def triangle(self) -> Shape:
-        """The shape of its packed triangles."""
+        """Shape of the packed triangles."""
         return self._several(triangle_shape(self.order))
 
     def block(self, dimensions: int) -> Shape:
-        """The shape of it as a vector, `[order]`, or as a square, `[order, order]`."""
+        """Return the factor's shape as a vector, `[order]`, or as a square, `[order, order]`."""
         return self._several((self.order,) * dimensions)
 
     def part(self, dimensions: int) -> Shape:
-        """The shape of a block of its decomposition: as `block`, but for one of low rank.
+        """Return the shape of a block of the decomposition: as `block`, unless the rank is low.
 
-        That has the `rank` eigenvectors that are kept, `[order, rank]`, and `[rank + 1]` values:
-        the mean of the others before their own.
+        A low rank keeps `rank` eigenvectors, `[order, rank]`, and `[rank + 1]` values: the mean of
+        all dropped values first.
         """
         if self.rank is None:
             return self.block(dimensions)
@@ -93,11 +94,11 @@ class FactorShape:
 
     @property
     def values(self) -> int:
-        """Eigenvalues that differ, of each matrix."""
+        """Number of distinct eigenvalues of a matrix."""
         return self.order if self.rank is None else self.rank + 1
 
     def work(self, power: int = 3) -> int:
-        """Operations of a decomposition, in units of `order^3`, or elements (2)."""
+        """Return the operations of a decomposition, in units of `order^3`, or the elements (2)."""
         if power == 3 and self.rank is not None and few(self.rank, self.order):
             return 2 * self.count * self.order**2 * self.rank
         return self.count * self.order**power
@@ -108,25 +109,26 @@ class FactorShape:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A layer's Kronecker factors, and the form of its gradient `[outputs, inputs]`.
+    """The shape of a layer: Kronecker factors, and the gradient `[outputs, inputs]`.
 
     Attributes:
         name: the module's name in the model.
         inputs: order of the input factor A; counts the bias coordinate.
         outputs: order of the output factor G.
-        groups: parts of the layer that share no weight, each with factors of these orders.
-        sides: the factors that it has; the identity stands for one that is missing.
-        diagonal: of `sides`, those of which only the diagonal is kept.
-        largest: order above which a factor falls into equal blocks along its diagonal, each a
-            factor of its own, that are decomposed apart; None for no such order.
-        rank: of a factor (or block) of a larger order only so many eigenvectors are kept; the rest
-            of its spectrum counts with its mean eigenvalue. None for all. Eigenbases only.
-        sharing: what a weight that an example uses at several positions is taken for: "expand",
-            each position is an example; "reduce", an example has the mean of their inputs and the
-            sum of their gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
+        groups: parts of the layer without common weights; every group has factors of the orders
+            `inputs` and `outputs`.
+        sides: the factors of the layer; the identity replaces a missing factor.
+        diagonal: the sides with only the diagonal kept.
+        largest: order above which a factor falls into equal blocks along the diagonal; blocks are
+            factors, decomposed apart. None for no limit.
+        rank: number of eigenvectors to keep of a factor (or block) of a larger order; the rest of
+            the spectrum counts with the mean eigenvalue. None for all. Eigenbases only.
+        sharing: the meaning of a weight's several positions in an example. "expand": a position is
+            an example. "reduce": an example has the mean of the positions' inputs and the sum of
+            the positions' gradients [Eschenhagen et al. 2023]. Calls of a module count one by one.
         rescaled: whether solver="ekfac" estimates eigenvalues of `G (x) A` from gradients of single
-            examples; where not, they stay the products of those of G and A.
-        solver: what is made of its factors; None: the run's.
+            examples; otherwise eigenvalues stay the products of the eigenvalues of G and A.
+        solver: the name of the layer's solver; None for the run's.
     """
 
     name: str
@@ -149,7 +151,7 @@ class LayerShape:
 
     @property
     def denominators(self) -> Shape:
-        """Shape of the products of eigenvalues: the gradient's, but for sides of low rank."""
+        """Shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
         outputs, inputs = (self._values(side) for side in "GA")
         return (*self.gradient[:-2], outputs, inputs)
 
@@ -159,7 +161,7 @@ class LayerShape:
         return tuple(factor for side in self.sides for factor in self.side(side))
 
     def side(self, side: str) -> tuple[FactorShape, ...]:
-        """The factors that stand for A or for G; none if that is the identity."""
+        """Return the factors of A or of G; none for the identity."""
         if side not in self.sides:
             return ()
         name, order = f"{self.name}.{side}", self.inputs if side == "A" else self.outputs
@@ -175,16 +177,16 @@ class LayerShape:
         )
 
     def products(self) -> list[int]:
-        """Multiplications that the gradient takes with each side that is not a diagonal.
+        """Return the multiplications of the gradient with every side, except diagonals.
 
-        With A, it has the rows that multiplying with G has left beside its own.
+        The product with A comes second: the gradient has additional rows from a low rank of G.
         """
         across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
         whole = (side for side in self.sides if side not in self.diagonal)
         return [across[s] * sum(map(_elements, self.side(s))) for s in whole]
 
     def _values(self, side: str) -> int:
-        """Eigenvalues of a side that differ, of each group."""
+        """Return the number of distinct eigenvalues of a side in a group."""
         if side not in self.sides or side in self.diagonal:
             return self.inputs if side == "A" else self.outputs
         return sum(factor.values for factor in self.side(side))
@@ -195,17 +197,17 @@ class LayerShape:
 
 
 def _elements(factor: FactorShape) -> int:
-    """Elements of the matrices that gradients are multiplied by."""
+    """Return the elements of the matrices to multiply gradients by."""
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
 def check_layers(
     table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
 ) -> None:
-    """Return if `choices` meet the needs of `table` with the solver and the rank of each layer.
+    """Return if `choices`, with every layer's solver and rank, meet the needs of `table`.
 
     Raises:
-        ValueError: see `check`; the text names a layer with a solver or a rank of its own.
+        ValueError: see `check`; the text names a layer with an own solver or rank.
     """
     for layer in layers:
         own = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
@@ -214,12 +216,12 @@ def check_layers(
 
 
 def few(rank: int, order: int) -> bool:
-    """Whether so few eigenvectors take less time than all of them, see `leading_eigenbasis`."""
+    """Return whether `rank` eigenvectors take less time than all, see `leading_eigenbasis`."""
     return 4 * rank <= order
 
 
 def count_of(name: str) -> str:
-    """Return the name of the block that holds how many examples, or how much weight, a sum has."""
+    """Return the name of the block with the number of examples, or the weight, of a sum."""
     return f"{name}#"
 
 
@@ -228,9 +230,9 @@ HUGE = 16384
 
 
 def usual_rule(layer: LayerShape) -> LayerShape:
-    """Whole factors, but a diagonal for one of more than `HUGE` inputs or outputs.
+    """Return the layer with whole factors, but diagonals above `HUGE` inputs or outputs.
 
-    A rule of your own starts from it and replaces what it likes:
+    A rule of your own starts from the usual rule and replaces fields:
 
         def rule(layer):
             return dataclasses.replace(mpikfac.usual_rule(layer), largest=1024)
@@ -241,7 +243,7 @@ def usual_rule(layer: LayerShape) -> LayerShape:
 
 
 def forward_only(layer: LayerShape) -> LayerShape:
-    """The layer without G; a bias alone has nothing else and keeps it [Benzing 2022]."""
+    """Return the layer without G; a bias alone has no A and keeps G [Benzing 2022]."""
     if "A" not in layer.sides:
         return layer
     return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")

@@ -1,4 +1,4 @@
-"""From a factor to a decomposition, and from a gradient to a direction; a file for each solver."""
+"""From a factor to a decomposition, and from a gradient to a direction; a file per solver."""
 
 from __future__ import annotations
 

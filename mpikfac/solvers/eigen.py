@@ -78,14 +78,14 @@ def damped_denominators(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """`out` `[outputs, inputs]` becomes the eigenvalues of `G (x) A + damping I`.
+    """Write the eigenvalues of `G (x) A + damping I` to `out` `[outputs, inputs]`.
 
-    Sides are those of the eigenvalues: `[n]`, or of a block of low rank `[1 + rank]`, the one that
-    all other directions share before those of its vectors. `out` is as much smaller. `scales`, if
-    given, stand for the products.
+    Sides hold eigenvalues: `[n]`, or `[1 + rank]` for a block of low rank, where the first value
+    belongs to all directions outside of the vectors; `out` is smaller then. `scales`, if given,
+    replace the products.
 
-    Damping is added to the products of eigenvalues, so it may change at every step without a new
-    decomposition [Pauloski et al., SC20, eq. 13-15].
+    Damping is added to the products of eigenvalues, so the damping may change at every step without
+    a new decomposition [Pauloski et al., SC20, eq. 13-15].
     """
     _undamped(input_values, output_values, out, scales)
     out += damping
@@ -100,10 +100,10 @@ def relatively_damped_denominators(
     out: Tensor,
     scales: Tensor | None = None,
 ) -> None:
-    """As `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
+    """Write `damped_denominators`, with the damping in units of the mean eigenvalue of `G (x) A`.
 
-    Means are those of `mean_eigenvalues`: of a side in blocks, each block of the product is damped
-    by its own.
+    Means come from `mean_eigenvalues`: if a side has blocks, a block of the product is damped in
+    units of the block's mean.
     """
     means = torch.empty_like(out)
     products_of_values(input_means, output_means, means)
@@ -112,12 +112,12 @@ def relatively_damped_denominators(
 
 
 def damping_unit(mean: Tensor) -> Tensor:
-    """What damping is relative to: the mean eigenvalue, or 1 for a factor of zeros."""
+    """Return the unit of relative damping: the mean eigenvalue, or 1 for a factor of zeros."""
     return torch.where(mean > 0, mean, 1.0)
 
 
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
-    """In the place of each eigenvalue, the mean of its block; 1 for a block of zeros."""
+    """Return the block's mean in the place of every eigenvalue; 1 for a block of zeros."""
     means = []
     for own, basis in zip(values, vectors):
         order = basis.shape[own.dim() - 1]
@@ -135,7 +135,7 @@ def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tens
 
 
 def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> None:
-    """`out` `[outputs, inputs]` becomes the products of both sides' values."""
+    """Write the products of both sides' values to `out` `[outputs, inputs]`."""
     a = torch.cat(tuple(input_values), -1) if input_values else out.new_ones(out.shape[-1])
     g = torch.cat(tuple(output_values), -1) if output_values else out.new_ones(out.shape[-2])
     torch.mul(g[..., :, None], a[..., None, :], out=out)
@@ -144,9 +144,9 @@ def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> 
 def precondition(
     gradient: Tensor, input_vectors: Side, output_vectors: Side, denominators: Tensor
 ) -> Tensor:
-    """`(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
+    """Return `(G (x) A + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
-    Computed in the vectors' dtype, but for the division. The denominators are those of
+    The products are computed in the vectors' dtype, the division is not. Denominators come from
     `damped_denominators`.
     """
     dtype = (*input_vectors, *output_vectors)[0].dtype
@@ -161,7 +161,7 @@ def precondition(
 
 
 def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
+    """Return eigenvalues `[n]`, not negative, and eigenvectors `[n, n]` (columns) of a factor.
 
     Raises:
         ArithmeticError: LAPACK's iteration does not converge, as in float32 on factors with many
@@ -177,16 +177,16 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """Values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
+    """Return values `[1 + rank]` and the `rank` leading eigenvectors `[n, rank]` of a factor.
 
-    The first value is the mean of the eigenvalues of all other vectors, so that the trace is the
-    factor's. The other values are in ascending order.
+    The first value is the mean of all remaining eigenvalues: the trace stays the factor's trace.
+    The leading values follow in ascending order.
 
-    By iteration [Halko et al. 2011, 4.4 and 5.3] where few vectors are asked for and these are
-    eigenvectors up to `RESIDUAL`; else those of `eigenbasis`.
+    Few vectors are computed by iteration [Halko et al. 2011, 4.4 and 5.3], if the result has
+    eigenvectors up to `RESIDUAL`; otherwise by `eigenbasis`.
 
     Raises:
-        ArithmeticError: as `eigenbasis`.
+        ArithmeticError: see `eigenbasis`.
     """
     found = _by_iteration(factor, rank) if few(rank, factor.shape[-1]) else None
     values, vectors = found or eigenbasis(factor)
@@ -194,10 +194,10 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
-    """The leading eigenvalues and eigenvectors as a range holds them; None if that is not good.
+    """Return the leading eigenvalues and eigenvectors of a range; None if residuals are large.
 
-    Good are residuals that are short: there are eigenvalues as close to these. That they are the
-    largest, or hardly less, is the start's doing, which has a part of every eigenvector.
+    With a small residual, a true eigenvalue is as close as the residual. The random start has a
+    part of every eigenvector, so the found eigenvalues are the largest, or hardly less.
     """
     basis = _range(factor, rank + SPARE, ITERATIONS)
     image = product(factor, basis)
@@ -209,10 +209,10 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
 
 
 def _range(factor: Tensor, vectors: int, times: int, beside: Tensor | None = None) -> Tensor:
-    """An orthonormal basis `[n, vectors]` of what products with the factor make of a fixed start.
+    """Return an orthonormal basis `[n, vectors]` of a fixed start after products with the factor.
 
     Args:
-        beside: eigenvectors whose range is left out.
+        beside: eigenvectors to leave out of the range.
     """
     order = factor.shape[-1]
     own = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
@@ -229,22 +229,22 @@ def _outside(vectors: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _with_mean(factor: Tensor, values: Tensor) -> Tensor:
-    """The mean of all other eigenvalues before these."""
+    """Return `values` behind the mean of all remaining eigenvalues."""
     order, rank = factor.shape[-1], values.shape[-1]
     others = factor.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) - values.sum(-1, keepdim=True)
     return torch.cat([(others / (order - rank)).clamp_(min=0), values], -1)
 
 
 def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
-    """Eigenvalues `[n]` that older eigenvectors give, and how badly these fit.
+    """Return eigenvalues `[n]` by older eigenvectors, and the misfit of the eigenvectors.
 
-    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the rest of
-    that matrix, relative to the factor's: 0 if these are its eigenvectors. It takes one product, as
-    an orthogonal matrix changes no norm.
+    The values are the diagonal of `vectors^T factor vectors`. The misfit is the norm of the matrix
+    off the diagonal, relative to the factor's norm: 0 for exact eigenvectors. One product is
+    enough, as an orthogonal matrix changes no norm.
 
-    Of leading eigenvectors `[n, rank]` the values are `[1 + rank]`, the mean of the others first,
-    and by as much as an eigenvalue outside exceeds the smallest one, the misfit is larger: a few
-    probes look for it.
+    For leading eigenvectors `[n, rank]` the values are `[1 + rank]`, with the mean of the remaining
+    values first. The misfit grows by the excess of an eigenvalue outside over the smallest kept
+    value; a few probes look for the excess.
     """
     rotated = product(factor, vectors)
     values = (rotated * vectors).sum(-2)
@@ -257,9 +257,10 @@ def values_in_basis(factor: Tensor, vectors: Tensor) -> tuple[Tensor, float]:
 
 
 def _grown(factor: Tensor, vectors: Tensor, values: Tensor) -> Tensor:
-    """By how much an eigenvalue outside of these vectors is larger than one of theirs, `[]`.
+    """Return the excess `[]` of an eigenvalue outside of the vectors over the smallest kept value.
 
-    At least: no Rayleigh quotient of the probes is larger than the largest eigenvalue there.
+    The excess is a lower bound: no Rayleigh quotient of the probes is larger than the largest
+    eigenvalue outside.
     """
     # What rounding has left of these vectors in the range would count as outside of them.
     probes = _outside(vectors, _range(factor, PROBES, ITERATIONS, vectors))

@@ -47,10 +47,10 @@ class Ekfac(Eigen):
 
 
 def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:
-    """`sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
+    """Return `sum((Q_G^T sum(g a^T) Q_A)^2)` `[outputs, inputs]`, elementwise, over examples.
 
-    The inner sum is over positions. A side's vectors are rotated before it, or the sums' rows after
-    it: whichever are fewer.
+    The inner sum is over positions. A side's vectors are rotated before the inner sum, or the sum's
+    rows after: the fewer of both.
 
     Args:
         a: `[batch, shared, inputs]`; with groups `[groups, batch, shared, inputs]`, as the sum.
@@ -70,7 +70,7 @@ def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: 
 
 
 def _rotated(rows: Tensor, vectors: Side) -> Tensor:
-    """`rows Q` `[batch, rows, n]`, or of several groups."""
+    """Return `rows Q` `[batch, rows, n]`, or of several groups."""
     if not vectors:
         return rows
     return from_right(rows.flatten(-3, -2), vectors).view(rows.shape)

@@ -44,13 +44,13 @@ class Inverse(Solver):
 
     @property
     def form(self) -> Form:
-        """What the plan knows of the solver."""
+        """The description for the plan."""
         return SPLIT if self.split else UNSPLIT
 
     def added(self, means: Means, damping: float, relative: bool) -> Tensor:
         """Return the damping of a factor, `[]` or `[groups]`.
 
-        A factor without a partner, whose other side is the identity, takes all of the damping.
+        A factor without a partner, opposite to the identity, takes all of the damping.
         """
         if relative:
             halved = self.split and means.ratio is not None
@@ -68,7 +68,7 @@ class Inverse(Solver):
     def renew(
         self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
     ) -> tuple[dict[str, Tensor], float]:
-        """Return nothing that changes, and the error of directions by the older inverse."""
+        """Return no blocks, and the error of directions by the older inverse."""
         assert damping is not None
         return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
 
@@ -78,7 +78,7 @@ class Inverse(Solver):
 
 
 def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:
-    """`G^-1 gradient A^-1` `[outputs, inputs]` with damped inverses, computed in their dtype."""
+    """Return `G^-1 gradient A^-1` `[outputs, inputs]`, in the dtype of the damped inverses."""
     dtype = (*input_inverse, *output_inverse)[0].dtype
     # The input inverse is symmetric: its transpose is what `product` takes without a copy.
     return from_right(from_left(output_inverse, gradient.to(dtype)), input_inverse, transpose=True)
@@ -89,13 +89,13 @@ TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions th
 
 
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """`(factor + damping I)^-1` `[n, n]`, by blocks where that is fast and accurate, or Cholesky.
+    """Return `(factor + damping I)^-1` `[n, n]`: by blocks if fast and accurate, or by Cholesky.
 
     Args:
-        damping: for all, or `[count]` for each.
+        damping: a number for all matrices, or `[count]`.
 
     Raises:
-        ArithmeticError: that matrix is not finite or not positive definite.
+        ArithmeticError: the damped matrix is not finite or not positive definite.
     """
     damped = damp(factor, damping)
     if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
@@ -109,7 +109,7 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
 
 
 def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
-    """`factor + damping I` `[n, n]`."""
+    """Return `factor + damping I` `[n, n]`."""
     damped = factor.clone()
     if isinstance(damping, Tensor) and damping.dim():  # for each group, perhaps of several
         damping = damping.repeat_interleave(len(factor) // len(damping))[:, None]
@@ -118,12 +118,12 @@ def damp(factor: Tensor, damping: float | Tensor) -> Tensor:
 
 
 def _inverse_by_blocks(matrix: Tensor) -> Tensor:
-    """The inverse of a positive definite matrix by its Schur complement, recursively.
+    """Return the inverse of a positive definite matrix by the Schur complement, recursively.
 
-    Nearly all of the work is in general products, which take less time than the triangular ones of
-    LAPACK though they are twice as many. Rounding errors grow with the condition of the leading
-    blocks, faster than in Cholesky's method: what comes of it has to be checked. It is NaN or far
-    off where the matrix is not positive definite.
+    Nearly all of the work is in general products. General products take less time than LAPACK's
+    triangular products, with twice the operations. Rounding errors grow with the condition of the
+    leading blocks, faster than in Cholesky's method: the result has to be checked. The result is
+    NaN or far off if the matrix is not positive definite.
     """
     if len(matrix) <= LEAF:
         return torch.cholesky_inverse(torch.linalg.cholesky_ex(matrix).L)
@@ -142,7 +142,7 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
 
 
 def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
-    """Relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
+    """Return the relative error of `inverse @ v` for typical `v`: residual of a few fixed vectors.
 
     `v^T (inverse - matrix^-1) = u^T (matrix inverse - I)` with the exact direction `u`.
     """
@@ -152,10 +152,11 @@ def error_of_inverse(matrix: Tensor, inverse: Tensor) -> float:
 
 
 def tikhonov_share(ratio: Tensor, damping: float) -> Tensor:
-    """The part of the Kronecker product's damping that a factor takes; the other takes the rest.
+    """Return a factor's part of the Kronecker product's damping; the second factor takes the rest.
 
     `pi sqrt(damping)` against `sqrt(damping) / pi`, with `pi^2` the `ratio` of the factors' mean
-    eigenvalues, so that both are damped alike relative to their size [Martens & Grosse 2015, 6.3].
+    eigenvalues: relative to the mean eigenvalue, both factors have the same damping [Martens &
+    Grosse 2015, 6.3].
     """
     # Behind a layer initialised to zero no gradient arrives: G = 0 has no size to compare with.
     comparable = ratio.isfinite() & (ratio > 0)

@@ -1,4 +1,4 @@
-"""Mean vectors whose squares stand for A and G [Zhang et al. 2023, Eva]."""
+"""Mean vectors, with A and G as the squares of vectors [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RankOne(Solver):
     def decompose(
         self, factor: Tensor, damping: float | Tensor, rank: int | None
     ) -> dict[str, Tensor]:
-        """Return the vector as it is."""
+        """Return the vector itself."""
         return {"vector": factor}
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
@@ -61,7 +61,7 @@ class RankOne(Solver):
 def precondition_by_vectors(
     gradient: Tensor, input_vector: Side, output_vector: Side, damping: float
 ) -> Tensor:
-    """`(g g^T (x) a a^T + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
+    """Return `(g g^T (x) a a^T + damping I)^-1` applied to `gradient`, all `[outputs, inputs]`.
 
     By the Sherman-Morrison formula [Zhang et al. 2023, Eva].
     """

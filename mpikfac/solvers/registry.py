@@ -1,4 +1,4 @@
-"""The solvers by name. A new solver is a file of its own and a line in `SOLVERS`."""
+"""The solvers by name. A new solver is a new file and a line in `SOLVERS`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SOLVERS: dict[SolverName, Solver] = {
 
 
 def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) -> Solver:
-    """Return the solver of that name; a `Solver` is returned as given.
+    """Return the solver of a name; a `Solver` is returned as given.
 
     Args:
-        dtype: decompositions are kept in this dtype; None for the solver's own choice.
+        dtype: the dtype to keep decompositions in; None for the solver's own choice.
 
     Raises:
-        ValueError: no solver has that name, or the solver keeps no decompositions to round.
+        ValueError: no solver has the name, or the solver has no decompositions to round.
     """
     if not isinstance(solver, Solver):
         one_of("solver", solver, tuple(SOLVERS))
@@ -44,17 +44,17 @@ def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) 
 
 
 def solvers_by_name(solver: SolverName | Solver) -> dict[SolverName, Solver]:
-    """Return the run's solver, then all other solvers, which layers may name.
+    """Return the run's solver, then all solvers that layers may name.
 
     Raises:
-        ValueError: no solver has that name.
+        ValueError: no solver has the name.
     """
     own = named_solver(solver)
     return {own.name: own} | {n: other for n, other in SOLVERS.items() if n != own.name}
 
 
 def forms(solver: SolverName | Solver) -> tuple[Form, ...]:
-    """Return what solvers do, for a plan: the run's solver, then all other solvers."""
+    """Return descriptions for a plan: of the run's solver, then of all further solvers."""
     return tuple(one.form for one in solvers_by_name(solver).values())
 
 
@@ -71,14 +71,14 @@ def make_plan(
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
     Args:
-        others: names and shapes of parameters (and buffers) that no layer covers.
-        solver: of layers that name no solver of their own.
-        itemsize: bytes of one element.
-        factor_itemsize: bytes of one element of running averages; `itemsize` if None.
-        basis_itemsize: bytes of one element of decompositions; `itemsize` if None.
+        others: names and shapes of uncovered parameters and buffers.
+        solver: the solver of layers without an own solver.
+        itemsize: bytes of an element.
+        factor_itemsize: bytes of an element of running averages; `itemsize` if None.
+        basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
 
     Raises:
-        ValueError: a choice that cannot work, with what would.
+        ValueError: a choice that cannot work; the text names the needs.
     """
     itemsizes = itemsize, factor_itemsize, basis_itemsize
     return plan_for(layers, ranks, strategy, others, forms(solver), *itemsizes)

@@ -1,4 +1,4 @@
-"""What a solver is: from a factor to a decomposition, and from a gradient to a direction."""
+"""The base of solvers: from a factor to a decomposition, and from a gradient to a direction."""
 
 from __future__ import annotations
 
