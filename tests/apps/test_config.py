@@ -60,7 +60,7 @@ BAD = {
     ),
     "sums everywhere": (
         "--kfac.sums=alltoall",
-        "sums='alltoall' needs reduction='owners' or update='owner', fusion=None and",
+        "sums='alltoall' needs reduction='owners' or update='owner', not 'everyone'",
     ),
     "workers elsewhere": ("--kfac.workers=2", "workers=2 needs strategy=hybrid, not comm-opt"),
     "nobody trains": (
@@ -69,7 +69,7 @@ BAD = {
     ),
     "no time for curvature ranks": (
         "--kfac.curvature_ranks=2",
-        "kfac: curvature_ranks=2 needs a delay of at least 1, replicate_below=0 and tolerance=0, ",
+        "kfac: curvature_ranks=2 needs delay >= 1, not 0: curvature ranks work while",
     ),
     "batch of training ranks": (
         "--kfac.strategy=curvature-ranks",
@@ -212,9 +212,9 @@ def test_a_machine_does_not_overrule_what_is_asked():
         return for_machine(options, model, 4, strategy, settings)[1]
 
     tuned = chosen()
-    assert isinstance(tuned.fusion, tuple) and tuned.replicate_below not in (0, 100)
+    assert isinstance(tuned.transport.fusion, tuple) and tuned.replicate_below not in (0, 100)
     mine = chosen("--kfac.fusion=[7]", "--kfac.replicate_below=100")
-    assert (mine.fusion, mine.replicate_below) == (7, 100)
+    assert (mine.transport.fusion, mine.replicate_below) == (7, 100)
 
 
 def test_what_a_run_resolved_can_be_given_to_another(tmp_path):

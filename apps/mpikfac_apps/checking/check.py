@@ -116,7 +116,7 @@ def checked(comm: Any, options: argparse.Namespace) -> bool:
 
 def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
     """Every module with parameters of its own: how it is covered, or why not."""
-    layers, _ = mpikfac.cover(asked.model, asked.refused, covers=asked.covers)
+    layers, _ = mpikfac.cover(asked.model, asked.coverage)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
     covered, others = [("layer", "module", "factors")], {}
     for name, module in asked.model.named_modules():
@@ -171,7 +171,7 @@ def why_not(name: str, module: nn.Module, asked: Subject) -> str:
         return asked.refused[name]
     if type(module) in mpikfac.NORMS:
         return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers it"
-    for kind in asked.covers:
+    for kind in asked.coverage.covers:
         if isinstance(module, kind):
             return f"trained first-order; derived from {kind.__name__}, may compute something else"
     return "trained first-order"
@@ -216,7 +216,7 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
 
 def plans(asked: Subject, ranks: int) -> list[str]:
     """What strategies keep and send."""
-    layers, others = mpikfac.covered_shapes(asked.model, list(asked.refused), asked.covers)
+    layers, others = mpikfac.covered_shapes(asked.model, asked.coverage)
     rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
     for name in STRATEGIES:
         strategy, solver = strategy_of(name, ranks, "inverse")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +62,7 @@ def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
     Collective over: comm.
     """
     model, batch = asked.copied(), asked.batch(examples, seed=0)
-    layers, _ = mpikfac.cover(model, asked.refused, covers=asked.covers)
+    layers, _ = mpikfac.cover(model, asked.coverage)
     uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
     alone = [reference.as_module(layer) for layer in layers]
@@ -102,8 +103,9 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
     model = asked.copied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*asked.refused, *others(asked, model, names)]
-    settings = {"damping": DAMPING, "kl_clip": None, "solver": solver, "covers": asked.covers}
-    kfac = mpikfac.KFAC(model, optimizer, comm, skip=skip, **settings)
+    coverage = dataclasses.replace(asked.coverage, skip=skip)
+    settings = {"damping": DAMPING, "clip": None, "solver": solver, "coverage": coverage}
+    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
@@ -114,7 +116,7 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
 
 def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]:
     """All modules, those that share weights included, of layers that have other names."""
-    layers, _ = mpikfac.cover(model, asked.refused, covers=asked.covers)
+    layers, _ = mpikfac.cover(model, asked.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
     return [name_of[id(module)] for layer in left for module in layer.modules]
@@ -218,10 +220,12 @@ def distributed(
 
     Collective over: comm.
     """
-    covers = {kind: by for kind, by in asked.covers.items() if not issubclass(kind, _BatchNorm)}
+    kinds = asked.coverage.covers.items()
+    covers = {kind: by for kind, by in kinds if not issubclass(kind, _BatchNorm)}
+    coverage = dataclasses.replace(asked.coverage, covers=covers)
     strategy, solver = strategy_of(name, comm.size, "inverse")
-    settings = {"damping": DAMPING, "basis_every": 1, "solver": solver, "covers": covers}
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, skip=asked.refused, **settings)
+    settings = {"damping": DAMPING, "basis_every": 1, "solver": solver, "coverage": coverage}
+    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
     for layer in kfac.layers:
         for module in layer.modules:
             module.train()

@@ -28,7 +28,7 @@ class Subject:
     """A model in float64, and how it is used.
 
     Attributes:
-        covers: what each type of module is covered by.
+        coverage: what each type of module is covered by; leaves out what the library refuses.
         refused: modules that the library refuses to cover, with its message.
         inputs: shape of an example.
         tokens: examples are made of whole numbers below this; None: of real numbers.
@@ -36,7 +36,7 @@ class Subject:
     """
 
     model: nn.Module
-    covers: Mapping[type[nn.Module], Any]
+    coverage: mpikfac.Coverage
     refused: Mapping[str, str]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -90,7 +90,9 @@ def subject(
     outputs = _outputs(model, inputs, tokens)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("the model has no parameter that requires a gradient")
-    return Subject(model, covers, refusals(model, covers), inputs, outputs, tokens)
+    refused = refusals(model, covers)
+    coverage = mpikfac.Coverage(list(refused), covers)
+    return Subject(model, coverage, refused, inputs, outputs, tokens)
 
 
 def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Module], Any]]:
@@ -163,7 +165,7 @@ def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[st
 def _refusal(model: nn.Module, covers: Mapping[type[nn.Module], Any], skip: Collection[str]) -> str:
     """Why the model cannot be covered, but for the modules in `skip`; "" if it can."""
     try:
-        mpikfac.cover(model, skip, covers=covers)
+        mpikfac.cover(model, mpikfac.Coverage(list(skip), covers))
     except ValueError as error:
         return str(error)
     return ""

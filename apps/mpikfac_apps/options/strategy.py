@@ -6,14 +6,20 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from mpikfac import (
     KINDS,
     NAMED,
     NORMS,
+    Clip,
+    Coverage,
+    Damping,
+    Estimator,
     Job,
     LayerShape,
+    LevenbergMarquardt,
     Strategy,
     choose,
     covered_shapes,
@@ -87,17 +93,17 @@ def make_strategy(
                 f"{options.machine}, choices are {', '.join(choices) or 'none'}"
             )
         choices["workers"] = ranks  # until the model is known: see `for_machine`
-        return Strategy(**choices), {**USUAL, **given}
+        return Strategy().changed(**choices), {**USUAL, **given}
     chosen, settings = named(options.strategy, ranks, **choices)
     settings = {**USUAL, **settings, **given}
-    if settings["basis_every"] % chosen.stagger:
+    if settings["basis_every"] % chosen.refresh.stagger:
         raise ValueError(
-            f"basis_every={settings['basis_every']} must be a multiple of stagger={chosen.stagger}"
+            f"basis_every={settings['basis_every']} must be a multiple of "
+            f"stagger={chosen.refresh.stagger}"
         )
-    if options.top_share is not None and chosen.gradient_wire != "top-k":
-        raise ValueError(
-            f"top_share={options.top_share} needs gradient_wire=top-k, not {chosen.gradient_wire}"
-        )
+    wire = chosen.transport.wires.gradient_wire
+    if options.top_share is not None and wire != "top-k":
+        raise ValueError(f"top_share={options.top_share} needs gradient_wire=top-k, not {wire}")
     return chosen, settings
 
 
@@ -114,27 +120,54 @@ def for_machine(
     machine = load_machine(options.kfac.machine)
     every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
-    layers, others = covered_shapes(model, options.kfac.skip, **covering(options.kfac))
+    layers, others = covered_shapes(model, coverage(options.kfac))
     if options.kfac.strategy == "auto":
         return choose(layers, others, ranks, machine, job, solver)
     chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
     asked = {
-        key: getattr(strategy, key)
+        key: strategy.choices()[key]
         for key in ("fusion", "replicate_below")
         if getattr(options.kfac, key) is not None
     }
-    return options.kfac.strategy, dataclasses.replace(chosen, **asked)
+    return options.kfac.strategy, chosen.changed(**asked)
 
 
-def covering(options: KfacOptions) -> dict[str, Any]:
-    """What K-FAC covers, and in what form, by the names of `KFAC`'s settings."""
+def coverage(options: KfacOptions) -> Coverage:
+    """The layers that K-FAC covers, and in what form."""
 
     def rule(layer: LayerShape) -> LayerShape:
         chosen = {key: getattr(options, key) for key in ("sharing", "largest", "rank")}
         layer = dataclasses.replace(usual_rule(layer), **chosen)
         return forward_only(layer) if options.fisher == "forward-only" else layer
 
-    return {"covers": {**KINDS, **(NORMS if options.norms else {})}, "rule": rule}
+    return Coverage(options.skip, {**KINDS, **(NORMS if options.norms else {})}, rule)
+
+
+def kfac_settings(options: KfacOptions) -> dict[str, Any]:
+    """The arguments of `KFAC` that no strategy changes."""
+    every = options.damping_adapt
+    damping = LevenbergMarquardt(options.damping, every) if every else options.damping
+    return {
+        "damping": Damping(damping, options.relative_damping),
+        "factor_every": options.factor_every,
+        "clip": Clip(options.kl_clip, options.norm_clip, options.graft),
+        "estimator": Estimator(
+            options.decay,
+            options.start,
+            options.normalization,
+            options.fisher,
+            options.samples,
+            options.subsample,
+            _dtype(options.statistics_dtype),
+            _dtype(options.factor_dtype),
+        ),
+        "coverage": coverage(options),
+        "basis_dtype": _dtype(options.basis_dtype),
+    }
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return torch.bfloat16 if name else None
 
 
 def _workers(options: KfacOptions, ranks: int) -> int:

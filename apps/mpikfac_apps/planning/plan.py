@@ -101,15 +101,15 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
     """What is planned, in words."""
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
-    spared = strategy.curvature_ranks
+    spared = strategy.refresh.curvature_ranks
     beside = [f"{number(spared, 'curvature rank')} beside them"] if spared else []
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
         *beside,
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
-        f"colocate={strategy.colocate}, parts={strategy.parts}, "
-        f"ranks_per_node={strategy.ranks_per_node}",
+        f"colocate={strategy.colocate}, parts={strategy.transport.parts}, "
+        f"ranks_per_node={strategy.transport.ranks_per_node}",
         f"plan {plan.digest()}",
     ]
 

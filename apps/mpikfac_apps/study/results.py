@@ -235,7 +235,7 @@ def _kinds(
     plan: mpikfac.Plan, factor_every: int, basis_every: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
     """Of each step of an interval: whether it makes factors, decomposes them, and which share."""
-    stagger = plan.strategy.stagger
+    stagger = plan.strategy.refresh.stagger
     turn = basis_every // stagger
     for step in range(math.lcm(factor_every, basis_every)):
         refresh = step % turn == 0
@@ -266,7 +266,7 @@ def _numbers(cell: Cell) -> dict[str, Any]:
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
     ranks = training_ranks(cell.options, cell.ranks)
     strategy, settings = make_strategy(cell.options.kfac, ranks, cell.options.parts)
-    choices = dataclasses.asdict(strategy)
+    choices = strategy.choices()
     choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
     return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}
 

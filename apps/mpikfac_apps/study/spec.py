@@ -25,7 +25,7 @@ from mpikfac_apps.options.options import OPTIONS, Options
 from mpikfac_apps.options.parse import composed, parse
 from mpikfac_apps.options.strategy import (
     USUAL,
-    covering,
+    coverage,
     for_machine,
     make_strategy,
     training_ranks,
@@ -298,10 +298,10 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
         model = models.build(options.model, options.data.classes or 10, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
-        layers, others = mpikfac.covered_shapes(model, every)
+        layers, others = mpikfac.covered_shapes(model, mpikfac.Coverage(skip=every))
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
         return mpikfac.make_plan(layers, ranks, strategy, others)
-    layers, others = mpikfac.covered_shapes(model, options.kfac.skip, **covering(options.kfac))
+    layers, others = mpikfac.covered_shapes(model, coverage(options.kfac))
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.kfac, training, options.parts)
     _, strategy = for_machine(options, model, training, strategy, settings)

@@ -16,18 +16,12 @@ from torch import Tensor, nn
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.strategy import covering, for_machine, learning_rate, make_strategy
+from mpikfac_apps.options.strategy import for_machine, kfac_settings, learning_rate, make_strategy
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.traced_steps import Recording
-
-KFAC_SETTINGS = (
-    *("damping", "relative_damping", "factor_every", "decay", "kl_clip", "norm_clip", "graft"),
-    *("normalization", "start", "fisher", "samples", "subsample", "skip"),
-)
-KFAC_DTYPES = ("statistics_dtype", "factor_dtype", "basis_dtype")
 
 # What a rank tells the others at each step, beside its gradients.
 CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
@@ -41,11 +35,9 @@ class Run:
     Collective over: world, as are all its methods.
     """
 
-    def __init__(
-        self, comm: Any, options: Options, guard: Guard, place: Place, curvature: Any
-    ) -> None:
-        self.comm, self.options, self.guard = comm, options, guard
-        self.device, self.curvature = place.device, curvature
+    def __init__(self, team: mpikfac.Team, options: Options, guard: Guard, place: Place) -> None:
+        self.team, self.comm, self.options, self.guard = team, team.comm, options, guard
+        self.device, comm = place.device, team.comm
         kept_log = run_directory.start_log() if comm.rank == 0 else None
         self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
@@ -110,17 +102,11 @@ class Run:
             if options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
-                strategy, settings = make_strategy(options.kfac, comm.size, options.parts)
-                name, strategy = for_machine(options, model, comm.size, strategy, settings)
+                strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
+                name, strategy = for_machine(options, model, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, strategy)
-                settings |= {key: getattr(options.kfac, key) for key in KFAC_SETTINGS}
-                for key in KFAC_DTYPES:
-                    if name := getattr(options.kfac, key):
-                        settings[key] = getattr(torch, name)
-                if every := options.kfac.damping_adapt:
-                    settings["damping"] = mpikfac.LevenbergMarquardt(options.kfac.damping, every)
-                settings |= covering(options.kfac) | {"curvature": self.curvature}
-                self.trainer = mpikfac.KFAC(model, self.optimizer, comm, strategy, **settings)
+                settings = kfac_settings(options.kfac) | chosen
+                self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -269,7 +255,7 @@ class Run:
         kfac = isinstance(self.trainer, mpikfac.KFAC)
         clip = {"kl_scale": self.trainer.kl_scale.item()} if kfac else {}
         more = clip | ({"troubles": self.troubles} if self.troubles else {})
-        if self.trainer.plan.strategy.tolerance:  # else they follow from the options
+        if self.trainer.plan.strategy.refresh.tolerance:  # else they follow from the options
             mean = self.trainer.votes[DECOMPOSITIONS].item()
             more["decompositions"] = round(mean * self.comm.size)
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
@@ -307,7 +293,8 @@ class Run:
 
     def _summary(self) -> str:
         options = self.options
-        spared = f" and {self.curvature.remote_size} for curvature" if self.curvature else ""
+        link = self.team.link
+        spared = f" and {link.remote_size} for curvature" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}{spared}, batch {options.batch}, "

@@ -50,14 +50,14 @@ def train(comm: Any, options: Options) -> int:
     while code is None:
         with mpikfac.ending(comm):
             place = settle(comm, options)
-            training, curvature = mpikfac.split(comm, curvature_ranks(options))
-        if curvature is None:
-            code, comm, options = run_training(comm, options, place)
-        elif training is None:
-            assist(comm, curvature, place.device)
+            team = mpikfac.split(comm, curvature_ranks(options))
+        if team.link is None:
+            code, comm, options = run_training(team, options, place)
+        elif team.comm is None:
+            assist(comm, team, place.device)
             code = comm.bcast(0)
         else:
-            code, *_ = run_training(training, options, place, curvature)
+            code, *_ = run_training(team, options, place)
             code = comm.bcast(code)
     return code
 
@@ -75,32 +75,33 @@ def settle(comm: Any, options: Options) -> Place:
     return Place(device, hosts)
 
 
-def assist(comm: Any, curvature: Any, device: torch.device) -> None:
+def assist(comm: Any, team: mpikfac.Team, device: torch.device) -> None:
     """Decomposes for the ranks that train, until they are done.
 
     The watchdog and signals are left to them: this rank may have nothing to do for long.
 
-    Collective over: curvature.
+    Collective over: comm.
     """
     with mpikfac.ending(comm, lambda: "curvature"):
         ignore_signals()
-        mpikfac.serve(curvature, device)
+        mpikfac.serve(team, device)
 
 
 def run_training(
-    comm: Any, options: Options, place: Place, curvature: Any = None
+    team: mpikfac.Team, options: Options, place: Place
 ) -> tuple[int | None, Any, Options]:
     """One training run; the exit code, or None if ranks were lost, and with what to go on then.
 
     Returns:
         The exit code, the ranks that are left, and the options with which these start again.
 
-    Collective over: comm, and all curvature ranks.
+    Collective over: the team, and all curvature ranks.
     """
+    comm = team.comm
     with mpikfac.ending(comm):
         guard = Guard(comm, options)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(comm, options, guard, place, curvature)
+        run = Run(team, options, guard, place)
         try:
             return run.train(), comm, options
         except Exception as error:
