@@ -113,7 +113,8 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     else:
         strategy, solver = strategy_of(name, comm.size, "inverse")
         layers, others = models.shapes_of(options.model)
-        strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, solver)
+        forms = mpikfac.forms(solver)
+        strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, forms)
         settings: Any = {"basis_every": options.basis_every, "solver": solver}
         trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **settings)
 

@@ -20,14 +20,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
+from mpikfac.solvers import named_solver
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 
 BF16 = torch.bfloat16
-WAYS = {
-    "`factor_dtype`": {"factor_dtype": BF16},
-    "`basis_dtype`": {"basis_dtype": BF16},
-    "both": {"factor_dtype": BF16, "basis_dtype": BF16},
+WAYS = {  # dtypes of averages and of decompositions
+    "`factor_dtype`": (BF16, None),
+    "`Solver.dtype`": (None, BF16),
+    "both": (BF16, BF16),
 }
 EVERY = 10  # steps between refreshes
 
@@ -49,9 +50,15 @@ def main() -> None:
 
 def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[str, str]:
     """The rest of each way's row: errors, and what it keeps."""
-    settings = {"solver": solver, "damping": damping}
-    own = trainer(**settings)
-    others = {way: trainer(**settings, **dtypes) for way, dtypes in WAYS.items()}
+    own = trainer(solver=solver, damping=damping)
+    others = {
+        way: trainer(
+            solver=named_solver(solver, bases),
+            damping=damping,
+            estimator=mpikfac.Estimator(factor_dtype=averages),
+        )
+        for way, (averages, bases) in WAYS.items()
+    }
     errors: dict[str, list[float]] = {way: [] for way in WAYS}
     for step, (images, labels) in zip(range(options.steps), examples(options.data)):
         for other in others.values():
@@ -62,7 +69,7 @@ def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[s
             kfac.step()
         if step >= options.steps - EVERY:
             for way, other in others.items():
-                pairs = zip(other.directions.values(), own.directions.values())
+                pairs = zip(other.directions.arena.values(), own.directions.arena.values())
                 errors[way] += [error(ours, exact) for ours, exact in pairs]
     return {
         way: f"{statistics.median(errors[way]):.2%} | {max(errors[way]):.1%} | {kept(other)}"

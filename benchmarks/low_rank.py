@@ -71,7 +71,9 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     skip = [name for name, _ in model.named_modules() if name and name not in LAYERS]
     skip = [name for name in skip if not any(layer.startswith(f"{name}.") for layer in LAYERS)]
-    kfac = mpikfac.KFAC(model, optimizer, mpikfac.world(), damping=0.03, coverage=mpikfac.Coverage(skip))
+    kfac = mpikfac.KFAC(
+        model, optimizer, mpikfac.world(), damping=0.03, coverage=mpikfac.Coverage(skip)
+    )
     images = datasets.load("cifar10", options.data, 2_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(images.train_images, images.train_labels, 32, seed=0, augment=True)

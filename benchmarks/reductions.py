@@ -20,8 +20,7 @@ from mpi4py import MPI
 import mpikfac
 from mpikfac.comm import Grid
 from mpikfac.plan import PIECE, Layout, Message, lay_out
-from mpikfac.plan.messages import gathers, sums
-from mpikfac.plan.two_levels import in_two_levels, seat
+from mpikfac.plan.messages import gathers, in_two_levels, seat, sums
 
 ITEMSIZE = 4
 

@@ -86,7 +86,7 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
     now = {
         name: triangles.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
     }
-    gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions}
+    gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions.arena}
     return {name: recorded(name, gradients[name], before, now) for name in gradients}
 
 

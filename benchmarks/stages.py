@@ -222,9 +222,10 @@ def floors_of(
         "output factors": outputs,
         "statistics": inputs + outputs,
         "read gradients": [moved(2 * sizes["gradients"])],
-        "decompose": [decomposition(plan.factors[n].order, plan.solver) for n in plan.owned(rank)],
+        "decompose": [decomposition(f.order, plan.solver) for f in plan.of(rank).owned],
         "precondition": [
-            preconditioning(*shapes[name], plan.solver) for name in plan.preconditioned(rank)
+            preconditioning(*shapes[layer.name], plan.solver)
+            for layer in plan.of(rank).preconditioned
         ],
         "write back": [moved(2 * sizes["directions"])],
         "outside stages": [moved(3 * sizes["averages"] + 2 * sizes["directions"])],

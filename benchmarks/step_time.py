@@ -34,14 +34,15 @@ NEVER = 10**9
 Step = Callable[[torch.Tensor, torch.Tensor], None]
 INTERVALS = ((1, 1), (1, 10), (10, 100))
 KINDS = {"ordinary": (NEVER, NEVER), "factors": (1, NEVER), "factors and bases": (1, 1)}
-ROUNDED = {"statistics_dtype": torch.bfloat16, "basis_dtype": torch.bfloat16}
+BF16 = torch.bfloat16
+ROUNDED = {"estimator": mpikfac.Estimator(statistics_dtype=BF16)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"solver": "eigen"},
     "inverse": {},
-    "bfloat16": ROUNDED,
+    "bfloat16": ROUNDED | {"solver": mpikfac.Inverse(dtype=BF16)},
     "ekfac": {"solver": "ekfac"},
-    "eigen, bfloat16": {"solver": "eigen"} | ROUNDED,
-    "subsample 4": {"subsample": 4},
+    "eigen, bfloat16": {"solver": mpikfac.Eigen(dtype=BF16)} | ROUNDED,
+    "subsample 4": {"estimator": mpikfac.Estimator(subsample=4)},
     "eigen, delay 1": {"solver": "eigen", "delay": 1},
 }
 

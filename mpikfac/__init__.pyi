@@ -36,6 +36,7 @@ from .numerics import unfold_triangle as unfold_triangle
 from .plan import NAMED as NAMED
 from .plan import Codec as Codec
 from .plan import FactorShape as FactorShape
+from .plan import Form as Form
 from .plan import LayerShape as LayerShape
 from .plan import Message as Message
 from .plan import Named as Named
@@ -47,7 +48,6 @@ from .plan import Wires as Wires
 from .plan import divisors as divisors
 from .plan import forward_only as forward_only
 from .plan import lay_out as lay_out
-from .plan import make_plan as make_plan
 from .plan import message as message
 from .plan import named as named
 from .plan import usual_rule as usual_rule
@@ -71,8 +71,15 @@ from .settings import Estimator as Estimator
 from .settings import LevenbergMarquardt as LevenbergMarquardt
 from .settings import Schedule as Schedule
 from .settings import schedule as schedule
+from .solvers import Eigen as Eigen
+from .solvers import Ekfac as Ekfac
+from .solvers import Inverse as Inverse
+from .solvers import RankOne as RankOne
+from .solvers import Solver as Solver
 from .solvers import damped_inverse as damped_inverse
 from .solvers import eigenbasis as eigenbasis
+from .solvers import forms as forms
+from .solvers import make_plan as make_plan
 from .solvers import tikhonov_share as tikhonov_share
 from .trace import COMMUNICATION as COMMUNICATION
 from .trace import Event as Event

@@ -1,4 +1,4 @@
-"""Data parallelism: ranks start from one model, average gradients, and step it alike."""
+"""Data parallelism: ranks start from one model, average gradients, and step the model alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from mpikfac.comm import Comm, Grid, agree, broadcast, together
 from mpikfac.engine import (
     Gradients,
-    Troubles,
+    Nonfinite,
+    Site,
     common_type,
     describe,
     load_model_state,
@@ -21,14 +22,14 @@ from mpikfac.engine import (
     needed_state,
 )
 from mpikfac.layers import Votes, find_uncovered
-from mpikfac.plan import Strategy, make_plan
+from mpikfac.plan import Strategy, plan_for
 from mpikfac.trace import Trace
 
 
 class DataParallel:
-    """First-order training: averages gradients over ranks and steps the optimizer.
+    """First-order training: average gradients over ranks and step the optimizer.
 
-    The baseline that K-FAC is compared with; it uses the same arena and collectives.
+    The baseline for comparisons with K-FAC, with the same arena and collectives.
 
     Args:
         parts: see `Strategy`.
@@ -41,7 +42,7 @@ class DataParallel:
     Attributes:
         steps: completed steps.
         votes: see `KFAC`.
-        troubles: see `KFAC`.
+        nonfinite: see `KFAC`.
         intact: see `KFAC`.
         trace: seconds and bytes of every stage.
     """
@@ -58,22 +59,23 @@ class DataParallel:
         self.optimizer = optimizer
         self.trace = trace or Trace()
         self.steps, self.intact = 0, True
-        self.troubles = Troubles(comm.rank)
+        self.nonfinite = Nonfinite(comm.rank)
         blocks = find_uncovered(model)
         dtype, device = common_type(blocks)
         blocks.append(votes := Votes(dtype, device))
         self.votes = votes.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
         strategy = Strategy.mem_opt(parts=parts)
-        self.plan = make_plan([], comm.size, strategy, shapes, itemsize=dtype.itemsize)
+        self.plan = plan_for([], comm.size, strategy, shapes, itemsize=dtype.itemsize)
         agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         grid = Grid(comm, 1, self.trace)
-        self.gradients = Gradients(blocks, self.plan, grid, dtype, device)
+        site = Site(self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite)
+        self.gradients = Gradients(site, [], blocks)
         self._stepped = self.gradients.stepped(model)
 
     def step(self, scaler: GradScaler | None = None) -> None:
-        """From local gradients to identical new weights on every rank.
+        """Go from local gradients to identical new weights on every rank.
 
         Collective over: world.
 
@@ -92,14 +94,14 @@ class DataParallel:
             self.gradients.skip()
             self.steps += 1
             return
-        self.gradients.check(self.troubles, self.steps)
-        self.gradients.write(self.gradients.blocks, self.gradients.arena)
+        self.gradients.check(self.steps)
+        self.gradients.write(self.gradients.slots)
         self.intact = False
         self.gradients.update(self.optimizer)
         self.steps, self.intact = self.steps + 1, True
 
     def collect(self) -> None:
-        """Takes one part of this rank's share of a batch; see `KFAC.collect`."""
+        """Take one part of this rank's share of a batch; see `KFAC.collect`."""
         self.gradients.collect()
 
     def discard(self) -> None:
@@ -112,16 +114,16 @@ class DataParallel:
         return self.gradients.grid.communicators
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's share of the state, by name: model, optimizer and number of steps."""
+        """Return this rank's share of the state, by name: model, optimizer and number of steps."""
         state = model_state(self.model, self.optimizer, self._stepped)
         return state | {"trainer/steps": self.steps}
 
     def missing(self, names: Collection[str]) -> set[str]:
-        """What is not among `names`, of those that the shares of all ranks make up."""
+        """Return the names that the shares of all ranks make up and that `names` lack."""
         return missing_state(self.model, names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes from `state` what this rank needs; all of it on all ranks, or nothing.
+        """Take from `state` what this rank needs; all of it on all ranks, or nothing.
 
         Collective over: world.
 

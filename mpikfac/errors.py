@@ -22,7 +22,7 @@ class UserError(Exception):
     """
 
 
-class Ranks(Protocol):
+class _Ranks(Protocol):
     """Describe the methods of a communicator that `ending` calls."""
 
     @property
@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
 
 @contextmanager
-def ending(comm: Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
+def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]:
     """End the whole job if the body fails on any rank; no rank is left waiting.
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
@@ -72,7 +72,7 @@ def ending(comm: Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None]
         raise
 
 
-def _all_arrived(comm: Ranks) -> bool:
+def _all_arrived(comm: _Ranks) -> bool:
     """Return whether all ranks arrive within `PATIENCE` seconds."""
     deadline = time.monotonic() + PATIENCE
     barrier = comm.Ibarrier()

@@ -327,7 +327,7 @@ def _compare(sums: Sequence[Mapping[str, int]]) -> None:
             if value != expected:
                 raise ValueError(
                     f"item {name!r} has other values on rank {rank} than on rank {holder}; "
-                    f"what several ranks hold must be equal"
+                    f"items held by several ranks must be equal"
                 )
 
 

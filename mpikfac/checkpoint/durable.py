@@ -63,7 +63,7 @@ def read(path: Path) -> io.BufferedReader:
         OSError: `path` is a link, a pipe or a device, or cannot be opened.
     """
     if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError("it is a link, or no file")
+        raise OSError("it is a link, or not a regular file")
     return open(path, "rb")
 
 

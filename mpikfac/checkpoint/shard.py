@@ -255,4 +255,4 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
 
 def _compare(path: Path, found: str, expected: str) -> None:
     if found != expected:
-        raise UserError(f"{path} is damaged: its BLAKE3 is not that of what was written")
+        raise UserError(f"{path} is damaged: its BLAKE3 differs from the manifest")

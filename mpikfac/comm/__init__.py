@@ -20,7 +20,16 @@ from mpikfac.comm.curvature_ranks import (
     told,
 )
 from mpikfac.comm.grid import Grid
-from mpikfac.comm.job import Comm, check_survivable, device, leaving, lost_a_rank, survivors, world
+from mpikfac.comm.job import (
+    Comm,
+    check_survivable,
+    cuda_aware,
+    device,
+    leaving,
+    lost_a_rank,
+    survivors,
+    world,
+)
 
 __all__ = [
     "SUMMABLE",
@@ -34,6 +43,7 @@ __all__ = [
     "broadcast",
     "check_survivable",
     "clock_offset",
+    "cuda_aware",
     "device",
     "leave",
     "leaving",

@@ -53,7 +53,7 @@ class Grid:
 
     @property
     def communicators(self) -> list[MPI.Intracomm]:
-        """All communicators of the grid."""
+        """Return all communicators of the grid."""
         progress = [self._progress.comm] if self._progress is not None else []
         return [*self._teams.values(), *progress]
 

@@ -7,11 +7,11 @@ from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
 from mpikfac.engine.factors import Factors
 from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.nonfinite import Troubles
+from mpikfac.engine.nonfinite import Nonfinite
 from mpikfac.engine.recorder import Recorder
 from mpikfac.engine.scales import Scales
+from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
-    Block,
     common_type,
     describe,
     fitting,
@@ -25,14 +25,15 @@ from mpikfac.engine.state import (
 
 __all__ = [
     "Bases",
-    "Block",
     "Curvature",
     "Directions",
     "Factors",
     "Gradients",
+    "Nonfinite",
+    "Part",
     "Recorder",
     "Scales",
-    "Troubles",
+    "Site",
     "check_joins",
     "common_type",
     "describe",

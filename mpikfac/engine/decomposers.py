@@ -1,13 +1,13 @@
-"""Ranks that do not train but decompose for those that do, while these go on [LBANN].
+"""Who decomposes factors while the training goes on: a thread of this rank, or curvature ranks.
 
-A curvature rank is a background thread on another rank: an owner sends it factors, goes on, and
-takes what comes back on a fixed day, as it does with a thread of its own. Nothing else depends on
-who decomposes, so the numbers are the same.
+A curvature rank does not train but decomposes for ranks that train [LBANN]. It is a background
+thread on another rank: an owner sends factors, goes on, and takes decompositions at a fixed step,
+as from a thread of its own. Nothing else depends on who decomposes, so the numbers are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
+from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena
-from mpikfac.plan import Layout, Plan, added_to
-from mpikfac.solvers import decompositions
+from mpikfac.plan import Factor, Layout, Plan, RankPlan
+from mpikfac.solvers import Solver, decomposed
 from mpikfac.trace import Trace
 
 CPU = torch.device("cpu")
@@ -39,41 +40,45 @@ def check_joins(curvature: Any, ranks: int) -> None:
 
 
 class Curvature:
-    """What decomposes one training rank's factors on a curvature rank, one request at a time.
+    """Decomposes one training rank's factors on a curvature rank, one request at a time.
 
     Collective over: curvature.
 
     Args:
-        curvature: what joins training and curvature ranks, of `split`.
+        plan: the plan of all ranks.
+        curvature: joins training and curvature ranks, from `split`.
+        solvers: the solvers of layers by name.
     """
 
-    def __init__(self, plan: Plan, rank: int, curvature: Any, trace: Trace) -> None:
-        self.plan, self.rank, self.trace = plan, rank, trace
+    def __init__(
+        self, plan: Plan, site: Site, curvature: Any, solvers: Mapping[str, Solver]
+    ) -> None:
+        self.plan, self.trace = site.plan, site.trace
         self._curvature = curvature
         self._finish: Callable[[], object] = _nothing
-        tell(curvature, plan)
+        tell(curvature, (plan, solvers))
 
     def start(
         self,
         factors: Mapping[str, Tensor],
         added: Mapping[str, Tensor],
         share: int | None,
-    ) -> Callable[[], list[tuple[str, Tensor]]]:
-        """Sends what `decompositions` takes; returns what waits for what it makes.
+    ) -> Callable[[], dict[str, Tensor]]:
+        """Send packed factors and their damping; return a function that waits for the blocks.
 
         Collective over: none.
         """
         self._finish()  # a request that nobody waited for
         if not factors:
-            return list
-        request = _on_host(self.plan, self.plan.request(self.rank, share))
+            return dict
+        plan = self.plan
+        request, reply = _on_host(plan, plan.request(share)), _on_host(plan, plan.reply(share))
         with self.trace.stage("send factors", "curvature", request.flat.nbytes):
-            for name, number in added.items():
-                request[added_to(name)].copy_(number)
-            for name, factor in factors.items():
-                request[name].copy_(factor)
-            reply = _on_host(self.plan, self.plan.reply(self.rank, share))
-            route = self.plan.curvature_rank(self.rank), self.plan.shares.index(share)
+            for factor in plan.decomposed(share):
+                request[factor.name].copy_(factors[factor.name])
+                if factor.solver.damped:
+                    request[factor.added].copy_(added[factor.name])
+            route = plan.grid.curvature_rank(plan.rank), plan.shares.index(share)
             sent = begin_send(self._curvature, request.flat, *route)
             received = begin_receive(self._curvature, reply.flat, *route)
 
@@ -82,16 +87,16 @@ class Curvature:
             received()
             self._finish = _nothing
 
-        def take() -> list[tuple[str, Tensor]]:
+        def take() -> dict[str, Tensor]:
             with self.trace.stage("receive bases", "curvature"):
                 finish()
-            return list(reply.items())
+            return dict(reply)
 
         self._finish = finish
         return take
 
     def close(self) -> None:
-        """Lets the curvature ranks go, once all training ranks have called this.
+        """Let the curvature ranks go, once all training ranks have called this.
 
         Collective over: none.
         """
@@ -102,29 +107,33 @@ class Curvature:
 def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
     """Decompose on this curvature rank for the training ranks, until all of them close.
 
-    First come, first served; a rank has one request at a time, so none can crowd out another.
+    First come, first served; a rank has one request at a time, so no rank can crowd out another.
 
     Collective over: curvature.
 
     Args:
-        team: of `split`.
-        device: where to decompose; the same numbers come of the same kind as the training ranks'.
-        trace: takes seconds and bytes of its stages.
+        team: from `split`.
+        device: where to decompose; a device of the training ranks' kind gives the same numbers.
+        trace: takes seconds and bytes of the stages.
     """
     if (curvature := team.link) is None:
         raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
-    plan, trace = told(curvature), trace or Trace()
+    (plan, solvers), trace = told(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):
-        share = plan.shares[tag]
-        request = _on_host(plan, plan.request(owner, share))
-        reply = _on_host(plan, plan.reply(owner, share))
+        of_owner = plan.of(owner)
+        share = of_owner.shares[tag]
+        request = _on_host(of_owner, of_owner.request(share))
+        reply = _on_host(of_owner, of_owner.reply(share))
         with trace.stage("receive factors", "curvature"):
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage("decompose"):
-            _answer(plan, request, plan.decomposed(owner, share), reply, device)
+            for factor in of_owner.decomposed(share):
+                made = _answer(factor, solvers[factor.solver.name], request, device)
+                for name, block in made.items():
+                    reply[name].copy_(block)
         with trace.stage("send bases", "curvature", reply.flat.nbytes):
-            # To wait here would let other owners wait, too, for one that computes.
+            # Waiting here would make other owners wait, too, for an owner that computes.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)
     for wait in sending.values():
@@ -132,45 +141,43 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
 
 
 def _answer(
-    plan: Plan, request: Arena, names: list[str], reply: Arena, device: torch.device
-) -> None:
-    factors = {name: request[name].to(device) for name in names}
-    added = {name: request[added_to(name)].to(device) for name in plan.inverted(names)}
-    made = decompositions(factors, added, plan.solvers(names), plan.low_ranks(names))
-    for name, block in made:
-        reply[name].copy_(block)
+    factor: Factor, solver: Solver, request: Arena, device: torch.device
+) -> dict[str, Tensor]:
+    packed = request[factor.name].to(device)
+    added = request[factor.added].to(device) if factor.solver.damped else None
+    return decomposed(factor, solver, packed, added)
 
 
-def _on_host(plan: Plan, layout: Layout) -> Arena:
-    return Arena(layout, torch.float64 if plan.itemsize == 8 else torch.float32, CPU)
+def _on_host(plan: RankPlan, layout: Layout) -> Arena:
+    return Arena(layout, torch.float64 if plan.itemsizes.numbers == 8 else torch.float32, CPU)
 
 
 def _nothing() -> None:
     pass
 
 
-Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 class Background:
-    """One thread that does one thing after the other."""
+    """One thread that runs one function after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, "mpikfac")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, items: Iterable[Item]) -> Callable[[], list[Item]]:
-        """Starts to make `items`; returns what waits for them, and raises what they raised.
+    def start(self, make: Callable[[], Result]) -> Callable[[], Result]:
+        """Run `make` on the thread; return a function that waits and returns its result or error.
 
-        Tensors that they are made of must not change meanwhile.
+        Tensors that `make` reads must not change meanwhile.
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        return self._thread.submit(self._make, items).result
+        return self._thread.submit(self._run, make).result
 
-    def _make(self, items: Iterable[Item]) -> list[Item]:
+    def _run(self, make: Callable[[], Result]) -> Result:
         with torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            made = list(items)
+            made = make()
             if self._stream:
                 self._stream.synchronize()
             return made

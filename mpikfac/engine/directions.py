@@ -2,220 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpikfac.comm import Grid, summed
+from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
-from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.gradients import Gradients, slots_in
+from mpikfac.engine.site import Part
 from mpikfac.engine.state import groups_of
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena, all_finite, not_finite
-from mpikfac.plan import Plan, count_of, lay_out
-from mpikfac.settings import DECAY, EPSILON, Graft, LevenbergMarquardt, Settings
+from mpikfac.plan import count_of, lay_out
+from mpikfac.settings import DECAY, EPSILON, Settings
+from mpikfac.solvers import Held, Solver
 
 
-class Directions(Arena):
-    """The directions that one rank holds, by layer.
+@dataclass(frozen=True)
+class Job:
+    """A layer that this rank preconditions.
 
     Attributes:
-        scale: what the last step's directions were multiplied by, `[1]`.
+        held: the layer's decompositions.
+        gradient: the layer's gradient, a view of the gradients' arena.
+        direction: the layer's direction, a view of the directions' arena.
+    """
+
+    name: str
+    solver: Solver
+    held: Held
+    gradient: Tensor
+    direction: Tensor
+
+
+class Directions(Part):
+    """The directions that one rank holds.
+
+    Attributes:
+        arena: directions by layer.
+        slots: the layers whose directions are in the arena.
+        scale: the factor that the last step's directions were multiplied by, `[1]`.
         expected: by how much the loss of all ranks would change by the quadratic model, as far as
             layers are stepped from here, `[1]`.
     """
 
     def __init__(
-        self,
-        layers: Sequence[Layer],
-        plan: Plan,
-        grid: Grid,
-        gradients: Gradients,
-        bases: Bases,
-        optimizer: Optimizer,
-        settings: Settings,
-        graft: Graft | None,
+        self, gradients: Gradients, bases: Bases, optimizer: Optimizer, settings: Settings
     ) -> None:
-        """See `KFAC` for `graft`."""
-        like = gradients.arena.flat
-        rank = grid.world.rank
-        super().__init__(plan.directions(rank), like.dtype, like.device)
-        self.layers, self.plan, self.grid = layers, plan, grid
+        self.site, self.plan = gradients.site, gradients.plan
         self.gradients, self.bases, self.optimizer = gradients, bases, optimizer
-        self.settings, self.graft = settings, graft
-        adam = graft == "adam"
-        self._adam = Squares(plan, rank, like.dtype, like.device) if adam else None
-        damping = settings.damping
-        self._adaptive = damping if isinstance(damping, LevenbergMarquardt) else None
-        self._groups = groups_of(layers, optimizer)
-        self._messages = plan.publish_directions(rank)
-        self._bound = plan.clip()
-        self.scale = like.new_ones(1)
-        self.expected = like.new_zeros(1)
+        self.settings = settings
+        self.arena = self.site.arena(self.plan.layouts.directions)
+        self.slots = slots_in(self.arena, gradients.layers, self.site)
+        self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
+        self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
+        self._adam = self._squares() if settings.clip.graft == "adam" else None
+        self._groups = groups_of(gradients.layers, optimizer)
+        self._messages = self.plan.publish_directions()
+        self._bound = self.plan.clip()
+        self.scale = self.arena.flat.new_ones(1)
+        self.expected = self.arena.flat.new_zeros(1)
+
+    def _job(self, name: str) -> Job:
+        solver, held = self.bases.solver_of[name], self.bases.held[name]
+        return Job(name, solver, held, self.gradients.arena[name], self.arena[name])
 
     def precondition(self, step: int) -> None:
-        """Preconditions the gradients of the layers that this rank works on."""
-        with self.grid.trace.stage("precondition"):
+        """Precondition the gradients of the layers that this rank works on."""
+        with self.site.trace.stage("precondition"):
             self.bases.damp(self.settings.at("damping", step))
-            for name in self.plan.preconditioned(self.grid.world.rank):
-                direction, gradient = self[name], self.gradients.arena[name]
-                direction.copy_(self.bases.precondition(name, gradient))
-                if self.graft:  # at that length also where there are no bases: see `check`
-                    usable = torch.where(direction.isfinite().all(), direction, gradient)
-                    direction.copy_(grafted(usable, self._length(name, gradient)))
+            for job in self._jobs:
+                job.direction.copy_(job.solver.direction(job.gradient, job.held))
+                if self.settings.clip.graft:
+                    self._graft(job)
 
     def publish(self) -> None:
-        """Sends directions to the ranks that did not compute them.
+        """Send directions to the ranks that did not compute them.
 
         Collective over: row.
         """
-        self.grid.exchange(self._messages, self.flat)
+        self.site.grid.exchange(self._messages, self.arena.flat)
 
     def check(self) -> None:
-        """A direction that is not finite, as its layer has no bases, becomes the gradient."""
-        if not all_finite(self.flat):
-            for name in not_finite(self):
+        """Replace a direction that is not finite, as its layer has no bases, by the gradient."""
+        if not all_finite(self.arena.flat):
+            for name in not_finite(self.arena):
                 gradient = self.gradients.arena[name]
                 usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
-                self[name].copy_(usable)
+                self.arena[name].copy_(usable)
 
     def clip(self, step: int) -> None:
-        """Bounds the step's Fisher norm, or its norm.
+        """Bound the step's Fisher norm, or its norm.
 
-        Collective over: world where no rank holds all directions, else none.
+        Collective over: world if no rank holds all directions, else none.
         """
-        if not self.settings.clipped or not self.layers:
+        if not self.settings.bound or not self.gradients.layers:
             return
-        by_norm = self.settings.norm_clip is not None
+        by_norm = self.settings.bound == "norm_clip"
         square = self._square() if by_norm else self._along_gradient(2)
-        self.grid.exchange(self._bound, square)
-        bound = self.settings.at("norm_clip" if by_norm else "kl_clip", step)
+        self.site.grid.exchange(self._bound, square)
+        bound = self.settings.at(self.settings.bound, step)
         self.scale = clip_scale(square, bound**2 if by_norm else bound)
-        self.flat *= self.scale
+        self.arena.flat *= self.scale
 
     def predict(self) -> None:
-        """What the quadratic model says of the step."""
+        """Predict by the quadratic model how the step changes the loss."""
         self.expected = self.scale * self._along_gradient(2) / 2 - self._along_gradient(1)
 
     def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
-        """What the mean loss over ranks changed by, relative to what was predicted; None for 0.
+        """Return the change of the mean loss over ranks, relative to the prediction.
+
+        None if the prediction is 0.
 
         Collective over: world.
         """
-        # What every rank has, each counts in part.
-        mine = self.expected.item() / (1 if self.gradients.owner_updates else self.plan.ranks)
-        change = (loss_after - loss_before) / self.plan.ranks
-        change, expected = summed(self.grid.world, [change, mine])
+        ranks = self.plan.grid.count
+        # A prediction that every rank has counts in part on each rank.
+        mine = self.expected.item() / (1 if self.plan.owner_updates else ranks)
+        change = (loss_after - loss_before) / ranks
+        change, expected = summed(self.site.grid.world, [change, mine])
         return change / expected if expected else None
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What grafting keeps from step to step, and the damping where it is adapted."""
+        """Return averages of grafting, and the damping if the damping is adapted."""
         kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._adam or {}).items()}
-        return kept | ({"damping": self._adaptive.damping} if self._adaptive else {})
+        adaptive = self.settings.damping.adapted
+        return kept | ({"damping": adaptive.damping} if adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Names of what all ranks together have in a state of `names`."""
-        if self.graft != "adam":
+        """Return the names that all ranks together have in a state of `names`."""
+        if self._adam is None:
             return set()
-        return {f"graft/{n}" for name in self.plan.shapes for n in (name, count_of(name))}
+        names = [layer.name for layer in self.plan.layers]
+        return {f"graft/{n}" for name in names for n in (name, count_of(name))}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """What this rank takes from a state of `names`; each with a value of its kind."""
+        """Return what this rank takes from a state of `names`, each with a value of its kind."""
         kinds = {"graft": _grafted(names), "damping": "damping" in names}
         kept = self.state_dict().items()
         return {name: value for name, value in kept if kinds[name.partition("/")[0]]}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Takes what is `needed` from the state of all; grafting starts anew without it."""
+        """Take what is `needed` from the state of all ranks; without it, grafting starts anew."""
         self.expected.zero_()
         for name, value in (self._adam or {}).items():
             value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
-        if self._adaptive and "damping" in names:
-            self._adaptive.damping = state["damping"]
+        if self.settings.damping.adapted and "damping" in names:
+            self.settings.damping.adapted.damping = state["damping"]
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _length(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """The norm that a layer's direction is given, `[]`."""
+    def _graft(self, job: Job) -> None:
+        """Give a direction the length that grafting asks for.
+
+        A gradient stands for a direction that is not finite, see `check`.
+        """
+        usable = torch.where(job.direction.isfinite().all(), job.direction, job.gradient)
+        job.direction.copy_(grafted(usable, self._length(job.name, job.gradient)))
+
+    def _length(self, name: str, gradient: Tensor) -> Tensor:
+        """Return the norm that a layer's direction is given, `[]`."""
         if self._adam is None:
             return gradient.norm()
         if name not in self.gradients.broken:
             self._adam.add(name, gradient)
         return self._adam.length(name, gradient)
 
-    def _along_gradient(self, power: int) -> torch.Tensor:
-        """`sum lr^power <direction, gradient>` `[1]` over the layers that are stepped from here."""
-        total = self.flat.new_zeros(1)
+    def _squares(self) -> Squares:
+        names = [layer.name for layer in self.plan.preconditioned]
+        blocks = [(layer.name, layer.shape.gradient) for layer in self.plan.preconditioned]
+        layout = lay_out([blocks, [(count_of(name), (1,)) for name in names]])
+        return Squares(layout, self.site.dtype, self.site.device)
+
+    def _along_gradient(self, power: int) -> Tensor:
+        """Return `sum lr^power <direction, gradient>` `[1]` over the layers stepped from here."""
+        total = self.arena.flat.new_zeros(1)
         for layer in self._finite():
-            products = self[layer.name] * self.gradients.arena[layer.name]
+            products = self.arena[layer.name] * self.gradients.arena[layer.name]
             for part, group in zip(layer.parts(products), self._groups[layer.name]):
                 total += part.sum() * self.optimizer.param_groups[group]["lr"] ** power
         return total
 
-    def _square(self) -> torch.Tensor:
-        """`sum <direction, direction>` `[1]` over the same layers."""
-        total = self.flat.new_zeros(1)
+    def _square(self) -> Tensor:
+        """Return `sum <direction, direction>` `[1]` over the same layers."""
+        total = self.arena.flat.new_zeros(1)
         for layer in self._finite():
-            total += self[layer.name].square().sum()
+            total += self.arena[layer.name].square().sum()
         return total
 
     def _finite(self) -> list[Layer]:
-        """The layers whose directions are here.
+        """Return the layers whose directions are in the arena and whose gradients are finite.
 
-        But for those whose gradients are not finite, which are not stepped: sums would be so, too.
+        Layers with other gradients are not stepped, and would make sums NaN.
         """
         broken = self.gradients.broken
-        return [x for x in self.layers if x.name in self and x.name not in broken]
+        return [layer for layer in self._layers if layer.name not in broken]
 
 
 def _grafted(names: Collection[str]) -> bool:
-    """Whether a state of `names` has what grafting keeps."""
+    """Return whether a state of `names` has averages of grafting."""
     return any(name.startswith("graft/") for name in names)
 
 
 class Squares(Arena):
     """Adam's running averages of squared gradients, of the layers that one rank preconditions.
 
-    By layer; beside each, what its average's weights add up to, which is 1 in the end.
+    By layer; beside each average, the sum of the average's weights, which is 1 in the end.
     """
 
-    def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, device: torch.device) -> None:
-        names = plan.preconditioned(rank)
-        blocks = [(name, plan.shapes[name].gradient) for name in names]
-        super().__init__(
-            lay_out([blocks, [(count_of(name), (1,)) for name in names]]), dtype, device
-        )
-
     def add(self, name: str, gradient: Tensor) -> None:
-        """Takes the averaged gradient of a step into the average."""
+        """Take the averaged gradient of a step into the average."""
         self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
         self[count_of(name)].mul_(DECAY).add_(1 - DECAY)
 
     def length(self, name: str, gradient: Tensor) -> Tensor:
-        """The norm `[]` of `gradient / (sqrt(v) + eps)`: Adam's step, but for its momentum.
+        """Return the norm `[]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
 
-        That is added by the optimizer that takes the step [Kingma & Ba 2015].
+        The optimizer that takes the step adds momentum [Kingma & Ba 2015].
         """
         mean = self[name] / self[count_of(name)]
         return (gradient / (mean.sqrt_() + EPSILON)).norm()
 
 
 def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """The direction at that length `[]` [Agarwal et al. 2020]; one of zeros as it is."""
+    """Return the direction at that length `[]` [Agarwal et al. 2020]; zeros stay zeros."""
     own = direction.norm()
     return direction * torch.where(own > 0, length / own, 1.0)
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:
-    """Factor `[1]` that keeps the square of a step's norm at `bound` at most.
+    """Return the factor `[1]` that keeps the square of a step's norm at `bound` at most.
 
     Args:
-        square: that of a norm, `[1]`: `sum <direction, direction>` over layers, or for the KL clip
+        square: of a norm, `[1]`: `sum <direction, direction>` over layers, or for the KL clip
             `sum lr^2 <direction, gradient>`, which rounding may make negative [SC20, eq. 18].
     """
     return torch.sqrt(bound / square.abs()).clamp_(max=1.0)

@@ -3,89 +3,150 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Grid
-from mpikfac.engine.nonfinite import Troubles
+from mpikfac.engine.site import Part, Site
 from mpikfac.numerics import (
     Arena,
     Parts,
     add_identity,
     add_triangle,
     all_finite,
-    not_finite,
     unfold_triangle,
 )
-from mpikfac.plan import Plan, count_of, parent
+from mpikfac.plan import Factor
 
 STAGE = "reduce statistics"
-FORMS = "factors", "vectors"  # what averages are called in the state; the second are vectors
+FORMS = {"matrix": "factors", "vector": "vectors"}  # names of averages in the state, by form
 
 
-class Factors:
-    """The factors that one rank keeps.
-
-    An example has the same weight wherever it is: a batch's factors are sums over examples, which
-    ranks add up as they add up their numbers, and averages over time weigh batches by these. A
-    layer that took no part in a batch keeps its average.
-
-    Averages over time and over ranks commute: where the plan is `late`, each rank averages over
-    time what its own share of the batches gives, and the averages of all ranks make up the factors
-    whenever these are asked for.
+@dataclass(frozen=True)
+class Running:
+    """A running average, and a batch's sum beside the average; all are views of arenas.
 
     Attributes:
-        statistics: this rank's sums of a batch, as triangles or, where factors are squares of
-            vectors, these vectors, and numbers of examples; zero between steps.
-        parts: the same for each part of a share, where a batch is dealt out in parts.
-        averages: running averages, in the same form; at first the identity (or zero vectors).
-        weights: numbers of examples that they stand for; at first 0.
-        started: whether there are averages of anything.
-        lacking: whether there are none of something, for which the next batch has to count.
+        total: the batch's sum over examples.
+        count: `[1]`, the number of examples in the sum.
+        weight: `[1]`, the number of examples that the average stands for.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        grid: Grid,
-        dtype: torch.dtype,
-        kept_in: torch.dtype,
-        device: torch.device,
-        troubles: Troubles,
-    ) -> None:
-        """Sums have `dtype`, averages the one that they are `kept_in`."""
-        self.plan, self.grid, self.troubles = plan, grid, troubles
-        rank = grid.world.rank
-        self.statistics = Arena(plan.statistics(rank), dtype, device)
-        self.parts = Parts(self.statistics, plan.parts_per_rank)
-        self.averages = Arena(plan.averages(rank), kept_in, device)
-        weights = torch.zeros(len(self.averages), dtype=dtype, device=device)
-        self.weights = dict(zip(self.averages, weights.split(1)))
-        self._squares = Arena(plan.squares(rank), dtype, device)
-        self._messages = {share: plan.reduce_statistics(rank, share) for share in plan.shares}
-        self._beside = None
-        if plan.strategy.transport.overlap and not plan.late and (messages := self._messages[None]):
-            layout, flat = self.statistics.layout, self.statistics.flat
-            self._beside = grid.overlapped(messages, layout, flat, urgency=1)
-        self._unsettled: tuple[float, int] | None = None
+    name: str
+    total: Tensor
+    count: Tensor
+    average: Tensor
+    weight: Tensor
 
-    def forget(self, identity: bool) -> None:
-        """No averages, or the identity as the average so far, with the weight of a batch."""
+    def merge(self, decay: float) -> None:
+        """Take the batch's sum into the average, weighed by the number of examples.
+
+        The sum becomes the batch's mean. The average stays as it is if the count is 0.
+        """
+        count, weight = self.count, self.weight
+        weight.mul_(decay).add_(count, alpha=1 - decay)
+        mean = self.total.div_(torch.where(count > 0, count, 1))
+        precise = self.average.to(mean.dtype)  # the average itself if dtypes are the same
+        precise.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))
+        self.average.copy_(precise)
+
+
+def leave_out_broken(flat: Tensor, running: Iterable[Running]) -> list[str]:
+    """Return names of sums that are not finite; these sums and their counts become 0.
+
+    Args:
+        flat: the buffer that holds all sums.
+    """
+    if all_finite(flat):
+        return []
+    broken = [one for one in running if not one.total.isfinite().all()]
+    for one in broken:
+        one.total.zero_()
+        one.count.zero_()
+    return [one.name for one in broken]
+
+
+class Factors(Part):
+    """The factors that one rank keeps.
+
+    An example has the same weight on every rank: a batch's factors are sums over examples, which
+    ranks add up together with the numbers of examples, and averages over time weigh batches by
+    these numbers. A layer that took no part in a batch keeps its average.
+
+    Averages over time and over ranks commute. If the plan is `late`, each rank averages its own
+    share of the batches over time, and the averages of all ranks are summed when factors are asked
+    for.
+
+    Attributes:
+        statistics: this rank's sums of a batch and numbers of examples, zero between steps. Sums
+            are triangles, or vectors whose squares are the factors.
+        parts: the same for each part of a share, if a batch is dealt out in parts.
+        averages: running averages, in the same form; at first the identity (or zero vectors).
+        weights: numbers of examples that averages stand for; at first 0.
+        started: whether there is an average of anything.
+        lacking: whether an average is missing, so that the next batch has to count.
+        overlap: whether statistics are sent layer by layer, overlapped with the computation.
+    """
+
+    def __init__(self, site: Site, kept_in: torch.dtype, identity: bool = False) -> None:
+        """Make arenas of zeros.
+
+        Args:
+            kept_in: dtype of averages.
+            identity: averages start at the identity, with the weight of a batch.
+        """
+        self.site, self.plan, self.grid = site, site.plan, site.grid
+        layouts = self.plan.layouts
+        self.statistics = site.arena(layouts.statistics)
+        self.parts = Parts(self.statistics, self.plan.parts)
+        self.averages = site.arena(layouts.averages, kept_in)
+        weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
+        self.weights = dict(zip(self.averages, weights.split(1)))
+        self._factors = {factor.name: factor for factor in self.plan.factors}
+        self._running = {name: self._bound(self._factors[name]) for name in self.averages}
+        self._squares = site.arena(layouts.squares)
+        self._messages = {s: self.plan.reduce_statistics(s) for s in self.plan.shares}
+        self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
+        self._beside = None
+        overlap = self.plan.strategy.transport.overlap and not self.plan.late
+        if overlap and (messages := self._messages[None]):
+            layout, flat = self.statistics.layout, self.statistics.flat
+            self._beside = self.grid.overlapped(messages, layout, flat, urgency=1)
+        self.overlap = self._beside is not None
+        self._unsettled: tuple[float, int] | None = None
+        self._starts_at_identity = identity
+
+    def _bound(self, factor: Factor) -> Running:
+        name = factor.name
+        total, count = self.statistics[name], self.statistics[factor.counted]
+        return Running(name, total, count, self.averages[name], self.weights[name])
+
+    def forget(self) -> None:
+        """Forget all averages, or start at the identity with the weight of a batch."""
         self.settle()
         self.parts.clear()
         self.statistics.flat.zero_()
         self.averages.flat.zero_()
         for name, average in self.averages.items():
             self.weights[name].zero_()
-            if not self._is_vector(name):
+            if not self._factors[name].solver.vector:
                 add_identity(average)
-        self.started = self._identity = identity
-        self.lacking = not identity
+        self.started = self._identity = self._starts_at_identity
+        self.lacking = not self._starts_at_identity
+
+    def clear(self) -> None:
+        """Forget the collected parts of a batch."""
+        self.parts.clear()
+
+    def collect(self) -> None:
+        """Keep the sums of one part of this rank's share, and make room for the next part."""
+        self.parts.add()
+        self.statistics.flat.zero_()
 
     def unscale(self, names: Collection[str], scale: float) -> bool:
-        """Takes a loss's scale out of a batch's sums of gradients; whether all sums are finite.
+        """Take a loss's scale out of a batch's sums of gradients; return whether sums are finite.
 
         Collective over: none.
         """
@@ -93,12 +154,13 @@ class Factors:
         for name in names:
             sums = collected[..., self.statistics.span(name)]
             sums /= scale
-            if not self._is_vector(name):  # twice, as the square may be no number of this dtype
+            # Twice, as the square of the scale may be no number of this dtype.
+            if not self._factors[name].solver.vector:
                 sums /= scale
         return all_finite(collected)
 
     def average(self, decay: float, step: int) -> None:
-        """Takes a batch's factors into the averages; those on their way, when they are asked for.
+        """Take a batch's factors into the averages; overlapped factors when they are asked for.
 
         Collective over: world.
         """
@@ -107,27 +169,22 @@ class Factors:
             self.settle()
 
     def ready(self, layer: str) -> None:
-        """A layer's statistics are there: sends them, where there is `overlap`.
+        """Send a layer's statistics, which are complete now, if statistics are overlapped.
 
         Collective over: none.
         """
         if self._beside is not None:
-            for factor in self.plan.shapes[layer].factors:
+            for factor in self._of_layer[layer]:
                 self._beside.ready(factor.name)
-                self._beside.ready(count_of(factor.name))
-
-    @property
-    def overlap(self) -> bool:
-        """Whether statistics are sent layer by layer, beside the computation."""
-        return self._beside is not None
+                self._beside.ready(factor.counted)
 
     @property
     def settled(self) -> bool:
-        """Whether the averages are those of all batches so far."""
+        """Whether the averages are averages of all batches so far."""
         return self._unsettled is None
 
     def settle(self) -> None:
-        """Waits for a batch's factors that are on their way, and takes them into the averages.
+        """Wait for a batch's factors that are being sent, and take the factors into the averages.
 
         Collective over: world.
         """
@@ -145,76 +202,78 @@ class Factors:
         self.statistics.flat.zero_()
         self.started, self.lacking = True, False
 
-    def whole(self, share: int | None = None) -> Mapping[str, Tensor]:
-        """Averages over ranks and time of the factors that this rank decomposes.
+    def whole(self, share: int | None = None) -> Arena:
+        """Return averages over ranks and time of the factors that this rank decomposes.
 
-        Where the plan is late, of a `share` of the layers if not of all, and until `discard`.
+        If the plan is late, averages of one `share` of the layers, valid until `discard`.
 
         Collective over: world.
         """
         self.settle()
         if not self.plan.late:
             return self.averages
-        for name, weight in self.weights.items():
-            torch.mul(self.averages[name], weight, out=self.statistics[name])
-            self.statistics[count_of(name)].copy_(weight)
+        for one in self._running.values():
+            torch.mul(one.average, one.weight, out=one.total)
+            one.count.copy_(one.weight)
         self._sum(share)
-        for name in self.averages:
-            weight = self.statistics[count_of(name)]
-            self.statistics[name].div_(torch.where(weight > 0, weight, 1))
-            if not self._is_vector(name):
-                add_identity(self.statistics[name], (weight == 0).to(weight))
+        for name, one in self._running.items():
+            one.total.div_(torch.where(one.count > 0, one.count, 1))
+            if not self._factors[name].solver.vector:
+                add_identity(one.total, (one.count == 0).to(one.count))
         return self.statistics
 
     def discard(self) -> None:
-        """Makes room for the next batch's statistics, where `whole` has put averages there."""
+        """Make room for the next batch's statistics, if `whole` has put averages there."""
         if self.plan.late:
             self.statistics.flat.zero_()
 
-    def kept(self) -> list[str]:
-        """Factors that this rank answers for: all that it keeps, or where late those it owns."""
-        if not self.plan.late:
-            return list(self.averages)
-        rank = self.grid.world.rank
-        return [name for name in self.averages if self.plan.owners[name] == rank]
+    def finish(self) -> None:
+        """Send statistics of layers that the backward pass did not reach, if overlapped."""
+        if self._beside is None:
+            return
+        for name, factors in self._of_layer.items():
+            if factors[0].name not in self._beside.ready_blocks:
+                self.ready(name)
 
-    def items(self, factors: Collection[str]) -> dict[str, Tensor]:
-        """Of these, averages that this rank answers for, and weights, by the names of the state."""
-        kept = [name for name in self.kept() if name in factors]
-        found = {self._item(name): self.averages[name] for name in kept}
-        return found | {f"weights/{name}": self.weights[name] for name in kept}
+    # -- state -----------------------------------------------------------------------------------
+
+    def items(self, factors: Iterable[Factor]) -> dict[str, Tensor]:
+        """Return averages and weights that this rank saves, of these factors, by state names."""
+        kept = [factor for factor in factors if self._saves(factor)]
+        found = {_item(factor): self.averages[factor.name] for factor in kept}
+        return found | {f"weights/{one.name}": self.weights[one.name] for one in kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages over ranks and their weights, by name.
+        """Return averages over ranks and their weights, by name.
 
-        Where the plan is late, it moves them all to their owners first, here as after a restart:
-        a run that goes on from it and one that wrote it stay equal.
+        With reduce_at="bases", averages first move to their owners, as a restart does; so a run
+        that goes on and a resumed run stay identical.
 
         Collective over: world where the plan is late or overlaps, else none.
         """
         self.settle()
         if self.plan.late and self.started:
-            whole = self.whole()
-            for name, average in self.averages.items():
-                mine = name in self.kept()
-                average.copy_(whole[name]) if mine else average.zero_()
-                self.weights[name].copy_(whole[count_of(name)] * mine)
+            self.whole()
+            for name, one in self._running.items():
+                mine = self._saves(self._factors[name])
+                one.average.copy_(one.total) if mine else one.average.zero_()
+                one.weight.copy_(one.count * mine)
             self.discard()
         return {"started": 1, **self.items(self.plan.factors)} if self.started else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Names of what all ranks together have in a state of `names`."""
+        """Return the names that all ranks together have in a state of `names`."""
         factors = self.plan.factors if "started" in names else ()
-        return {item for name in factors for item in (self._item(name), f"weights/{name}")}
+        return {item for one in factors for item in (_item(one), f"weights/{one.name}")}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """What this rank takes from a state of `names`; each with a value of its kind."""
+        """Return what this rank takes from a state of `names`, each with a value of its kind."""
         return self.items(self._taken(names))
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Takes what is `needed` from the state of all, after `forget`.
+        """Take what is `needed` from the state of all ranks, after `forget`.
 
-        Also where this rank keeps none of them: it takes part in what all ranks do with theirs.
+        A rank that keeps no factors takes part too, in what all ranks do with their factors.
         """
         if taken := self._taken(names):
             self.started = True
@@ -222,82 +281,56 @@ class Factors:
             for name, value in self.items(taken).items():
                 value.copy_(state[name])
 
-    def _taken(self, names: Collection[str]) -> list[str]:
-        """Factors whose averages come from a state of `names`; not those of another form there."""
-        if not {name.partition("/")[0] for name in names}.intersection(FORMS):
+    def _saves(self, factor: Factor) -> bool:
+        """Return whether this rank saves a factor: all it keeps, or if late the factors it owns."""
+        mine = factor.owner == self.plan.rank or not self.plan.late
+        return mine and factor.name in self.averages
+
+    def _taken(self, names: Collection[str]) -> list[Factor]:
+        """Return factors whose averages come from a state of `names`.
+
+        A factor that the state has in the other form starts anew.
+        """
+        if not {name.partition("/")[0] for name in names}.intersection(FORMS.values()):
             return []
-        other = {name: FORMS[not self._is_vector(name)] for name in self.plan.factors}
-        return [name for name, form in other.items() if f"{form}/{name}" not in names]
+        other = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
+        return [f for f in self.plan.factors if f"{other[f.solver.keeps]}/{f.name}" not in names]
 
-    def _is_vector(self, factor: str) -> bool:
-        return parent(factor) in self.plan.vectors
-
-    def _item(self, factor: str) -> str:
-        """What its average is called in the state."""
-        return f"{FORMS[self._is_vector(factor)]}/{factor}"
-
-    def finish(self) -> None:
-        """Sends what the backward pass did not come by, where statistics are sent by layer."""
-        if self._beside is None:
-            return
-        for name, layer in self.plan.shapes.items():
-            if layer.factors[0].name not in self._beside.ready_blocks:
-                self.ready(name)
+    # -- details ---------------------------------------------------------------------------------
 
     def _merge(self, decay: float) -> None:
-        """Takes the sums over a batch into the averages, weighed by their numbers of examples."""
-        for name, weight in self.weights.items():
-            count = self.statistics[count_of(name)]
-            if self._identity:  # it weighs as much as the first batch
-                weight.copy_(torch.where(weight > 0, weight, count))
-            merge(self.averages[name], weight, self.statistics[name], count, decay)
+        """Take the sums over a batch into the averages, weighed by numbers of examples."""
+        for one in self._running.values():
+            if self._identity:  # the identity weighs as much as the first batch
+                one.weight.copy_(torch.where(one.weight > 0, one.weight, one.count))
+            one.merge(decay)
 
     def _sum(self, share: int | None) -> None:
-        """Adds up the statistics of all ranks."""
+        """Add up the statistics of all ranks."""
         messages = self._messages[share]
         if not self._squares:
             self.grid.exchange(messages, self.statistics.flat)
         elif messages:
-            with self.grid.trace.stage(STAGE):
-                for name, square in self._squares.items():
-                    one = self.statistics[name]
-                    square.copy_(unfold_triangle(one) if name in self.plan.factors else one)
+            with self.site.trace.stage(STAGE):
+                for factor in self.plan.recorded:
+                    square = unfold_triangle(self.statistics[factor.name])
+                    self._squares[factor.name].copy_(square)
+                    self._squares[factor.counted].copy_(self.statistics[factor.counted])
             self.grid.exchange(messages, self._squares.flat)
-            with self.grid.trace.stage(STAGE):
+            with self.site.trace.stage(STAGE):
                 self.statistics.flat.zero_()
-                for name, square in self._squares.items():
-                    add = add_triangle if name in self.plan.factors else Tensor.add_
-                    add(self.statistics[name], square)
+                for factor in self.plan.recorded:
+                    add_triangle(self.statistics[factor.name], self._squares[factor.name])
+                    self.statistics[factor.counted].add_(self._squares[factor.counted])
 
     def _check(self, step: int) -> None:
-        """Factors of this batch that are not finite count for nothing."""
-        broken = leave_out_broken(self.statistics, self.averages)
-        rank, owners = self.grid.world.rank, self.plan.owners
-        mine = [name for name in broken if self.plan.late or owners[name] == rank]
-        self.troubles.note("statistics", mine, step, "their averages stay as they are")
+        """Leave factors of this batch that are not finite out of the averages."""
+        broken = leave_out_broken(self.statistics.flat, self._running.values())
+        late, rank = self.plan.late, self.plan.rank
+        mine = [name for name in broken if late or self._factors[name].owner == rank]
+        self.site.nonfinite.note("statistics", mine, step, "their averages stay as they are")
 
 
-def leave_out_broken(sums: Arena, names: Iterable[str]) -> list[str]:
-    """Those of a batch's sums that are not finite; they and their counts become 0."""
-    if all_finite(sums.flat):
-        return []
-    broken = not_finite({name: sums[name] for name in names})
-    for name in broken:
-        sums[name].zero_()
-        sums[count_of(name)].zero_()
-    return broken
-
-
-def merge(average: Tensor, weight: Tensor, total: Tensor, count: Tensor, decay: float) -> None:
-    """Takes a batch's sum `total` into a running average, weighed by its number of examples.
-
-    Args:
-        weight: `[1]`, the number that the average stands for, which follows.
-        total: becomes the batch's mean.
-        count: `[1]`, the batch's number of examples; the average stays where it is 0.
-    """
-    weight.mul_(decay).add_(count, alpha=1 - decay)
-    mean = total.div_(torch.where(count > 0, count, 1))
-    precise = average.to(mean.dtype)  # itself if it has that dtype
-    precise.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))
-    average.copy_(precise)
+def _item(factor: Factor) -> str:
+    """Return the name of a factor's average in the state."""
+    return f"{FORMS[factor.solver.keeps]}/{factor.name}"

@@ -13,7 +13,7 @@ TOLERATED = 3  # times in a row that something may go wrong before the run ends
 log = logging.getLogger("mpikfac")
 
 
-class Troubles:
+class Nonfinite:
     """What went wrong on this rank, of what this rank answers for.
 
     Attributes:

@@ -1,8 +1,8 @@
-"""Hooks that record a batch's moments; nothing is sent."""
+"""Hooks that record a batch's moments; without overlap, nothing is sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,125 +11,205 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpikfac.engine.factors import Factors
+from mpikfac.engine.site import Part
 from mpikfac.layers import Layer
-from mpikfac.numerics import Arena, add_triangle, without_autocast
-from mpikfac.plan import count_of
+from mpikfac.numerics import add_triangle, without_autocast
+from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.settings import Estimator, Turn
-from mpikfac.trace import Trace
 
 
-class Recorder:
+@dataclass(frozen=True)
+class Sum:
+    """The sum of a factor, bound to its place in the arena of statistics.
+
+    Attributes:
+        block: where the factor lies in the moment of its side.
+        total: the sum: a triangle or a vector.
+        count: `[1]`, the number of examples in the sum.
+    """
+
+    factor: Factor
+    block: slice
+    total: Tensor
+    count: Tensor
+
+    def add(self, moment: Tensor, weight: float) -> None:
+        """Add the factor's block of a side's moment, times `weight`."""
+        mine, block = self.total, self.block
+        if self.factor.solver.vector:
+            mine.add_(moment[..., block].view_as(mine), alpha=weight)
+        else:
+            own = (*mine.shape[:-2], self.factor.order, self.factor.order)
+            add_triangle(mine, moment[..., block, block].reshape(own), weight)
+
+
+@dataclass(frozen=True)
+class SideSums:
+    """The sums of A or of G of a layer.
+
+    Attributes:
+        quadratic: sums are of squares of gradients; else of inputs alone.
+        moment: returns the moment of a call, from the side, inputs and output gradients.
+    """
+
+    side: str
+    quadratic: bool
+    moment: Callable[[str, Tensor, Tensor], Tensor]
+    sums: Sequence[Sum]
+
+
+@dataclass
+class LayerSums:
+    """The sums of a layer, and how many examples and vectors went into the sums.
+
+    Attributes:
+        last_pass: the forward pass of the last call.
+    """
+
+    layer: Layer
+    vector: bool
+    sides: Sequence[SideSums]
+    batch: int = 0
+    positions: int = 0
+    last_pass: int = -1
+
+    def count(self, batch: int, positions: int, forward_pass: int) -> None:
+        """Count one call of the layer."""
+        # A layer called again in the same pass sees the same examples at more positions.
+        if forward_pass != self.last_pass:
+            self.batch += batch
+        self.positions += positions
+        self.last_pass = forward_pass
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return examples and positions since the last time, and count from 0 again."""
+        found = self.batch, self.positions
+        self.batch, self.positions, self.last_pass = 0, 0, -1
+        return found
+
+
+def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor]) -> LayerSums:
+    """Return a layer's sums, bound to the statistics that this rank records."""
+    vector = planned.solver.vector
+    moment = layer.first_moment if vector else layer.second_moment
+    sides = []
+    for side in layer.shape.sides:
+        factors, start, sums = planned.side(side), 0, []
+        for factor in factors:
+            block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
+            start += factor.order
+            if factor.name in statistics:
+                total, count = statistics[factor.name], statistics[factor.counted]
+                sums.append(Sum(factor, block, total, count))
+        if sums:
+            sides.append(SideSums(side, side in layer.quadratic, moment, sums))
+    return LayerSums(layer, vector, sides)
+
+
+class Recorder(Part):
     """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over passes since the last `finish`.
+
+    If factors are overlapped, a layer's sums are sent as soon as the backward pass has passed the
+    layer.
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
-        before_first: called before the first sums since the last `finish` are added.
-        after_each: called with each layer whose sums were added.
         after_call: called with each layer, its call's inputs and output gradients as sums take
-            them, and the weight of these.
+            them, and the weight of the call.
     """
 
     recording = False
-    before_first: Callable[[], None] | None = None
-    after_each: Callable[[Layer], None] | None = None
     after_call: Callable[[Layer, Tensor, Tensor, float], None] | None = None
     _passes = 0
     _turn: Turn | None = None
 
     def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[Layer],
-        statistics: Arena,
-        trace: Trace,
-        estimator: Estimator,
-        vectors: Collection[str] = (),
+        self, model: nn.Module, layers: Iterable[Layer], factors: Factors, estimator: Estimator
     ) -> None:
-        """Adds hooks to the model and to the layers that have a block in `statistics`.
-
-        Of the layers in `vectors`, sums are those of `a` and `g`, else triangles of `a a^T` and
-        `g g^T`.
-        """
-        self.statistics = statistics
-        self.vectors = vectors
-        self.estimator = estimator
-        self.trace = trace
-        self._counts: dict[str, Count] = {}
+        """Add hooks to the model, and to the layers whose statistics this rank records."""
+        self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
+        self.statistics, self.trace = factors.statistics, factors.site.trace
+        self._dtype = factors.site.dtype
+        planned = {layer.name: layer for layer in factors.plan.layers}
+        every = [bound(layer, planned[layer.name], self.statistics) for layer in layers]
+        self._layers = {one.layer.name: one for one in every if one.sides}
+        self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
-        self.layers = [
-            layer for layer in layers if any(f.name in statistics for f in layer.shape.factors)
-        ]
         self._hooks = [model.register_forward_pre_hook(self._on_pass)]
         self._hooks += [
-            module.register_forward_hook(partial(self._on_forward, layer), with_kwargs=True)
-            for layer in self.layers
-            for module in layer.modules
+            module.register_forward_hook(partial(self._on_forward, sums.layer), with_kwargs=True)
+            for sums in self._layers.values()
+            for module in sums.layer.modules
         ]
 
     def __reduce__(self) -> Any:
-        # A copied or saved model takes its hooks along; those record nothing.
+        # A copied or saved model takes its hooks along; a copy's hooks record nothing.
         return Recorder.__new__, (Recorder,)
 
     def detach(self) -> None:
-        """Removes the hooks."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def clear(self) -> None:
-        """Forgets the passes since the last `finish`."""
-        self._counts.clear()
+        """Forget the passes since the last `finish`."""
+        for name in self._recorded:
+            self._layers[name].take_counts()
+        self._recorded.clear()
         self._finished.clear()
         self.statistics.flat.zero_()
 
+    forget = clear
+
     def finish(self) -> None:
-        """Turns the sums into this rank's factors, each times the number of its examples.
+        """Turn the sums into this rank's factors, each times the number of its examples.
 
         Raises:
             RuntimeError: no layer has statistics.
         """
-        if self.layers and not self._counts and not self._finished:
-            of_loss = self.estimator.of_loss
-            missing = "" if of_loss else "; call record(outputs) before the loss's backward()"
+        if self._layers and not self._recorded and not self._finished:
+            missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
-        for layer in self.layers:
-            if layer.name not in self._finished:
-                self.finish_layer(layer)
+        for name, sums in self._layers.items():
+            if name not in self._finished:
+                self._finish_layer(sums)
         self._finished.clear()
 
-    def finish_layer(self, layer: Layer) -> None:
-        """Does that for one layer; one that took no part counts for nothing."""
-        self._finished.add(layer.name)
-        count = self._counts.pop(layer.name, None)
-        if count is None or count.positions == 0:
+    def _finish_layer(self, sums: LayerSums) -> None:
+        """Turn a layer's sums into factors; a layer that took no part counts for nothing."""
+        self._finished.add(sums.layer.name)
+        self._recorded.discard(sums.layer.name)
+        batch, positions = sums.take_counts()
+        if positions == 0:
             return
-        counts = count.batch, count.positions
-        scales = layer.scales(self.estimator.normalization, *counts, layer.name in self.vectors)
-        for side in layer.shape.sides:
-            scale = scales[side] * count.batch
-            if side in layer.quadratic and not self.estimator.of_loss:
-                scale /= count.batch**2  # sums are of gradients of examples' own losses
-            for factor in layer.shape.side(side):
-                if factor.name in self.statistics:
-                    self.statistics[factor.name].mul_(scale)
-                    self.statistics[count_of(factor.name)].fill_(count.batch)
+        normalization = self.estimator.normalization
+        scales = sums.layer.scales(normalization, batch, positions, sums.vector)
+        for side in sums.sides:
+            scale = scales[side.side] * batch
+            if side.quadratic and not self._of_loss:
+                scale /= batch**2  # sums are of gradients of examples' own losses
+            for one in side.sums:
+                one.total.mul_(scale)
+                one.count.fill_(batch)
 
     @property
     def of_gradients(self) -> list[str]:
-        """The statistics that are sums of gradients, or of their squares."""
+        """Names of the statistics that are sums of gradients, or of squares of gradients."""
         return [
-            factor.name
-            for layer in self.layers
-            for side in layer.quadratic
-            for factor in layer.shape.side(side)
-            if factor.name in self.statistics
+            one.factor.name
+            for sums in self._layers.values()
+            for side in sums.sides
+            if side.quadratic
+            for one in side.sums
         ]
 
     @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:
-        """Inside, backward passes are some of several that stand for the loss's."""
+        """Inside, backward passes are some of several passes that stand for the loss's pass."""
         self._turn = turn
         try:
             yield
@@ -147,13 +227,15 @@ class Recorder:
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
-            listen(partial(self._record, layer, [x.detach()], self._passes))
+            sums = self._layers[layer.name]
+            listen(partial(self._record, sums, [x.detach()], self._passes))
 
     @without_autocast
-    def _record(self, layer: Layer, kept: list[Tensor], forward_pass: int, g: Tensor) -> None:
-        """Adds one call's sums; `kept` holds its input until then."""
-        turn = self._turn or Turn()
-        if self._turn is None and not self.estimator.of_loss:
+    def _record(self, sums: LayerSums, kept: list[Tensor], forward_pass: int, g: Tensor) -> None:
+        """Add one call's sums; `kept` holds the call's input until then."""
+        layer, turn = sums.layer, self._turn or Turn()
+        of_loss = self._turn is None
+        if of_loss and not self._of_loss:
             kept.clear()
             return
         if not kept:
@@ -162,66 +244,29 @@ class Recorder:
                 f"statistics of its own; add the losses and call backward once"
             )
         x = kept.pop() if turn.last else kept[0]
-        if self.before_first and not self._counts and not self._finished:
-            self.before_first()
+        if not self._recorded and not self._finished and self.factors.overlap:
+            self.factors.settle()
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
-        dtype = self.statistics.flat.dtype
         if x.is_floating_point():  # under autocast, what the layer multiplied was rounded
-            x = x.to(g.dtype).to(dtype)
-        g = g.to(dtype)
+            x = x.to(g.dtype).to(self._dtype)
+        g = g.to(self._dtype)
         with self.trace.stage("statistics"), torch.no_grad():
-            count = self._counts.setdefault(layer.name, Count())
+            self._recorded.add(layer.name)
             if turn.first:
-                count.add(len(x), layer.positions(g), forward_pass)
+                sums.count(len(x), layer.positions(g), forward_pass)
             every = slice(None, None, self.estimator.subsample)
             some_x, some_g = layer.prepared(x, g)[every], g[every]
             weight = len(x) / max(1, len(some_x))
             # What stands for the loss is a mean over this pass alone, not over all micro-batches.
-            of_own = 1 if self._turn is None else len(x) ** 2
-            for side in layer.shape.sides:
-                if side in layer.quadratic:
-                    self._add(layer, side, some_x, some_g, turn.weight * weight * of_own)
-                elif turn.first:
-                    self._add(layer, side, some_x, some_g, weight)
+            of_squares = turn.weight * weight * (1 if of_loss else len(x) ** 2)
+            for side in sums.sides:
+                if side.quadratic or turn.first:
+                    moment = side.moment(side.side, some_x, some_g)
+                    for one in side.sums:
+                        one.add(moment, of_squares if side.quadratic else weight)
             if self.after_call:
-                self.after_call(layer, some_x, some_g, turn.weight * weight * of_own)
-            if self.after_each and turn.last:
-                self.after_each(layer)
-
-    def _add(self, layer: Layer, side: str, x: Tensor, g: Tensor, weight: float) -> None:
-        """Adds the first or second moment of a side, times `weight`, to its factors' statistics."""
-        factors = layer.shape.side(side)
-        if not any(factor.name in self.statistics for factor in factors):
-            return
-        vectors = layer.name in self.vectors
-        moment = layer.first_moment if vectors else layer.second_moment
-        total, start = moment(side, x, g), 0
-        for factor in factors:
-            block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
-            start += factor.order
-            if factor.name not in self.statistics:
-                continue
-            mine = self.statistics[factor.name]
-            if vectors:
-                mine.add_(total[..., block].view_as(mine), alpha=weight)
-            else:
-                own = (*mine.shape[:-2], factor.order, factor.order)
-                add_triangle(mine, total[..., block, block].reshape(own), weight)
-
-
-@dataclass
-class Count:
-    """How many examples and vectors went into a layer's sums."""
-
-    batch: int = 0
-    positions: int = 0
-    last_pass: int = -1
-
-    def add(self, batch: int, positions: int, forward_pass: int) -> None:
-        """Counts one call of the layer."""
-        # A layer called again in the same pass sees the same examples at more positions.
-        if forward_pass != self.last_pass:
-            self.batch += batch
-        self.positions += positions
-        self.last_pass = forward_pass
+                self.after_call(layer, some_x, some_g, of_squares)
+            if turn.last and self.factors.overlap:
+                self._finish_layer(sums)
+                self.factors.ready(layer.name)

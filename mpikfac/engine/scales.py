@@ -1,9 +1,10 @@
 """Eigenvalues of EKFAC: second moments of gradients in the eigenbases [George et al. 2018].
 
-An example's gradient of a layer is `sum(g a^T)` over its positions. The mean squares over examples
-of its elements in the basis of the eigenvectors of G and A, the scales, are the diagonal of its
-second moment there. Of all matrices that are diagonal in that basis, that is the nearest one. The
-products of the eigenvalues of G and A only estimate it, as if `a` and `g` were independent.
+An example's gradient of a layer is `sum(g a^T)` over positions. Rotated by the eigenvectors of G
+and A, the elements of the gradient have mean squares over examples: the scales. The scales are the
+diagonal of the gradient's second moment in the eigenbasis, and of all diagonal matrices the
+nearest to the second moment. Products of the eigenvalues of G and A only estimate the scales, as
+if `a` and `g` were independent.
 """
 
 from __future__ import annotations
@@ -14,61 +15,57 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Grid
 from mpikfac.engine.bases import Bases
-from mpikfac.engine.factors import leave_out_broken, merge
-from mpikfac.engine.nonfinite import Troubles
+from mpikfac.engine.factors import Running, leave_out_broken
+from mpikfac.engine.site import Part, Site
 from mpikfac.layers import Layer
-from mpikfac.numerics import Arena, all_finite
-from mpikfac.plan import Plan, count_of, parent
+from mpikfac.numerics import all_finite
+from mpikfac.plan import count_of
 from mpikfac.solvers import products_of_values, squares_in_bases
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 
 
-class Scales:
-    """The scales of the layers that are `rescaled`; those of other solvers than "ekfac" have none.
+class Scales(Part):
+    """The scales of the layers whose solver estimates scales; other layers have no scales.
 
-    They start as the products of the eigenvalues, whenever a layer's bases are new, with the weight
-    that the factors' averages have then. Batches are merged into them as into these averages; that
-    of the step that publishes new bases is lost, as it was recorded in the ones before.
+    Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
+    of the factors' averages. Batches are merged into scales as into factors' averages. The batch
+    of the step that publishes new bases is lost, as it was recorded in the bases before.
 
     Attributes:
-        averages: running averages `[outputs, inputs]`, by layer, which the bases' denominators are
-            made of.
-        weights: numbers of examples that they stand for.
+        averages: running averages `[outputs, inputs]`, by layer, from which directions are made.
+        weights: numbers of examples that averages stand for.
         sums: this rank's sums over a batch, and numbers of examples; zero between steps.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        grid: Grid,
-        bases: Bases,
-        dtype: torch.dtype,
-        device: torch.device,
-        troubles: Troubles,
-    ) -> None:
-        self.plan, self.grid, self.bases, self.troubles = plan, grid, bases, troubles
-        self.averages = bases.scales = Arena(plan.scales(), dtype, device)
-        weights = torch.zeros(len(self.averages), dtype=dtype, device=device)
+    def __init__(self, site: Site, bases: Bases) -> None:
+        self.site, self.plan, self.bases = site, site.plan, bases
+        self.averages = bases.scales
+        weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
-        self.sums = Arena(plan.scale_sums(), dtype, device)
-        self._messages = plan.reduce_scales(grid.world.rank)
+        self.sums = site.arena(site.plan.layouts.scale_sums)
+        self._layers = {layer.name: layer for layer in site.plan.rescaled}
+        self._running = [self._bound(name) for name in self.averages]
+        self._messages = site.plan.reduce_scales()
         self.forget()
 
+    def _bound(self, name: str) -> Running:
+        total, count = self.sums[name], self.sums[count_of(name)]
+        return Running(name, total, count, self.averages[name], self.weights[name])
+
     def forget(self) -> None:
-        """No scales, as there are no bases."""
+        """Forget all scales, as there are no bases."""
         self.clear()
         self._recorded: set[str] = set()  # layers that have a basis, and so scales
-        self._awaited: set[str] | None = None  # that will have new bases; None: as is said then
+        self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
 
     def clear(self) -> None:
-        """Forgets a batch's sums."""
+        """Forget a batch's sums."""
         self.sums.flat.zero_()
 
     def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
-        """Adds a call's squares of examples' gradients, times `weight`.
+        """Add a call's squares of examples' gradients, times `weight`.
 
         Calls of one pass count as if their gradients were independent.
 
@@ -88,89 +85,91 @@ class Scales:
             self.sums[layer.name].add_(total, alpha=weight)
 
     def unscale(self, scale: float) -> bool:
-        """Takes a loss's scale out of a batch's sums; whether all are finite."""
+        """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
         self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
         return all_finite(self.sums.flat)
 
     def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
-        """Adds up a batch's sums over ranks.
+        """Add up a batch's sums over ranks.
 
         Collective over: world.
 
         Args:
-            statistics: this rank's of the batch, beside which are numbers of examples.
+            statistics: this rank's sums of factors, beside numbers of examples.
             of_loss: gradients are those of the loss, a mean over the batch.
         """
         for name in self._recorded:
-            count = statistics[count_of(self.plan.shapes[name].factors[0].name)]
+            count = statistics[self._layers[name].factors[0].counted]
             self.sums[name].mul_(count**2 if of_loss else 1)
             self.sums[count_of(name)].copy_(count)
-        self.grid.exchange(self._messages, self.sums.flat)
+        self.site.grid.exchange(self._messages, self.sums.flat)
 
     def merge(self, decay: float, step: int) -> None:
-        """Takes a batch's sums over ranks into the averages."""
+        """Take a batch's sums over ranks into the averages."""
         if not self.averages:
             return
         self._check(step)
-        for name, average in self.averages.items():
-            total, count = self.sums[name], self.sums[count_of(name)]
-            merge(average, self.weights[name], total, count, decay)
+        for one in self._running:
+            one.merge(decay)
         self.clear()
         self.bases.rescaled()
 
     def restart(self, weights: Mapping[str, Tensor], share: int | None) -> None:
-        """Starts anew where bases are new: in all layers, or in a `share` of them.
+        """Start anew where bases are new: in all layers, or in a `share` of the layers.
 
         Args:
             weights: of the factors' averages.
         """
-        shares_of = self.plan.shares_of
         new, self._awaited = self._awaited, None
         if new is None:
-            new = {n for n in self.averages if share in (None, shares_of[n])}
+            new = {x.name for x in self._layers.values() if share in (None, x.share)}
         for name in new:
             values = self.bases.sides(name, "values")
             products_of_values(*values, out=self.averages[name])
-            of_factors = [weights[factor.name] for factor in self.plan.shapes[name].factors]
+            of_factors = [weights[factor.name] for factor in self._layers[name].factors]
             self.weights[name].copy_(torch.stack(of_factors).amin(0))
         self._record_all()
 
     def items(self) -> dict[str, Tensor]:
-        """Averages and weights, by the names of the state."""
+        """Return averages and weights, by the names of the state."""
         found = {f"scales/{name}": average for name, average in self.averages.items()}
         return found | {f"scale-weights/{name}": one for name, one in self.weights.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Averages and weights, by name, if there are bases."""
+        """Return averages and weights, by name, if there are bases."""
         return dict(self.items()) if self.bases.ready else {}
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Names of what all ranks together have in a state of `names`."""
+        """Return the names that all ranks together have in a state of `names`."""
         return set(self.needed(names))
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """What this rank takes from a state of `names`; each with a value of its kind."""
+        """Return what this rank takes from a state of `names`, each with a value of its kind."""
         return self.items() if "solver" in names else {}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Takes what is `needed` from the state of all, after `forget` and after bases have."""
+        """Take what is `needed` from the state of all ranks, after `forget` and after the bases."""
         if "solver" not in names:
             return
         for name, value in self.items().items():
             value.copy_(state[name])
         self._record_all()
-        # Bases on their way may be of one share only, and shares be dealt otherwise from here on.
+        # Pending bases may be of one share only, and shares may be dealt otherwise from here on.
         if "due" in names:
-            begun = (name for name in names if name.startswith("decompositions/"))
-            layers = {parent(parent(name.partition("/")[2])) for name in begun}
-            self._awaited = layers.intersection(self.averages)
+            begun = {
+                f"decompositions/{block.name}": layer.name
+                for layer in self._layers.values()
+                for factor in layer.factors
+                for block in factor.blocks
+            }
+            self._awaited = {begun[name] for name in names if name in begun}
 
     def _record_all(self) -> None:
-        """From now on, records the layers that have a basis."""
+        """From now on, record the layers that have a basis."""
         self._recorded = {name for name, one in self.averages.items() if all_finite(one)}
 
     def _check(self, step: int) -> None:
-        """Scales of this batch that are not finite count for nothing."""
-        broken = leave_out_broken(self.sums, self.averages)
-        mine = [name for name in broken if self.plan.updaters[name] == self.grid.world.rank]
-        self.troubles.note("scales", mine, step, "their averages stay as they are")
+        """Leave scales of this batch that are not finite out of the averages."""
+        broken = leave_out_broken(self.sums.flat, self._running)
+        mine = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
+        self.site.nonfinite.note("scales", mine, step, "their averages stay as they are")

@@ -7,13 +7,13 @@ column; with groups, a matrix per group, `[groups, outputs, inputs]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac.layers.uncovered import read_gradient, write_gradient
 from mpikfac.numerics import (
     Normalization,
     factor_scales,
@@ -169,24 +169,29 @@ class Layer:
 
     # -- gradients and values --------------------------------------------------------------------
 
-    def read_gradient(self, matrix: Tensor) -> None:
-        """Copy the gradients of weight and bias into `matrix` `[outputs, inputs]`."""
-        for part, parameter in zip(self.parts(matrix), self.parameters):
-            read_gradient(part, parameter, self.arranged)
+    def read_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Copy the gradients of weight and bias into the `parts` of a matrix; or 0."""
+        for part, parameter in zip(parts, self.parameters):
+            if parameter.grad is None:
+                part.zero_()
+            else:
+                part.copy_(self.arranged(parameter.grad))
 
-    def write_gradient(self, matrix: Tensor) -> None:
-        """Set the gradients of weight and bias to `matrix`."""
-        for part, parameter in zip(self.parts(matrix), self.parameters):
-            write_gradient(parameter, part, self.arranged)
+    def write_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Set the gradients of weight and bias to the `parts` of a matrix."""
+        for part, parameter in zip(parts, self.parameters):
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            self.arranged(parameter.grad).copy_(part)
 
-    def read_values(self, matrix: Tensor) -> None:
-        """Copy weight and bias into `matrix`."""
-        for part, parameter in zip(self.parts(matrix), self.parameters):
+    def read_values(self, parts: Sequence[Tensor]) -> None:
+        """Copy weight and bias into the `parts` of a matrix."""
+        for part, parameter in zip(parts, self.parameters):
             part.copy_(self.arranged(parameter.detach()))
 
-    def write_values(self, matrix: Tensor) -> None:
-        """Set weight and bias to `matrix`."""
-        for part, parameter in zip(self.parts(matrix), self.parameters):
+    def write_values(self, parts: Sequence[Tensor]) -> None:
+        """Set weight and bias to the `parts` of a matrix."""
+        for part, parameter in zip(parts, self.parameters):
             self.arranged(parameter.detach()).copy_(part)
 
     def leave(self) -> None:
@@ -199,7 +204,11 @@ class Layer:
         return parameter
 
     def parts(self, matrix: Tensor) -> list[Tensor]:
-        """Return views of `matrix`, shaped as the arranged weight and bias."""
+        """Return views of `matrix` `[outputs, inputs]`, shaped as the arranged weight and bias."""
         ends = [matrix[..., : matrix.shape[-1] - self.bias], matrix[..., -1]]
         chosen = ends[2 - len(self.parameters) :] if self.bias else ends[:1]
-        return [part.view(self.arranged(p).shape) for part, p in zip(chosen, self.parameters)]
+        return [part.view(shape) for part, shape in zip(chosen, self._arranged_shapes)]
+
+    @cached_property
+    def _arranged_shapes(self) -> list[torch.Size]:
+        return [self.arranged(parameter).shape for parameter in self.parameters]

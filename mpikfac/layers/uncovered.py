@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,21 +18,30 @@ class Other:
         self.tensor = tensor
         self.parameters = [tensor]
 
-    def read_gradient(self, out: Tensor) -> None:
-        """Copy the gradient into `out`."""
-        read_gradient(out, self.tensor)
+    def parts(self, matrix: Tensor) -> list[Tensor]:
+        """Return views of `matrix`, shaped as the tensors: `matrix` itself."""
+        return [matrix]
 
-    def write_gradient(self, value: Tensor) -> None:
-        """Set the gradient to `value`."""
-        write_gradient(self.tensor, value)
+    def read_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Copy the gradient into the `parts` of a matrix; without a gradient, zeros."""
+        if self.tensor.grad is None:
+            parts[0].zero_()
+        else:
+            parts[0].copy_(self.tensor.grad)
 
-    def read_values(self, out: Tensor) -> None:
-        """Copy the tensor into `out`."""
-        out.copy_(self.tensor.detach())
+    def write_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Set the gradient to the `parts` of a matrix."""
+        if self.tensor.grad is None:
+            self.tensor.grad = torch.empty_like(self.tensor)
+        self.tensor.grad.copy_(parts[0])
 
-    def write_values(self, value: Tensor) -> None:
-        """Set the tensor's content to `value`."""
-        self.tensor.detach().copy_(value)
+    def read_values(self, parts: Sequence[Tensor]) -> None:
+        """Copy the tensor into the `parts` of a matrix."""
+        parts[0].copy_(self.tensor.detach())
+
+    def write_values(self, parts: Sequence[Tensor]) -> None:
+        """Set the tensor's content to the `parts` of a matrix."""
+        self.tensor.detach().copy_(parts[0])
 
     def leave(self) -> None:
         """Set the gradient to None, so that the optimizer skips the parameter."""
@@ -50,17 +59,17 @@ class Statistic(Other):
         self.parameters = []
         self._kept = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
-    def read_gradient(self, out: Tensor) -> None:
-        """Copy the statistic's value into `out`."""
-        self.read_values(out)
+    def read_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Copy the statistic's value into the `parts` of a matrix."""
+        self.read_values(parts)
 
-    def write_gradient(self, value: Tensor) -> None:
-        """Set the statistic to `value`."""
-        self.write_values(value)
+    def write_gradient(self, parts: Sequence[Tensor]) -> None:
+        """Set the statistic to the `parts` of a matrix."""
+        self.write_values(parts)
 
-    def write_values(self, value: Tensor) -> None:
-        """Set the statistic to `value`, and keep `value` for `leave`."""
-        super().write_values(value)
+    def write_values(self, parts: Sequence[Tensor]) -> None:
+        """Set the statistic to the `parts` of a matrix, and keep the value for `leave`."""
+        super().write_values(parts)
         self.keep()
 
     def keep(self) -> None:
@@ -83,22 +92,3 @@ class Votes(Statistic):
 
     def leave(self) -> None:
         """Keep the votes: votes stay until sent."""
-
-
-def read_gradient(
-    out: Tensor, parameter: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
-) -> None:
-    """Copy the view `arranged` of a parameter's gradient into `out`; without a gradient, zeros."""
-    if parameter.grad is None:
-        out.zero_()
-    else:
-        out.copy_(arranged(parameter.grad))
-
-
-def write_gradient(
-    parameter: Tensor, value: Tensor, arranged: Callable[[Tensor], Tensor] = torch.Tensor.detach
-) -> None:
-    """Set a parameter's gradient to `value`, the inverse of `read_gradient`."""
-    if parameter.grad is None:
-        parameter.grad = torch.empty_like(parameter)
-    arranged(parameter.grad).copy_(value)

@@ -3,64 +3,61 @@
 from __future__ import annotations
 
 from mpikfac.plan.catalogue import NAMED, Named, named
-from mpikfac.plan.combinations import (
-    SOLVERS,
-    STRATEGY,
-    AtLeast,
-    Combination,
-    OneOf,
-    Same,
-    check,
-    check_layers,
-    shown,
-)
+from mpikfac.plan.combinations import STRATEGY, AtLeast, Combination, OneOf, Same, check, shown
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
-from mpikfac.plan.messages import PIECE, PLACE, Codec, Message, message, shard_length
-from mpikfac.plan.plan import Plan, make_plan
+from mpikfac.plan.messages import (
+    BETWEEN_NODES,
+    IN_NODE,
+    PIECE,
+    PLACE,
+    Codec,
+    Message,
+    message,
+    shard_length,
+)
+from mpikfac.plan.plan import Plan, plan_for
+from mpikfac.plan.rank import RankPlan
+from mpikfac.plan.roles import Factor, PlannedLayer
 from mpikfac.plan.shapes import (
-    BLOCKS,
     FactorShape,
+    Form,
     LayerShape,
-    Solver,
-    added_to,
+    check_layers,
     count_of,
     few,
     forward_only,
-    parent,
-    solvers_of,
     usual_rule,
 )
 from mpikfac.plan.strategy import Refresh, Strategy, Transport, Wires, check_count, divisors, one_of
-from mpikfac.plan.two_levels import BETWEEN_NODES, IN_NODE
 
 __all__ = [
     "ALIGNMENT",
     "BETWEEN_NODES",
-    "BLOCKS",
     "IN_NODE",
     "NAMED",
     "PIECE",
     "PLACE",
-    "SOLVERS",
     "STRATEGY",
     "AtLeast",
     "Codec",
     "Combination",
+    "Factor",
     "FactorShape",
+    "Form",
     "LayerShape",
     "Layout",
     "Message",
     "Named",
     "OneOf",
     "Plan",
+    "PlannedLayer",
+    "RankPlan",
     "Refresh",
     "Same",
     "Shape",
-    "Solver",
     "Strategy",
     "Transport",
     "Wires",
-    "added_to",
     "check",
     "check_count",
     "check_layers",
@@ -69,13 +66,11 @@ __all__ = [
     "few",
     "forward_only",
     "lay_out",
-    "make_plan",
     "message",
     "named",
     "one_of",
-    "parent",
+    "plan_for",
     "shard_length",
     "shown",
-    "solvers_of",
     "usual_rule",
 ]

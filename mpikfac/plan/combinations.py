@@ -1,16 +1,15 @@
 """Which choices need which other choices, as a table: code refuses by it, and a page prints it.
 
 Choices are a flat mapping from names to values: the fields of `Strategy` and of the values inside
-it, the solver, the settings of `KFAC`. No name stands for two choices.
+it, the solver, the settings of `KFAC`. No name stands for two choices. The needs of a solver stand
+in the solver's file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from mpikfac.plan.shapes import LayerShape
 
 Choices = Mapping[str, Any]
 
@@ -89,20 +88,6 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
             raise ValueError(
                 f"{row.choice}={choices[row.choice]!r}{of} needs {needed}, not {found}: {row.why}"
             )
-
-
-def check_layers(
-    table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
-) -> None:
-    """Return if `choices` meet the needs of `table` with the solver and the rank of each layer.
-
-    Raises:
-        ValueError: see `check`; the text names a layer with a solver or a rank of its own.
-    """
-    for layer in layers:
-        own = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
-        usual = own == {"solver": choices["solver"], "rank": None}
-        check(table, {**choices, **own}, "" if usual else f" of layer {layer.name!r}")
 
 
 def shown(name: str, need: object, choices: Choices | None = None) -> str:
@@ -184,35 +169,3 @@ STRATEGY: tuple[Combination, ...] = (
     Combination("gradient_wire", None, _PLAIN, _COMPRESSED),
 )
 """The needs of the choices of a `Strategy`."""
-
-SOLVERS: tuple[Combination, ...] = (
-    Combination(
-        "solver",
-        ("inverse",),
-        {"colocate": True, "reduction": "everyone"},
-        "the traces of A and G share out the damping, so both factors need one owner",
-        any_of=True,
-    ),
-    Combination(
-        "solver",
-        ("rank-one",),
-        {"packing": "triangle", "tolerance": 0, "curvature_ranks": 0},
-        "vectors are neither squares nor decomposed",
-    ),
-    Combination(
-        "solver",
-        ("ekfac",),
-        {
-            **{"workers": Same("ranks"), "reduction": "everyone", "update": "everyone"},
-            **{"parts": None, "replicate_below": 0, "reduce_at": "factors", "overlap": False},
-        },
-        "every rank rotates gradients into the bases of all layers when statistics are recorded",
-    ),
-    Combination(
-        "rank",
-        None,
-        {"solver": "eigen", "basis_wire": None, "basis_dtype": None},
-        "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
-    ),
-)
-"""The needs of solvers, and of a low rank, beside a `Strategy`."""

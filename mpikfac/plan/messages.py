@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
@@ -201,3 +202,73 @@ def _parts(layout: Layout, spans: Sequence[Span], members: int) -> list[tuple[in
 
 def _alike(spans: Sequence[Span]) -> bool:
     return len({span.kind for span in spans}) == 1
+
+
+# -- two levels -----------------------------------------------------------------------------------
+
+IN_NODE = "{} in node"
+BETWEEN_NODES = "{} between nodes"
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank sits in a team that is spread over `nodes` nodes, `places` members on each.
+
+    Member `m` of the team has place `m % places` of node `m // places`.
+    """
+
+    nodes: int
+    places: int
+    node: int
+    place: int
+
+
+def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
+    """The seat of `rank`, where rank r is on node `r // ranks_per_node`.
+
+    None where one level is all there is, as the team is on one node or has one member on each, and
+    where nodes hold unequal shares of it.
+    """
+    members = Counter(member // ranks_per_node for member in team)
+    places = members[rank // ranks_per_node]
+    if len(set(members.values())) > 1 or places == 1 or len(members) == 1:
+        return None
+    return Seat(len(members), places, *divmod(team.index(rank), places))
+
+
+def in_two_levels(found: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
+    """What the rank of that seat sends in place of each of `found`, less what is empty."""
+    return [m for whole in found for m in _levels(whole, seat, itemsize) if m.size]
+
+
+def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
+    spans, primitive, places = whole.spans, whole.primitive, seat.places
+    node, place = divmod(whole.root, places)
+    at_my_place = spans[seat.place :: places]
+    on_each_node = [spans[first : first + places] for first in range(0, len(spans), places)]
+
+    def inside(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
+        over = IN_NODE.format(whole.over)
+        return message(whole.stage, primitive, over, spans, places, itemsize, seat.place, root)
+
+    def between(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
+        over = BETWEEN_NODES.format(whole.over)
+        return message(whole.stage, primitive, over, spans, seat.nodes, itemsize, seat.node, root)
+
+    if primitive == "Allreduce":
+        shards = _cut(*spans[0], places)
+        mine = between(primitive, [shards[seat.place]])
+        return [inside("Reduce_scatter", shards), mine, inside("Allgatherv", shards)]
+    if primitive == "Allgatherv":
+        return [between(primitive, at_my_place), *(inside(primitive, s) for s in on_each_node)]
+    if primitive in ("Reduce", "Bcast"):
+        first = [inside(primitive, spans, place)]
+        then = [between(primitive, spans, node)] if place == seat.place else []
+        return first + then if primitive == "Reduce" else then + first
+    return [*(inside(primitive, s) for s in on_each_node), between(primitive, at_my_place)]
+
+
+def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
+    """So many neighbouring spans, as equal as can be."""
+    edges = [start + (stop - start) * k // count for k in range(count + 1)]
+    return list(zip(edges, edges[1:]))

@@ -1,221 +1,323 @@
-"""Who does what: which ranks own, decompose, precondition and step what.
+"""Who does what: every factor and layer as a record, with its owner, column and share.
 
-Ranks form a grid of `rows` x `columns`. A column owns a group of layers and its ranks are the
-gradient workers of those layers; a row crosses all columns. `rows` is the number of workers of a
-layer: all ranks in COMM-OPT, one in MEM-OPT [Pauloski et al., TPDS22].
+Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks of the
+column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
+workers of a layer: all ranks in COMM-OPT, 1 rank in MEM-OPT [Pauloski et al., TPDS22].
+
+Placement is longest first, to the least loaded rank. All functions are pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from functools import cached_property
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from mpikfac.plan.layout import Shape
-from mpikfac.plan.shapes import BLOCKS, FactorShape, LayerShape, Solver, parent
+from mpikfac.plan.messages import IN_NODE, Seat, seat
+from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
 from mpikfac.plan.strategy import Strategy
-from mpikfac.plan.two_levels import IN_NODE, Seat, seat
+
+
+class Block(NamedTuple):
+    """A block of a factor's decomposition.
+
+    Attributes:
+        name: "conv1.A.vectors".
+        kind: "vectors", a key of `Form.blocks`.
+        shape: the block's shape.
+    """
+
+    name: str
+    kind: str
+    shape: Shape
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Factor(FactorShape):
+    """A factor, and all that the plan says of the factor; compared by name and shape.
+
+    Attributes:
+        layer: the layer's name.
+        side: "A" or "G".
+        groups: groups of the layer.
+        solver: what the factor's solver does.
+        column: the layer's column.
+        owner: the rank that decomposes the factor for other ranks.
+        share: the share of a refresh that the layer belongs to.
+        replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
+        packed: shape in which the factor is recorded, kept and sent.
+        blocks: the decomposition's blocks; the first block multiplies gradients.
+        counted: name of the number of examples beside the factor's sum.
+        added: name of the damping beside the factor that a curvature rank decomposes.
+    """
+
+    layer: str
+    side: str
+    groups: int
+    solver: Form
+    column: int
+    owner: int
+    share: int
+    replicated: bool
+    packed: Shape
+    blocks: tuple[Block, ...]
+    counted: str
+    added: str
+
+    @property
+    def damping(self) -> Shape:
+        """Shape of the damping in the decomposition: `[]`, or with groups `[groups]`."""
+        return () if self.groups == 1 else (self.groups,)
 
 
 @dataclass(frozen=True)
-class Roles:
-    """Who does what, of every rank.
+class PlannedLayer:
+    """A covered layer, and all that the plan says of the layer.
 
     Attributes:
-        layers: covered layers in model order.
-        others: names and shapes of what no layer covers but travels with the gradients.
-        solver: of the layers that have none of their own.
-        columns_of: column of each layer.
-        owners: rank that decomposes each factor ("conv1.A").
-        updaters: rank that steps each layer or other parameter when `update="owner"`.
-        factors: shape of each factor.
-        itemsize: bytes of a number, but for those of running averages and of decompositions.
-        shares_of: the share of a refresh that each layer belongs to, from 0 to `stagger` - 1.
+        solver: what the layer's solver does.
+        column: the ranks of this column precondition the layer.
+        updater: the rank that steps the layer if update="owner".
+        share: the share of a refresh that the layer belongs to, from 0 to `stagger` - 1.
+        fused: number of the message of a stage that the layer belongs to.
+        factors: A's factors before G's.
     """
 
-    layers: tuple[LayerShape, ...]
-    others: tuple[tuple[str, Shape], ...]
-    ranks: int
-    strategy: Strategy
-    solver: Solver
-    itemsize: int
-    factor_itemsize: int
-    basis_itemsize: int
-    columns_of: dict[str, int]
-    owners: dict[str, int]
-    updaters: dict[str, int]
-    factors: dict[str, FactorShape] = field(repr=False)
-    shares_of: dict[str, int]
+    shape: LayerShape
+    solver: Form
+    column: int
+    updater: int
+    share: int
+    fused: int
+    factors: tuple[Factor, ...]
 
     @property
-    def rows(self) -> int:
-        """Ranks in a column: the gradient workers of a layer."""
-        return self.strategy.workers
+    def name(self) -> str:
+        """The module's name in the model."""
+        return self.shape.name
+
+    @property
+    def rescaled(self) -> bool:
+        """Whether the layer has scales: eigenvalues estimated from gradients of examples."""
+        return self.solver.rescaled and self.shape.rescaled
+
+    def side(self, side: str) -> tuple[Factor, ...]:
+        """Return the factors that stand for A or for G; no factor stands for the identity."""
+        return tuple(factor for factor in self.factors if factor.side == side)
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The ranks as rows and columns, on nodes.
+
+    Attributes:
+        count: ranks that train.
+        workers: rows, which are the gradient workers of a layer.
+        per_node: ranks of a node; None for one level of communication.
+        curvature: ranks that decompose for the ranks that train.
+    """
+
+    count: int
+    workers: int
+    per_node: int | None = None
+    curvature: int = 0
 
     @property
     def columns(self) -> int:
-        """Layer groups."""
-        return self.ranks // self.rows
+        """Number of layer groups."""
+        return self.count // self.workers
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Row and column of a rank."""
+        """Return row and column of a rank."""
         return divmod(rank, self.columns)
 
     def team(self, rank: int, over: str) -> range:
-        """The ranks that a message of `rank` over that communicator is between.
+        """Return the ranks that exchange a message of `rank` over the communicator `over`.
 
-        Curvature ranks follow upon those that train.
+        Curvature ranks follow the training ranks.
         """
         if over == "curvature":
-            peer = self.ranks + self.curvature_rank(rank)
+            peer = self.count + self.curvature_rank(rank)
             return range(rank, peer + 1, peer - rank)
         row, column = self.position(rank)
         whole, _, level = over.partition(" ")
         team = {
-            "world": range(self.ranks),
-            "column": range(column, self.ranks, self.columns),
+            "world": range(self.count),
+            "column": range(column, self.count, self.columns),
             "row": range(row * self.columns, (row + 1) * self.columns),
         }[whole]
         at = self.seat(team, rank)
         if at is None or not level:
             return team
         first = at.node * at.places
-        inside, across = team[first : first + at.places], team[at.place :: at.places]
-        return inside if over == IN_NODE.format(whole) else across
+        inside, between = team[first : first + at.places], team[at.place :: at.places]
+        return inside if over == IN_NODE.format(whole) else between
 
     def seat(self, team: range, rank: int) -> Seat | None:
-        """Where `rank` sits in a team that sends in two levels."""
-        per_node = self.strategy.transport.ranks_per_node
-        return None if per_node is None else seat(team, rank, per_node)
-
-    def owned(self, rank: int) -> list[str]:
-        """Factors that `rank` decomposes for others too, in model order."""
-        return [n for n, owner in self.owners.items() if owner == rank and not self.replicated(n)]
-
-    def replicated(self, factor: str) -> bool:
-        """Whether every worker decomposes that factor for itself."""
-        everywhere = (self.strategy.reduction, self.strategy.update) == ("everyone", "everyone")
-        # A vector is used as it is: where all have it, sending it would be for nothing.
-        free = parent(factor) in self.vectors and everywhere
-        return free or self.factors[factor].order < self.strategy.replicate_below
-
-    def decomposed(self, rank: int, share: int | None = None) -> list[str]:
-        """Factors that `rank` decomposes: those it owns, then those it decomposes for itself.
-
-        Of all layers, or of one share of a refresh.
-        """
-        column = self.position(rank)[1]
-        own = [
-            n for n in self.owners if self.replicated(n) and self.columns_of[parent(n)] == column
-        ]
-        names = self.owned(rank) + own
-        return [name for name in names if self.in_share(name, share)]
-
-    def low_ranks(self, factors: Iterable[str]) -> dict[str, int]:
-        """Of these factors, those of low rank, and how many eigenvectors are kept of each."""
-        found = {name: self.factors[name].rank for name in factors}
-        return {name: rank for name, rank in found.items() if rank is not None}
-
-    def inverted(self, factors: Iterable[str]) -> dict[str, Shape]:
-        """Of these factors, those that are inverted, and the shape of what is added to each.
-
-        One number, `[]`, or one for each group of the layer, `[groups]`.
-        """
-        inverses = [n for n in factors if "inverse" in BLOCKS[self.solver_of(parent(n))]]
-        groups = {name: self.shapes[parent(name)].groups for name in inverses}
-        return {name: () if count == 1 else (count,) for name, count in groups.items()}
-
-    def splits(self, layer: str) -> bool:
-        """Whether A and G of a layer take a part of the damping each, not all of it."""
-        return self.solver_of(layer) == "inverse" and self.shapes[layer].sides == "AG"
+        """Return where `rank` sits in a team that sends in two levels; None for one level."""
+        return None if self.per_node is None else seat(team, rank, self.per_node)
 
     def curvature_rank(self, rank: int) -> int:
-        """The curvature rank that decomposes what `rank` owns: owners are dealt out in turn."""
-        return rank % self.strategy.refresh.curvature_ranks
+        """Return the curvature rank that decomposes for `rank`: owners are dealt out in turn."""
+        return rank % self.curvature
 
-    def solver_of(self, layer: str) -> Solver:
-        """A layer's own solver, or the run's."""
-        return self.shapes[layer].solver or self.solver
 
-    def solvers(self, factors: Iterable[str]) -> dict[str, Solver]:
-        """Of each of these factors, its layer's solver."""
-        return {name: self.solver_of(parent(name)) for name in factors}
+class Placed(NamedTuple):
+    """Where factors and layers are placed, by name.
 
-    @property
-    def all_solvers(self) -> str:
-        """The run's solver, followed by the layers that have another: "eigen, fc: rank-one"."""
-        own = {layer.name: self.solver_of(layer.name) for layer in self.layers}
-        others = (f"{name}: {solver}" for name, solver in own.items() if solver != self.solver)
-        return ", ".join([self.solver, *others])
+    Attributes:
+        columns_of: column of each layer.
+        owners: rank that decomposes each factor ("conv1.A").
+    """
 
-    @cached_property
-    def eigenbases(self) -> frozenset[str]:
-        """Layers whose factors are decomposed into eigenvalues and eigenvectors."""
-        return frozenset(n for n in self.shapes if "values" in BLOCKS[self.solver_of(n)])
+    columns_of: dict[str, int]
+    owners: dict[str, int]
 
-    @cached_property
-    def vectors(self) -> frozenset[str]:
-        """Layers whose factors are kept as the vectors of which they are the squares."""
-        return frozenset(n for n in self.shapes if self.solver_of(n) == "rank-one")
 
-    @property
-    def parts_per_rank(self) -> int:
-        """Parts of a batch that a rank takes one by one; 0 if it takes its share as a whole."""
-        return (self.strategy.transport.parts or 0) // self.ranks
+def with_roles(
+    layers: Sequence[LayerShape],
+    forms: Mapping[str, Form],
+    strategy: Strategy,
+    placed: Placed,
+    shares_of: Mapping[str, int],
+    updaters: Mapping[str, int],
+) -> tuple[PlannedLayer, ...]:
+    """Return the layers with the roles that placement gave to the layers and to their factors.
 
-    def recorded(self, rank: int) -> list[str]:
-        """Factors of which `rank` records statistics of its own batch."""
-        return self.owned(rank) if self.strategy.reduction == "none" else list(self.owners)
+    Args:
+        forms: what each layer's solver does, by the layer's name.
+    """
+    fused = _fused(len(layers), strategy.transport.fusion)
 
-    @property
-    def shares(self) -> list[int | None]:
-        """The shares that refreshes are dealt out in, after None, which stands for all layers."""
-        stagger = self.strategy.refresh.stagger
-        return [None, *range(stagger)] if stagger > 1 else [None]
+    def planned(layer: LayerShape, number: int) -> PlannedLayer:
+        form, column = forms[layer.name], placed.columns_of[layer.name]
+        share = shares_of[layer.name]
+        factors = tuple(
+            _factor(shape, side, layer, form, column, placed.owners[shape.name], share, strategy)
+            for side in layer.sides
+            for shape in layer.side(side)
+        )
+        return PlannedLayer(layer, form, column, updaters[layer.name], share, number, factors)
 
-    def in_share(self, factor: str, share: int | None) -> bool:
-        """Whether a factor is decomposed with that share of the layers; all are with None."""
-        return share is None or self.shares_of[parent(factor)] == share
+    return tuple(map(planned, layers, fused))
 
-    @property
-    def late(self) -> bool:
-        """Whether ranks average their own factors over time before they are averaged over ranks."""
-        return self.strategy.transport.reduce_at == "bases"
 
-    def preconditioned(self, rank: int) -> list[str]:
-        """Layers that `rank` preconditions, in model order."""
-        if self.strategy.update == "owner":
-            return [layer.name for layer in self.layers if self.updaters[layer.name] == rank]
-        column = self.position(rank)[1]
-        return [layer.name for layer in self.layers if self.columns_of[layer.name] == column]
+def _factor(
+    shape: FactorShape,
+    side: str,
+    layer: LayerShape,
+    form: Form,
+    column: int,
+    owner: int,
+    share: int,
+    strategy: Strategy,
+) -> Factor:
+    name = shape.name
+    blocks = (Block(f"{name}.{kind}", kind, shape.part(n)) for kind, n in form.blocks.items())
+    everywhere = (strategy.reduction, strategy.update) == ("everyone", "everyone")
+    # A vector is used without a decomposition: where all ranks have it, nothing has to be sent.
+    replicated = (form.vector and everywhere) or shape.order < strategy.replicate_below
+    return Factor(
+        name=name,
+        order=shape.order,
+        count=shape.count,
+        rank=shape.rank,
+        layer=layer.name,
+        side=side,
+        groups=layer.groups,
+        solver=form,
+        column=column,
+        owner=owner,
+        share=share,
+        replicated=replicated,
+        packed=shape.block(1) if form.vector else shape.triangle,
+        blocks=tuple(blocks),
+        counted=count_of(name),
+        added=f"{name}+",
+    )
 
-    @property
-    def publishes_bases(self) -> bool:
-        """Whether a layer's bases are needed by a rank that did not compute them."""
-        alone = self.strategy.update == "owner" and self.strategy.colocate
-        return self.rows > 1 and not alone
 
-    @cached_property
-    def shapes(self) -> dict[str, LayerShape]:
-        """The layers by name."""
-        return {layer.name: layer for layer in self.layers}
+def _fused(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
+    """Return the number of the message of a stage that each layer belongs to."""
+    if not isinstance(fusion, tuple):
+        every = fusion or max(1, layers)
+        return [number // every for number in range(layers)]
+    ends = list(itertools.accumulate(fusion[:-1]))
+    return [sum(end <= number for end in ends) for number in range(layers)]
 
-    @property
-    def publishes_changes(self) -> bool:
-        """Whether weights travel as what a step changed of them, which bears rounding."""
-        owner = self.strategy.update == "owner" and self.ranks > 1
-        return owner and self.strategy.transport.wires.gradient_wire is not None
 
-    @property
-    def rescaled(self) -> list[str]:
-        """Layers whose gradients' second moments in the eigenbases are estimated: their scales."""
-        asked = [layer.name for layer in self.layers if layer.rescaled]
-        return [name for name in asked if self.solver_of(name) == "ekfac"]
+def place(
+    layers: Sequence[LayerShape],
+    forms: Mapping[str, Form],
+    ranks: int,
+    strategy: Strategy,
+    shares_of: Mapping[str, int],
+) -> Placed:
+    """Return the column of each layer and the owner of each factor.
 
-    def load(self, rank: int) -> int:
-        """Work of `rank` in a refresh, as the sum of n^3 over the factors that it decomposes.
+    Loads are compared within a share of a refresh, as 1 share is decomposed at a time.
+    """
+    power = 3 if strategy.balance == "compute" else 2
+    columns = ranks // strategy.workers
+    jobs: list[tuple[int, LayerShape, list[str]]] = []
+    for layer in layers:
+        costs = _costs(layer, forms, power)
+        # A factor that every worker decomposes for itself loads all workers alike.
+        costs |= {f.name: 0 for f in layer.factors if f.order < strategy.replicate_below}
+        if strategy.colocate:
+            jobs.append((sum(costs.values()), layer, list(costs)))
+        else:
+            jobs += [(cost, layer, [name]) for name, cost in costs.items()]
+    loads = [[0] * ranks for _ in range(strategy.refresh.stagger)]
+    placed: dict[str, int] = {}
+    columns_of: dict[str, int] = {}
+    for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
+        # The first factor to be placed fixes the layer's column; the others stay inside it.
+        column = columns_of.get(layer.name)
+        candidates = range(ranks) if column is None else range(column, ranks, columns)
+        load = loads[shares_of[layer.name]]
+        owner = min(candidates, key=load.__getitem__)
+        columns_of[layer.name] = owner % columns
+        load[owner] += cost
+        placed |= dict.fromkeys(names, owner)
+    order = [factor.name for layer in layers for factor in layer.factors]
+    return Placed(columns_of, {name: placed[name] for name in order})
 
-        Of low rank, what the iteration takes; of vectors none.
-        """
-        names = [n for n in self.decomposed(rank) if parent(n) not in self.vectors]
-        return sum(self.factors[name].work() for name in names)
+
+def spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
+    """Return the updater of each uncovered parameter.
+
+    Largest first, to the rank with the fewest elements.
+    """
+    load = [0] * ranks
+    updaters = {}
+    for name, shape in sorted(others, key=lambda other: -math.prod(other[1])):
+        updaters[name] = load.index(min(load))
+        load[updaters[name]] += math.prod(shape)
+    return updaters
+
+
+def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
+    """Return the share of a refresh of each layer: longest first, to the share with least work.
+
+    Shares do not depend on the number of ranks, so results do not depend on ranks either.
+    """
+    load = [0] * stagger
+    shares_of = {}
+    works = {layer.name: sum(_costs(layer, forms).values()) for layer in layers}
+    for name in sorted(works, key=lambda name: -works[name]):
+        shares_of[name] = load.index(min(load))
+        load[shares_of[name]] += works[name]
+    return {name: shares_of[name] for name in works}
+
+
+def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:
+    """Return what each factor adds to a load: order to the `power`, less if the solver works less.
+
+    A vector, which nobody decomposes, adds its elements.
+    """
+    power = min(power, forms[layer.name].work)
+    return {factor.name: factor.work(power) for factor in layer.factors}

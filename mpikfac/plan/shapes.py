@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
+from mpikfac.plan.combinations import Choices, Combination, check
 from mpikfac.plan.layout import Shape, triangle_shape
 
-Solver = Literal["eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"]
 
-BLOCKS: Mapping[Solver, Mapping[str, int]] = {
-    "eigen": {"vectors": 2, "values": 1},
-    "ekfac": {"vectors": 2, "values": 1},
-    "inverse": {"inverse": 2},
-    "unsplit-inverse": {"inverse": 2},
-    "rank-one": {"vector": 1},
-}
-"""What a solver makes of a factor: blocks, and how many dimensions of its order they have.
+@dataclass(frozen=True)
+class Form:
+    """Describe, as plain data, how a solver treats a factor: all that a plan knows of a solver.
 
-The first is what gradients are multiplied by."""
+    Attributes:
+        name: the solver's name, for example "eigen".
+        blocks: name of each block that a factor is decomposed into, and how many dimensions of the
+            factor's order the block has. Gradients are multiplied by the first block.
+        keeps: "matrix": sums and averages of a factor are packed triangles. "vector": sums and
+            averages are vectors, whose squares stand for the factor; vectors are used as blocks
+            without a decomposition.
+        damped: damping is part of a decomposition; a factor's owner computes the damping.
+        both: the damping of A depends on G and the damping of G depends on A.
+        denominators: a layer's products of eigenvalues ("values") are kept, damped.
+        rescaled: eigenvalues of `G (x) A` are estimated from gradients of single examples.
+        work: operations of a decomposition grow with this power of the order.
+        products: products of a gradient with each side that a direction takes.
+        timed_as: the solver whose measured times hold for this solver; "" for the solver itself.
+        needs: choices that the solver needs.
+    """
+
+    name: str
+    blocks: Mapping[str, int]
+    keeps: Literal["matrix", "vector"] = "matrix"
+    damped: bool = False
+    both: bool = False
+    denominators: bool = False
+    rescaled: bool = False
+    work: int = 3
+    products: int = 1
+    timed_as: str = ""
+    needs: tuple[Combination, ...] = field(default=(), repr=False)
+
+    @cached_property
+    def vector(self) -> bool:
+        """Whether factors are kept as vectors."""
+        return self.keeps == "vector"
 
 
 @dataclass(frozen=True)
@@ -39,7 +67,7 @@ class FactorShape:
     count: int = 1
     rank: int | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Order of the factor as one matrix."""
         return self.count * self.order
@@ -111,7 +139,7 @@ class LayerShape:
     rank: int | None = None
     sharing: Literal["expand", "reduce"] = "expand"
     rescaled: bool = True
-    solver: Solver | None = None
+    solver: str | None = None
 
     @property
     def gradient(self) -> Shape:
@@ -171,16 +199,18 @@ def _elements(factor: FactorShape) -> int:
     return factor.count * factor.order * (factor.rank or factor.order)
 
 
-def solvers_of(layers: Iterable[LayerShape], solver: Solver) -> dict[Solver, str]:
-    """The solvers of layers, and in words whose choice each is.
+def check_layers(
+    table: Sequence[Combination], layers: Iterable[LayerShape], choices: Choices
+) -> None:
+    """Return if `choices` meet the needs of `table` with the solver and the rank of each layer.
 
-    "" where it is the run's `solver`, else " of layer 'conv1'", which is the first to have it.
+    Raises:
+        ValueError: see `check`; the text names a layer with a solver or a rank of its own.
     """
-    found: dict[Solver, str] = {}
     for layer in layers:
-        own = layer.solver or solver
-        found.setdefault(own, "" if own == solver else f" of layer {layer.name!r}")
-    return found
+        own = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
+        usual = own == {"solver": choices["solver"], "rank": None}
+        check(table, {**choices, **own}, "" if usual else f" of layer {layer.name!r}")
 
 
 def few(rank: int, order: int) -> bool:
@@ -188,14 +218,9 @@ def few(rank: int, order: int) -> bool:
     return 4 * rank <= order
 
 
-def count_of(factor: str) -> str:
-    """The block beside a factor's that says how many examples, or weight, its sum stands for."""
-    return f"{factor}#"
-
-
-def added_to(factor: str) -> str:
-    """The block beside a factor's that says what is added to it before it is inverted."""
-    return f"{factor}+"
+def count_of(name: str) -> str:
+    """Return the name of the block that holds how many examples, or how much weight, a sum has."""
+    return f"{name}#"
 
 
 HUGE = 16384
@@ -220,8 +245,3 @@ def forward_only(layer: LayerShape) -> LayerShape:
     if "A" not in layer.sides:
         return layer
     return replace(layer, sides="A", diagonal="A" if "A" in layer.diagonal else "")
-
-
-def parent(name: str) -> str:
-    """The layer of a factor, or the factor of a block of its decomposition."""
-    return name.rpartition(".")[0]

@@ -9,11 +9,11 @@ converts the measurement to different numbers of ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from statistics import NormalDist
 
-from mpikfac.plan import PIECE, FactorShape, LayerShape, Message, Plan, parent
+from mpikfac.plan import PIECE, Factor, LayerShape, Message, Plan
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
 
 IN_SHARDS = "Alltoall, Allgather"
@@ -28,7 +28,7 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
     A sum made in parts takes as long as the member with the largest part. A gather of unequal parts
     takes hardly longer than a gather of equal parts.
     """
-    ranks, nodes, sharing = placed(plan.team(rank, message.over), plan, machine)
+    ranks, nodes, sharing = placed(plan.grid.team(rank, message.over), plan, machine)
     codec = message.codec.name if message.codec else None
 
     def seconds(primitive: str, size: float) -> float:
@@ -49,13 +49,13 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
 
 def message_latency(plan: Plan, rank: int, machine: Machine) -> float:
     """Return the seconds of a sum of 1 byte over the world."""
-    ranks, nodes, sharing = placed(plan.team(rank, "world"), plan, machine)
+    ranks, nodes, sharing = placed(plan.grid.team(rank, "world"), plan, machine)
     return collective_seconds("Allreduce", 1, ranks, machine, nodes, sharing)
 
 
 def basis_seconds(size: int, plan: Plan, machine: Machine) -> float:
     """Return the seconds to send `size` bytes of a basis to the workers of a layer."""
-    ranks, nodes, sharing = placed(plan.team(0, "column"), plan, machine)
+    ranks, nodes, sharing = placed(plan.grid.team(0, "column"), plan, machine)
     return collective_seconds("Bcast", size, ranks, machine, nodes, sharing)
 
 
@@ -173,19 +173,19 @@ def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> flo
 
 def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
     """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a share."""
-    factors = (plan.factors[name] for name in plan.decomposed(rank, share))
+    factors = plan.of(rank).decomposed(share)
     # Reciprocals of diagonals are free.
-    return sum(factor_seconds(factor, plan, machine) for factor in factors if factor.order > 1)
+    return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 
 
-def factor_seconds(factor: FactorShape, plan: Plan, machine: Machine) -> float:
+def factor_seconds(factor: Factor, machine: Machine) -> float:
     """Return the seconds of a factor's decomposition.
 
     A decomposition of low rank takes the seconds of the full decomposition, scaled by the work.
     """
-    if parent(factor.name) in plan.vectors:
+    if factor.solver.vector:
         return 0.0
-    whole = machine.decomposition(plan.solver_of(parent(factor.name)), factor.order)
+    whole = machine.decomposition(factor.solver.timed_as or factor.solver.name, factor.order)
     return whole * (factor.work() / factor.order**3)
 
 
@@ -198,19 +198,19 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
     """
-    own = [plan.shapes[name] for name in plan.preconditioned(rank)]
+    own = plan.of(rank).preconditioned
     seconds = 0.0
-    if plan.vectors:
-        mine = sum(f.size for layer in own if layer.name in plan.vectors for f in layer.factors)
+    if vectors := _solver_of_vectors(plan):
+        mine = sum(f.size for layer in own if layer.solver.vector for f in layer.factors)
         everything = sum(factor.size for factor in plan.factors.values())
-        seconds = _of_vectors(network.vector_precondition, machine) * mine / everything
-    matrices = [layer for layer in own if layer.name not in plan.vectors]
-    products = list(_products(matrices, plan.eigenbases))
+        seconds = _of_vectors(network.vector_precondition, machine, vectors) * mine / everything
+    matrices = (layer for layer in own if not layer.solver.vector)
+    products = [p for layer in matrices for p in _products(layer.shape, layer.solver.products)]
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
         return seconds + sum(flops / rate for flops, rate in rates)
     measured = (replace(layer, largest=None, rank=None) for layer in plan.layers)
-    everything = sum(flops for _, flops in _products(measured))
+    everything = sum(flops for layer in measured for _, flops in _products(layer))
     return seconds + network.precondition * sum(flops for _, flops in products) / everything
 
 
@@ -220,24 +220,30 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
     """
-    of_vectors = _of_vectors(network.vector_statistics, machine) if plan.vectors else 0.0
+    vectors = _solver_of_vectors(plan)
+    of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
     found = 0.0
-    for vectors, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
-        mine = [n for n in plan.recorded(rank) if (parent(n) in plan.vectors) == vectors]
+    for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
+        mine = [f for f in plan.of(rank).recorded if f.solver.vector == vector]
         everything = sum(factor.work(power) for factor in plan.factors.values())
-        found += seconds * sum(plan.factors[name].work(power) for name in mine) / everything
+        found += seconds * sum(factor.work(power) for factor in mine) / everything
     return found
 
 
-def _of_vectors(seconds: float | None, machine: Machine) -> float:
+def _solver_of_vectors(plan: Plan) -> str:
+    """Return the name of a solver of the plan that keeps vectors; "" if no solver does."""
+    return next((layer.solver.name for layer in plan.covered if layer.solver.vector), "")
+
+
+def _of_vectors(seconds: float | None, machine: Machine, solver: str) -> float:
     if seconds is None:
-        raise ValueError(f"machine {machine.name!r} has no times of solver='rank-one'")
+        raise ValueError(f"machine {machine.name!r} has no times of solver={solver!r}")
     return seconds
 
 
 def stepped_share(plan: Plan, rank: int) -> float:
     """Return the share of the model that `rank` steps."""
-    counts = plan.gradients().counts()
+    counts = plan.of(rank).layouts.gradients.counts()
     return counts[rank] / sum(counts) if len(counts) > 1 else 1.0
 
 
@@ -254,11 +260,7 @@ def expected_slowest(spread: float, ranks: int) -> float:
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
 
 
-def _products(
-    layers: Iterable[LayerShape], eigenbases: Collection[str] = ()
-) -> Iterable[tuple[float, int]]:
-    """Yield for every product of directions the order of an equally costly cube, and operations."""
-    for layer in layers:
-        times = 2 if layer.name in eigenbases else 1  # into the eigenbases and back
-        for multiplications in layer.products():
-            yield multiplications ** (1 / 3), times * 2 * multiplications
+def _products(layer: LayerShape, times: int = 1) -> Iterable[tuple[float, int]]:
+    """Yield order (of a cube of as many operations) and operations of a direction's products."""
+    for multiplications in layer.products():
+        yield multiplications ** (1 / 3), times * 2 * multiplications

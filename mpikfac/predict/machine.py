@@ -145,9 +145,7 @@ class Machine:
         Raises:
             ValueError: the machine has no times of the solver.
         """
-        # Both kinds of inverse are the same computation, of differently damped matrices.
-        kind = {"unsplit-inverse": "inverse", "ekfac": "eigen"}.get(solver, solver)
-        points = self.decompositions.get(kind)
+        points = self.decompositions.get(solver)
         if not points:
             raise ValueError(
                 f"machine {self.name!r} has no times of solver={solver!r}, only of: "

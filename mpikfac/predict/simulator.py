@@ -152,20 +152,20 @@ def representatives(plan: Plan) -> list[int]:
     most elements of factors in its column, and with most preconditioning.
     """
     owners = sorted(set(plan.owners.values())) or [0]
-    squares = {rank: sum(plan.factors[n].work(2) for n in plan.owned(rank)) for rank in owners}
+    squares = {rank: sum(f.work(2) for f in plan.of(rank).owned) for rank in owners}
     columns: dict[int, int] = {}
     for rank, square in squares.items():
-        column = plan.position(rank)[1]
+        column = plan.grid.position(rank)[1]
         columns[column] = columns.get(column, 0) + square
 
     def products(rank: int) -> int:
-        return sum(sum(plan.shapes[name].products()) for name in plan.preconditioned(rank))
+        return sum(sum(layer.shape.products()) for layer in plan.of(rank).preconditioned)
 
     return sorted(
         {
             max(owners, key=plan.load),
             max(owners, key=squares.__getitem__),
-            max(owners, key=lambda rank: columns.get(plan.position(rank)[1], 0)),
+            max(owners, key=lambda rank: columns.get(plan.grid.position(rank)[1], 0)),
             max(owners, key=products),
             plan.ranks - 1,
         }
@@ -248,8 +248,9 @@ def _of_shares(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
     """Return the mean step over the shares of layers to refresh."""
-    turns = plan.shares[1:] if kind[1] else []
-    steps = [_step(plan, machine, job, ranks, kind, share) for share in turns or plan.shares[:1]]
+    whole, *turns = plan.of(0).shares
+    shares = turns if kind[1] and turns else [whole]
+    steps = [_step(plan, machine, job, ranks, kind, share) for share in shares]
     return _mean([(step, 1 / len(steps)) for step in steps])
 
 
@@ -295,7 +296,7 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
     kinds: dict[str, Any] = {}
     if plan.strategy.transport.overlap:
         kinds = {"reduce gradients": "urgent"}
-        kinds |= {} if plan.late else {"reduce statistics": "overlapped"}
+        kinds |= {} if plan.of(rank).late else {"reduce statistics": "overlapped"}
     found = []
     for message in messages:
         seconds = costs.message_seconds(message, plan, rank, machine)
@@ -310,15 +311,19 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 def _ready(message: Message, plan: Plan, rank: int) -> float:
     """Return the share of the backward pass before a message, if all layers took equally long."""
     gradients = message.stage == "reduce gradients"
-    layout = plan.gradients() if gradients else plan.statistics(rank)
-    layers = [layer.name for layer in plan.layers]
-    parents = (
-        name if gradients else name.rpartition(".")[0]
+    layouts = plan.of(rank).layouts
+    layout = layouts.gradients if gradients else layouts.statistics
+    numbers = {
+        name: number
+        for number, layer in enumerate(plan.covered)
+        for name in ([layer.name] if gradients else [factor.name for factor in layer.factors])
+    }
+    sent = (
+        numbers[name]
         for name, offset in layout.offsets.items()
-        if any(start <= offset < stop for start, stop in message.spans)
+        if name in numbers and any(start <= offset < stop for start, stop in message.spans)
     )
-    first = min((layers.index(name) for name in parents if name in plan.shapes), default=0)
-    return 1 - first / len(layers)
+    return 1 - min(sent, default=0) / len(plan.layers)
 
 
 def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
@@ -326,7 +331,7 @@ def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> fl
     loads = [0.0] * plan.strategy.refresh.curvature_ranks
     for rank in sorted(set(plan.owners.values())):
         seconds = costs.decompose_seconds(plan, rank, machine, share)
-        loads[plan.curvature_rank(rank)] += seconds
+        loads[plan.grid.curvature_rank(rank)] += seconds
     return max(0.0, max(loads) - plan.strategy.refresh.delay * step)
 
 

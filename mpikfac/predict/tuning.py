@@ -6,12 +6,14 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mpikfac.plan import NAMED, LayerShape, Shape, Solver, Strategy, divisors, make_plan
+from mpikfac.plan import NAMED, Form, LayerShape, Shape, Strategy, divisors, plan_for
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.simulator import Job, cheapest
 
 Others = Sequence[tuple[str, Shape]]
+Forms = Sequence[Form]
+"""Descriptions of solvers: the run's solver, then solvers that layers may name."""
 
 
 def choose(
@@ -20,7 +22,7 @@ def choose(
     ranks: int,
     machine: Machine,
     job: Job,
-    solver: Solver,
+    forms: Forms,
 ) -> tuple[str, Strategy]:
     """Return the name of the strategy with the shortest mean step, and the tuned strategy.
 
@@ -34,8 +36,8 @@ def choose(
     for name, strategy in _candidates(ranks):
         if job.basis_every % strategy.refresh.stagger == 0:
             try:
-                chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
-                plans[name, strategy.workers] = make_plan(layers, ranks, chosen, others, solver)
+                chosen = tuned(strategy, layers, others, ranks, machine, job, forms)
+                plans[name, strategy.workers] = plan_for(layers, ranks, chosen, others, forms)
             except ValueError as error:
                 refusal = error
     if not plans:
@@ -63,7 +65,7 @@ def tuned(
     ranks: int,
     machine: Machine,
     job: Job,
-    solver: Solver,
+    forms: Forms,
 ) -> Strategy:
     """Return the strategy with merged messages and replicated factors to suit the machine.
 
@@ -73,15 +75,15 @@ def tuned(
     if not layers or ranks == 1:
         return strategy
     if strategy.replicate_below:
-        below = replicated_below(strategy, layers, ranks, machine, solver)
+        below = replicated_below(strategy, layers, ranks, machine, forms)
         strategy = strategy.changed(replicate_below=below)
     if not strategy.transport.overlap:
         return strategy
-    plan = make_plan(layers, ranks, strategy.changed(fusion=1), others, solver)
+    plan = plan_for(layers, ranks, strategy.changed(fusion=1), others, forms)
     network = machine.network(job.model, job.batch)
     backward = (network.backward + network.statistics) / len(layers)
     ready = [backward * (len(layers) - number) for number in range(len(layers))]
-    sums = [m for m in plan.reduce_statistics(0) if m.primitive == "Allreduce"]
+    sums = [m for m in plan.of(0).reduce_statistics() if m.primitive == "Allreduce"]
     if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
         return strategy
     seconds = [costs.message_seconds(message, plan, 0, machine) for message in sums]
@@ -116,21 +118,20 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
 
 
 def replicated_below(
-    strategy: Strategy, layers: Sequence[LayerShape], ranks: int, machine: Machine, solver: Solver
+    strategy: Strategy, layers: Sequence[LayerShape], ranks: int, machine: Machine, forms: Forms
 ) -> int:
     """Return the order below which decomposing a factor is faster than receiving the basis.
 
     [SPD-KFAC, Shi et al. 2021]
     """
-    plan = make_plan(layers, ranks, strategy.changed(replicate_below=0), (), solver)
-    solvers = plan.solvers(plan.factors)
+    plan = plan_for(layers, ranks, strategy.changed(replicate_below=0), (), forms)
     factors = {
-        (factor.order, factor.rank or factor.order, solvers[name]): replace(factor, count=1)
-        for name, factor in plan.factors.items()
+        (factor.order, factor.rank or factor.order, factor.solver.name): replace(factor, count=1)
+        for factor in plan.factors.values()
     }
     for (order, *_), factor in sorted(factors.items()):
         size = math.prod(factor.part(2)) * plan.itemsize
         send = costs.basis_seconds(size, plan, machine)
-        if costs.factor_seconds(factor, plan, machine) >= send:
+        if costs.factor_seconds(factor, machine) >= send:
             return order
     return max(order for order, *_ in factors) + 1

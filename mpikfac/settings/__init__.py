@@ -6,7 +6,8 @@ from mpikfac.settings.combinations import SETTINGS
 from mpikfac.settings.damping import Damping, LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator, Turn
 from mpikfac.settings.length import DECAY, EPSILON, Clip, Graft
-from mpikfac.settings.schedule import Schedule, Settings
+from mpikfac.settings.schedule import Schedule
+from mpikfac.settings.settings import Settings
 
 __all__ = [
     "DECAY",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.plan import Combination, OneOf
+from mpikfac.plan import Combination
 
 SETTINGS: tuple[Combination, ...] = (
     Combination(
@@ -17,29 +17,5 @@ SETTINGS: tuple[Combination, ...] = (
         {"basis_wire": None},
         "decompositions that are kept in a dtype also travel in the dtype",
     ),
-    Combination(
-        "solver",
-        ("rank-one",),
-        {"relative": False},
-        "a relative damping takes mean eigenvalues, and vectors have no eigenvalues",
-    ),
-    Combination(
-        "solver",
-        ("rank-one",),
-        {"fisher": OneOf(("empirical", "forward-only"))},
-        "mean gradients are 0 at labels that the model gives",
-    ),
-    Combination(
-        "solver",
-        ("rank-one",),
-        {"start": "first", "statistics_dtype": None, "factor_dtype": None, "basis_dtype": None},
-        "vectors are no matrices to start at the identity or to round",
-    ),
-    Combination(
-        "solver",
-        ("ekfac",),
-        {"normalization": "expand", "fisher": OneOf(("empirical", "sampled", "exact"))},
-        "scales are second moments of the gradients of single examples, as the gradients are",
-    ),
 )
-"""The needs of the settings of `KFAC`."""
+"""The needs of the settings of `KFAC`; the needs of a solver stand in the solver's file."""

@@ -1,8 +1,8 @@
 """Damping, intervals, decay and learning rate as pure functions of the step.
 
-A schedule maps a step (0, 1, 2, ...) to a number and keeps no state: what holds at a step does not
-depend on the steps taken before it, so a restarted run and an uninterrupted one agree. Wherever a
-schedule is accepted, a plain number is too.
+A schedule maps a step (0, 1, 2, ...) to a number and keeps no state: the number does not depend on
+the steps taken before, so a resumed run and an uninterrupted run agree. Wherever a schedule is
+accepted, a plain number is accepted too.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
 
 Schedule = Callable[[int], float]
 
@@ -120,64 +119,3 @@ def in_force(name: str, setting: float | Schedule, step: int, below: float = mat
     if below == math.inf and value == 0:
         raise ValueError(f"{shown} must be positive")
     return value
-
-
-@dataclass(frozen=True)
-class Settings:
-    """The numbers of K-FAC, plain or as schedules; `KFAC` says what the numbers mean.
-
-    A setting is checked at step 0 when the value is made, and whenever a step asks for a number.
-
-    Raises:
-        ValueError: a number out of its bounds, by name.
-    """
-
-    damping: float | Schedule
-    factor_every: float | Schedule
-    basis_every: float | Schedule
-    decay: float | Schedule
-    kl_clip: float | Schedule | None = None
-    norm_clip: float | Schedule | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("damping", "decay", "kl_clip", "norm_clip"):
-            if getattr(self, name) is not None:
-                self.at(name, 0)
-        for name in ("factor_every", "basis_every"):
-            self.due(name, 0)
-
-    def at(self, name: str, step: int) -> float:
-        """Return the damping, the decay or a bound on the step that is in force at `step`."""
-        below = 1.0 if name == "decay" else math.inf
-        return in_force(name, getattr(self, name), step, below)
-
-    def due(self, name: str, step: int, turns: int = 1) -> bool:
-        """Whether what happens every so many steps happens at `step`, or one of its `turns`.
-
-        Raises:
-            ValueError: the interval is not a multiple of `turns`.
-        """
-        if turns == 1:
-            return every(getattr(self, name), step, name)
-        return step % self._between(name, step, turns) == 0
-
-    def turn(self, name: str, step: int, turns: int) -> int:
-        """Which of the `turns` of an interval, from 0 on, the step belongs to."""
-        return step // self._between(name, step, turns) % turns
-
-    def _between(self, name: str, step: int, turns: int) -> int:
-        """Steps from one turn to the next."""
-        interval = evaluate(getattr(self, name), step, name)
-        if interval % turns:
-            raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")
-        return int(interval) // turns
-
-    @property
-    def clipped(self) -> bool:
-        """Whether something bounds the step."""
-        return self.kl_clip is not None or self.norm_clip is not None
-
-    def described(self) -> dict[str, object]:
-        """The settings by name, for ranks to compare; schedules by their number at step 0."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {n: ("scheduled", v(0)) if callable(v) else v for n, v in values.items()}

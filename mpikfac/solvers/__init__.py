@@ -1,42 +1,41 @@
-"""From a factor to a decomposition, and from a gradient to a direction."""
+"""From a factor to a decomposition, and from a gradient to a direction; a file for each solver."""
 
 from __future__ import annotations
 
-from mpikfac.solvers.decompose import decompositions
-from mpikfac.solvers.eigen import (
-    damped_denominators,
-    damping_unit,
-    eigenbasis,
-    mean_eigenvalues,
-    precondition,
-    products_of_values,
-    relatively_damped_denominators,
-    values_in_basis,
+from mpikfac.solvers.decompose import decomposed
+from mpikfac.solvers.eigen import Eigen, eigenbasis, products_of_values, values_in_basis
+from mpikfac.solvers.ekfac import Ekfac, squares_in_bases
+from mpikfac.solvers.inverse import Inverse, damped_inverse, error_of_inverse, tikhonov_share
+from mpikfac.solvers.rank_one import RankOne
+from mpikfac.solvers.registry import (
+    SOLVERS,
+    SolverName,
+    forms,
+    make_plan,
+    named_solver,
+    solvers_by_name,
 )
-from mpikfac.solvers.ekfac import squares_in_bases
-from mpikfac.solvers.inverse import (
-    damp,
-    damped_inverse,
-    error_of_inverse,
-    precondition_by_inverse,
-    tikhonov_share,
-)
-from mpikfac.solvers.rank_one import precondition_by_vectors
+from mpikfac.solvers.solver import Held, Means, Solver
 
 __all__ = [
-    "damp",
-    "damped_denominators",
+    "SOLVERS",
+    "Eigen",
+    "Ekfac",
+    "Held",
+    "Inverse",
+    "Means",
+    "RankOne",
+    "Solver",
+    "SolverName",
     "damped_inverse",
-    "damping_unit",
-    "decompositions",
+    "decomposed",
     "eigenbasis",
     "error_of_inverse",
-    "mean_eigenvalues",
-    "precondition",
-    "precondition_by_inverse",
-    "precondition_by_vectors",
+    "forms",
+    "make_plan",
+    "named_solver",
     "products_of_values",
-    "relatively_damped_denominators",
+    "solvers_by_name",
     "squares_in_bases",
     "tikhonov_share",
     "values_in_basis",

@@ -1,67 +1,38 @@
-"""Decompositions of Kronecker factors: eigenbases, and damped inverses. Pure functions.
-
-A factor is symmetric and positive semidefinite, `[n, n]`, or several of them, `[count, n, n]`.
-"""
+"""The decomposition of a factor by whatever solver, tried again with more digits if need be."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import all_finite, unfold_triangle
-from mpikfac.plan import BLOCKS, Solver
-from mpikfac.solvers.eigen import eigenbasis, leading_eigenbasis
-from mpikfac.solvers.inverse import damped_inverse
+from mpikfac.plan import Factor
+from mpikfac.solvers.solver import Solver
 
 
-def decompositions(
-    factors: Mapping[str, Tensor],
-    added: Mapping[str, Tensor],
-    solvers: Mapping[str, Solver],
-    kept: Mapping[str, int],
-) -> Iterator[tuple[str, Tensor]]:
-    """The blocks of factors (triangles or vectors, by name), by name, one by one.
+def decomposed(
+    factor: Factor, solver: Solver, packed: Tensor, added: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return the blocks of a factor's decomposition by name ("conv1.A.vectors").
 
-    They are NaN where a factor cannot be decomposed.
+    All blocks are NaN if the factor cannot be decomposed.
 
     Args:
-        added: what is added to the diagonal of each that is inverted, `[]` or `[groups]`.
-        solvers: what is made of each.
-        kept: number of eigenvectors of each of which only some are kept.
+        packed: the factor as a triangle, or as a vector.
+        added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
     """
-    for name, packed in factors.items():
-        solver = solvers[name]
-        for dtype, more in _attempts(packed.dtype, solver):
-            damping = added[name].to(dtype) * more if name in added else 0.0
-            made = _blocks(packed.to(dtype), damping, solver, kept.get(name))
-            made = {kind: block.to(packed.dtype) for kind, block in made.items()}
-            if all(map(all_finite, made.values())):
-                break
-        yield from ((f"{name}.{kind}", block) for kind, block in made.items())
-
-
-def _attempts(own: torch.dtype, solver: Solver) -> Iterable[tuple[torch.dtype, float]]:
-    """How a factor is decomposed, until it works: in which dtype, and damped how much more."""
-    more = 10.0 if "inverse" in BLOCKS[solver] else 1.0  # others hold no damping
-    return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])
-
-
-def _blocks(
-    packed: Tensor, damping: float | Tensor, solver: Solver, rank: int | None
-) -> dict[str, Tensor]:
-    """What a factor is decomposed into, by kind; NaN where it cannot be decomposed."""
-    if solver == "rank-one":
-        return {"vector": packed}
-    factor = unfold_triangle(packed)
-    try:
-        if "values" in BLOCKS[solver]:
-            values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
-            return {"values": values, "vectors": vectors}
-        return {"inverse": damped_inverse(factor, damping)}
-    except ArithmeticError:
-        nothing = torch.full_like(factor, torch.nan)
-        square, vector = nothing[..., :rank], nothing[..., 0, : rank + 1 if rank else None]
-        dimensions = BLOCKS[solver].items()
-        return {block: square if number == 2 else vector for block, number in dimensions}
+    more = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
+    # How a factor is decomposed until that works: in which dtype, and how much more damped.
+    attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, more)]
+    for dtype, times in dict.fromkeys(attempts):
+        precise = packed.to(dtype)
+        whole = precise if factor.solver.vector else unfold_triangle(precise)
+        damping = 0.0 if added is None else added.to(dtype) * times
+        try:
+            made = solver.decompose(whole, damping, factor.rank)
+        except ArithmeticError:
+            continue
+        blocks = {name: made[kind].to(packed.dtype) for name, kind, _ in factor.blocks}
+        if all(map(all_finite, blocks.values())):
+            return blocks
+    return {block.name: packed.new_full(block.shape, torch.nan) for block in factor.blocks}

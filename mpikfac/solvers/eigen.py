@@ -1,17 +1,74 @@
-"""TODO solvers.eigen."""
+"""Eigenbases of factors: all of the damping is added to the products of eigenvalues."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, of_coordinates, product
-from mpikfac.plan import few
+from mpikfac.plan import Combination, Form, few
+from mpikfac.solvers.solver import Held, Solver
 
 ITERATIONS = 4  # products with a factor that lead to the range of its leading eigenvectors
 SPARE = 16  # vectors that are iterated beside those that are kept
 RESIDUAL = 1e-2  # of leading eigenvectors, relative to the factor's norm
 PROBES = 8  # vectors that look for what has grown outside of older eigenvectors
+
+
+LOW_RANK = Combination(
+    "rank",
+    None,
+    {"solver": "eigen", "basis_wire": None, "basis_dtype": None},
+    "some eigenvectors are kept, and only orthogonal eigenvectors say what the others do",
+)
+
+
+@dataclass(frozen=True)
+class Eigen(Solver):
+    """Eigenvalues and eigenvectors of A and G; damping may change without a new decomposition.
+
+    Attributes:
+        dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
+    """
+
+    dtype: torch.dtype | None = None
+    form: ClassVar[Form] = Form(
+        "eigen", {"vectors": 2, "values": 1}, denominators=True, products=2, needs=(LOW_RANK,)
+    )
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return eigenvalues and eigenvectors of a factor, all or the `rank` leading vectors."""
+        values, vectors = leading_eigenbasis(factor, rank) if rank else eigenbasis(factor)
+        return {"values": values, "vectors": vectors}
+
+    def renew(
+        self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return the eigenvalues that the older eigenvectors give, and the vectors' misfit."""
+        values, misfit = values_in_basis(factor, blocks["vectors"])
+        return {"values": values}, misfit
+
+    def damp(self, held: Held, damping: float, relative: bool) -> None:
+        """Write the damped products of eigenvalues to `held.denominators`."""
+        out = held.denominators
+        assert out is not None
+        values = held.sides("values", out.dtype)
+        if not relative:
+            damped_denominators(*values, damping, out, held.scales)
+            return
+        a, g = map(mean_eigenvalues, values, (held.a["vectors"], held.g["vectors"]))
+        relatively_damped_denominators(*values, a, g, damping, out, held.scales)
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return `(G (x) A + damping I)^-1` applied to the gradient, `[outputs, inputs]`."""
+        assert held.denominators is not None
+        return precondition(gradient, held.a["vectors"], held.g["vectors"], held.denominators)
 
 
 def damped_denominators(

@@ -1,10 +1,49 @@
-"""TODO solvers.ekfac."""
+"""EKFAC: eigenbases with eigenvalues estimated from gradients of examples [George et al. 2018]."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_right, product
+from mpikfac.plan import Combination, Form, OneOf, Same
+from mpikfac.solvers.eigen import Eigen
+
+EVERYWHERE = Combination(
+    "solver",
+    ("ekfac",),
+    {
+        **{"workers": Same("ranks"), "reduction": "everyone", "update": "everyone"},
+        **{"parts": None, "replicate_below": 0, "reduce_at": "factors", "overlap": False},
+    },
+    "every rank rotates gradients into the bases of all layers when statistics are recorded",
+)
+AS_THEY_ARE = Combination(
+    "solver",
+    ("ekfac",),
+    {"normalization": "expand", "fisher": OneOf(("empirical", "sampled", "exact"))},
+    "scales are second moments of the gradients of single examples, as the gradients are",
+)
+
+
+@dataclass(frozen=True)
+class Ekfac(Eigen):
+    """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
+
+    `engine.scales` keeps the estimates.
+    """
+
+    form: ClassVar[Form] = Form(
+        "ekfac",
+        {"vectors": 2, "values": 1},
+        denominators=True,
+        rescaled=True,
+        products=2,
+        timed_as="eigen",
+        needs=(EVERYWHERE, AS_THEY_ARE),
+    )
 
 
 def squares_in_bases(a: Tensor, g: Tensor, input_vectors: Side, output_vectors: Side) -> Tensor:

@@ -1,11 +1,80 @@
-"""TODO solvers.inverse."""
+"""Damped inverses of factors, with the damping split between A and G or not."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side, from_left, from_right, product
+from mpikfac.plan import Combination, Form
+from mpikfac.solvers.eigen import damping_unit
+from mpikfac.solvers.solver import Held, Means, Solver
+
+BLOCKS = {"inverse": 2}
+ONE_OWNER = Combination(
+    "solver",
+    ("inverse",),
+    {"colocate": True, "reduction": "everyone"},
+    "the traces of A and G share out the damping, so both factors need one owner",
+    any_of=True,
+)
+SPLIT = Form("inverse", BLOCKS, damped=True, both=True, needs=(ONE_OWNER,))
+# Both kinds of inverse are one computation, of matrices with different damping.
+UNSPLIT = Form("unsplit-inverse", BLOCKS, damped=True, timed_as="inverse")
+
+
+@dataclass(frozen=True)
+class Inverse(Solver):
+    """Damped inverses `(A + p I)^-1` and `(G + q I)^-1`.
+
+    A change of damping takes effect at the next decomposition.
+
+    Attributes:
+        split: A and G share the damping, so that p q is the damping; else p and q both are the
+            damping, as in published codes.
+        dtype: inverses are kept, sent and multiplied in this dtype; None for the model's.
+    """
+
+    split: bool = True
+    dtype: torch.dtype | None = None
+
+    @property
+    def form(self) -> Form:
+        """What the plan knows of the solver."""
+        return SPLIT if self.split else UNSPLIT
+
+    def added(self, means: Means, damping: float, relative: bool) -> Tensor:
+        """Return the damping of a factor, `[]` or `[groups]`.
+
+        A factor without a partner, whose other side is the identity, takes all of the damping.
+        """
+        if relative:
+            halved = self.split and means.ratio is not None
+            return damping_unit(means.factor) * (math.sqrt(damping) if halved else damping)
+        if self.split and means.ratio is not None:
+            return tikhonov_share(means.ratio, damping)
+        return torch.full_like(means.factor, damping)
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return the damped inverse of a factor."""
+        return {"inverse": damped_inverse(factor, damping)}
+
+    def renew(
+        self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return nothing that changes, and the error of directions by the older inverse."""
+        assert damping is not None
+        return {}, error_of_inverse(damp(factor, damping), blocks["inverse"])
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return `G^-1 gradient A^-1`, all `[outputs, inputs]`, with damped inverses."""
+        return precondition_by_inverse(gradient, held.a["inverse"], held.g["inverse"])
 
 
 def precondition_by_inverse(gradient: Tensor, input_inverse: Side, output_inverse: Side) -> Tensor:

@@ -1,11 +1,61 @@
-"""TODO solvers.rank_one."""
+"""Mean vectors whose squares stand for A and G [Zhang et al. 2023, Eva]."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import Side
+from mpikfac.plan import Combination, Form, OneOf
+from mpikfac.solvers.solver import Held, Solver
+
+NEEDS = (
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"packing": "triangle", "tolerance": 0, "curvature_ranks": 0},
+        "vectors are neither squares nor decomposed",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"relative": False},
+        "a relative damping takes mean eigenvalues, and vectors have no eigenvalues",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"fisher": OneOf(("empirical", "forward-only"))},
+        "mean gradients are 0 at labels that the model gives",
+    ),
+    Combination(
+        "solver",
+        ("rank-one",),
+        {"start": "first", "statistics_dtype": None, "factor_dtype": None, "basis_dtype": None},
+        "vectors are no matrices to start at the identity or to round",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class RankOne(Solver):
+    """Mean vectors of inputs and of output gradients; nothing is decomposed."""
+
+    form: ClassVar[Form] = Form("rank-one", {"vector": 1}, keeps="vector", work=1, needs=NEEDS)
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return the vector as it is."""
+        return {"vector": factor}
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return `(g g^T (x) a a^T + damping I)^-1` applied to the gradient."""
+        a, g = held.a["vector"], held.g["vector"]
+        return precondition_by_vectors(gradient, a, g, held.damping)
 
 
 def precondition_by_vectors(

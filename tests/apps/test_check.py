@@ -9,7 +9,6 @@ import pytest
 from torch import nn
 
 import mpikfac
-from mpikfac.engine import Bases
 from mpikfac.layers.attention import ProjectionLayer
 from mpikfac_apps.checking import check, comparison
 from support.launch import launch
@@ -211,7 +210,8 @@ def test_a_wrong_layer_is_named(layer, what, file, capsys):
     [
         (mpikfac.KINDS[nn.Conv2d], "input_sum", "A"),
         (mpikfac.KINDS[nn.Conv2d], "output_sum", "G"),
-        (Bases, "precondition", "eigen, inverse"),
+        (mpikfac.Eigen, "direction", "eigen"),
+        (mpikfac.Inverse, "direction", "inverse"),
     ],
 )
 def test_a_mistake_in_the_library_is_seen(owner, name, what, monkeypatch, capsys):

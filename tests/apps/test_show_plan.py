@@ -147,7 +147,7 @@ def test_sampled_ranks_include_the_most_loaded_one():
 def test_sampled_ranks_are_of_many_columns(columns):
     """Oracle: columns; least, median and most would lack columns outside of the sample."""
     plan = mpikfac.make_plan([], 64 * columns, mpikfac.Strategy.hybrid(64 * columns, workers=64))
-    met = {plan.position(rank)[1] for rank in looked_at(plan)}
+    met = {plan.grid.position(rank)[1] for rank in looked_at(plan)}
     assert len(met) > columns / 2
 
 

@@ -29,7 +29,7 @@ def arenas(kfac):
         "scales": kfac.scales.averages,
         "scale sums": kfac.scales.sums,
         "gradients": kfac.gradients.arena,
-        "directions": kfac.directions,
+        "directions": kfac.directions.arena,
     }
     return {name: arena.flat.numel() * arena.flat.element_size() for name, arena in kept.items()}
 

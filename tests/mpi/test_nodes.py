@@ -18,11 +18,12 @@ OTHERS = [("votes", (16,)), ("scale", ())]
 
 def stages(plan, rank):
     """Return the messages of every stage with the stage's layout."""
-    yield plan.reduce_statistics(rank), plan.statistics(rank)
-    yield plan.publish_bases(rank), plan.bases(rank)
-    yield plan.reduce_gradients(rank), plan.gradients()
-    yield plan.publish_directions(rank), plan.directions(rank)
-    yield plan.publish_weights(rank), plan.gradients()
+    own = plan.of(rank)
+    yield own.reduce_statistics(), own.layouts.statistics
+    yield own.publish_bases(), own.layouts.bases
+    yield own.reduce_gradients(), own.layouts.gradients
+    yield own.publish_directions(), own.layouts.directions
+    yield own.publish_weights(), own.layouts.gradients
 
 
 def defined(plan, stage, layout, rank):

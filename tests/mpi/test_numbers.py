@@ -13,7 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy, UserError
 from mpikfac.engine.nonfinite import TOLERATED
-from mpikfac.solvers import decompose
+from mpikfac.solvers import eigen, inverse
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -34,7 +34,7 @@ def backward(trainer, comm, step, spoil=None):
 
 
 def total(comm, trainer, kind):
-    return comm.allreduce(trainer.troubles.counts[kind])
+    return comm.allreduce(trainer.nonfinite.counts[kind])
 
 
 def assert_alike(comm, trainer):
@@ -94,9 +94,7 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
     kfac.step()
     if "0.A" in kfac.factors.averages:
         identity = torch.eye(kfac.plan.factors["0.A"].order, dtype=torch.float64)
-        torch.testing.assert_close(
-            mpikfac.kron.unfold_triangle(kfac.factors.averages["0.A"]), identity
-        )
+        torch.testing.assert_close(mpikfac.unfold_triangle(kfac.factors.averages["0.A"]), identity)
     assert total(comm, kfac, "statistics") == 1
     assert_alike(comm, kfac)
 
@@ -113,7 +111,7 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
         assert not kfac.factors.averages["0.A"].any()
     if strategy.update == "everyone" and "0" in kfac.plan.preconditioned(comm.rank):
         expected = kfac.gradients.arena["0"] / 0.5
-        torch.testing.assert_close(kfac.directions["0"], expected)
+        torch.testing.assert_close(kfac.directions.arena["0"], expected)
     assert total(comm, kfac, "statistics") == 1
     assert_alike(comm, kfac)
 
@@ -141,10 +139,10 @@ def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, so
     kfac = trainer(comm, strategy, solver=solver)
     backward(kfac, comm, 0)
     kfac.step()
-    if "3" in kfac.directions:
+    if "3" in kfac.directions.arena:
         gradient = kfac.gradients.arena["3"]
         if strategy.update == "everyone":
-            assert torch.equal(kfac.directions["3"], gradient * kfac.kl_scale)
+            assert torch.equal(kfac.directions.arena["3"], gradient * kfac.kl_scale)
     assert total(comm, kfac, "decomposition") == 1
     assert_alike(comm, kfac)
 
@@ -160,8 +158,8 @@ def fail_at(monkeypatch, order):
 
         return decomposed
 
-    for name in ("eigenbasis", "damped_inverse"):
-        monkeypatch.setattr(decompose, name, failing(getattr(decompose, name)))
+    for solver, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+        monkeypatch.setattr(solver, name, failing(getattr(solver, name)))
 
 
 @pytest.mark.parametrize("solver", ["eigen", "inverse"])
@@ -171,8 +169,8 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
 ):
     """Oracle: nothing is counted if a later attempt works; damping as documented."""
     seen = []
-    for name in ("eigenbasis", "damped_inverse"):
-        function = getattr(decompose, name)
+    for module, name in ((eigen, "eigenbasis"), (inverse, "damped_inverse")):
+        function = getattr(module, name)
 
         def picky(factor, *damping, function=function):
             seen.append((factor.dtype, *map(float, damping)))
@@ -181,7 +179,7 @@ def test_a_decomposition_is_tried_in_float64_and_with_more_damping(
                 raise ArithmeticError("on purpose")
             return function(factor, *damping)
 
-        monkeypatch.setattr(decompose, name, picky)
+        monkeypatch.setattr(module, name, picky)
     model = problem.network().float()
     settings = problem.SETTINGS | {"solver": solver}
     kfac = problem.kfac(model, problem.sgd(model), comm, **settings)
@@ -218,7 +216,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     assert kfac.plan.shares_of["0"] == 1
     last = 3 + 6 * (TOLERATED - 1)
     problem.run(kfac, alone, range(last))
-    assert kfac.troubles.counts["decomposition"] == TOLERATED
+    assert kfac.nonfinite.counts["decomposition"] == TOLERATED
     with pytest.raises(UserError, match=rf"rank 0, step {last}: the decomposition of '0.A'"):
         problem.run(kfac, alone, [last])
 

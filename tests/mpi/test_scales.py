@@ -109,7 +109,7 @@ def test_ranks_train_as_one_process_does_and_send_what_is_planned(comm, name, ne
     Without the scales, training ends elsewhere.
     """
     strategy = EXACT[name]
-    times = {key: getattr(strategy, key) for key in ("delay", "stagger", "tolerance")}
+    times = {key: getattr(strategy.refresh, key) for key in ("delay", "stagger", "tolerance")}
     kfac = trainer(comm, strategy, network)
     sent = collections.Counter()
     for step, expected in zip(STEPS, alone(network, "ekfac", **times)):
@@ -129,7 +129,7 @@ def test_one_message_for_all_scales(comm):
     All blocks are rounded up to 16 elements.
     """
     kfac = trainer(comm, Strategy(RANKS))
-    messages = kfac.plan.reduce_scales(comm.rank)
+    messages = kfac.plan.of(comm.rank).reduce_scales()
     assert len(messages) == (RANKS > 1)
     for message in messages:
         assert message.bytes == 8 * (80 + 112 + 32 + 3 * 16)

@@ -107,7 +107,7 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
     if solver == "rank-one" and (
         strategy.transport.packing == "square" or strategy.refresh.tolerance
     ):
-        with pytest.raises(ValueError, match="vectors, which are neither squares nor decomposed"):
+        with pytest.raises(ValueError, match="vectors are neither squares nor decomposed"):
             trainer(comm, strategy, solver)
         return
     kfac = trainer(comm, strategy, solver)

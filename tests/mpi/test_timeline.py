@@ -81,5 +81,5 @@ def test_nobody_leaves_an_allreduce_before_all_have_come(comm, monkeypatch, work
         assert len(events[0]) == (sums if RANKS > 1 else 0)
         for together in zip(*events):
             assert min(e.end for e in together) > max(e.start for e in together) - 1e-3
-    for rank, waits in zip(ranks, waiting([rank.events for rank in ranks], kfac.plan.columns)):
+    for rank, waits in zip(ranks, waiting([rank.events for rank in ranks], kfac.plan.grid.columns)):
         assert all(0 <= wait <= e.end - e.start for e, wait in zip(rank.events, waits))

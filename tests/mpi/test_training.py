@@ -64,7 +64,7 @@ def assert_trained(comm, trainer, found, expected):
 def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
     """Oracle: K-FAC by im2col and dense solves on the joined batch; the plan's messages."""
     if solver == "inverse" and not strategy.colocate and strategy.reduction == "owners":
-        with pytest.raises(ValueError, match="use colocate=True"):
+        with pytest.raises(ValueError, match="needs colocate=True"):
             trainer(comm, strategy, solver=solver)
         return
     expected, scales = textbook(solver=solver)

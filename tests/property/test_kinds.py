@@ -153,9 +153,9 @@ def assert_as_defined(kfac, layer, uses, dtype):
     """Compare a layer's factors, or vectors, and gradient."""
     uses = [tuple(vectors.double() for vectors in use) for use in uses]
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype]}
-    for name, expected in by_definition(layer.shape, uses, kfac.plan.vectors).items():
+    for name, expected in by_definition(layer.shape, uses, kfac.plan.forms[0].vector).items():
         found = kfac.factors.averages[name]
-        found = (found if kfac.plan.vectors else triangles.unfold_triangle(found)).double()
+        found = (found if kfac.plan.forms[0].vector else triangles.unfold_triangle(found)).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
     if dtype != torch.bfloat16:  # gradients of bfloat16 are rounded sums
         expected = sum(torch.einsum("bsgo,bsgi->goi", g, a) for a, g in uses)

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpikfac.plan import divisors, lay_out
-from mpikfac.plan.messages import gathers, sums
-from mpikfac.plan.two_levels import in_two_levels, seat
+from mpikfac.plan.messages import gathers, in_two_levels, seat, sums
 
 
 def play(queues, values, ranks_per_node):

@@ -16,7 +16,7 @@ def matrices(layer, gradients):
     for parameter, gradient in zip(layer.parameters, gradients):
         parameter.grad = gradient
     matrix = torch.empty(layer.shape.gradient, dtype=layer.parameters[0].dtype)
-    layer.read_gradient(matrix)
+    layer.read_gradient(layer.parts(matrix))
     return matrix.view(layer.shape.groups, layer.shape.outputs, layer.shape.inputs)
 
 

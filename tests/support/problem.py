@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors, world
+from mpikfac.solvers import named_solver
 
 SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
@@ -29,6 +30,9 @@ CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft"}
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
     """Return a `KFAC` for settings by name, without the values that group settings."""
     values = {}
+    if "basis_dtype" in settings:
+        solver = settings.get("solver", "inverse")
+        settings["solver"] = named_solver(solver, settings.pop("basis_dtype"))
     if "relative_damping" in settings:
         damping = settings.pop("damping", 0.003)
         values["damping"] = Damping(damping, settings.pop("relative_damping"))

@@ -25,7 +25,7 @@ mpikfac.KFAC(
     mpikfac.split(comm, curvature_ranks=1),
     strategy.changed(curvature_ranks=1),
     damping=Damping(0.1, relative=True),
-    solver="eigen",
+    solver=mpikfac.Eigen(dtype=torch.bfloat16),
     clip=Clip(norm=1.0, kl=None),
     estimator=Estimator(decay=0.9, subsample=2),
     coverage=Coverage(skip=["0"]),
@@ -33,7 +33,7 @@ mpikfac.KFAC(
 mpikfac.KFAC(model, optimizer, comm, clip=None)
 
 mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-mpikfac.KFAC(model, optimizer, comm, solver="eigne")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+mpikfac.KFAC(model, optimizer, comm, solver=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Strategy(delay=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 Clip(graft="rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -64,7 +64,7 @@ def test_one_rank_and_no_bytes_cost_nothing():
 def test_where_communicators_lie(ranks, workers, over, placed):
     """Oracle: by hand, ranks on nodes of 4: members, nodes, communicators that leave a node."""
     plan = make_plan(LAYERS, ranks, Strategy(workers).changed(ranks_per_node=4))
-    assert costs.placed(plan.team(0, over), plan, MACHINE) == placed
+    assert costs.placed(plan.grid.team(0, over), plan, MACHINE) == placed
 
 
 def test_the_slower_level_bounds_a_message_and_links_are_shared():

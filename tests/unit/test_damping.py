@@ -75,9 +75,9 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
     loss = model[1](model[0](torch.randn(7, 4, 6).double())).transpose(1, 2)
     F.cross_entropy(model[2:](loss).mean(1), torch.arange(7) % 4).backward()
     kfac.precondition()
-    for name, layer in kfac.plan.shapes.items():
+    for name, layer in ((layer.name, layer) for layer in kfac.plan.layers):
         groups = (-1, layer.outputs, layer.inputs)
-        found = kfac.directions[name].view(groups)
+        found = kfac.directions.arena[name].view(groups)
         for group, gradient in enumerate(kfac.gradients.arena[name].view(groups)):
             sides = [side(kfac, layer, which, group) for which in "AG"]
             if solver != "eigen":  # the identity is not damped
@@ -99,7 +99,7 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
         kfac = problem.kfac(model, optimizer, comm, **settings)
         (weight * model(torch.randn(10, 6).double()).square().mean()).backward()
         kfac.precondition()
-        return kfac.directions["0"]
+        return kfac.directions.arena["0"]
 
     torch.testing.assert_close(direction(0.01), 100 * direction(1), rtol=1e-9, atol=0)
 
@@ -115,9 +115,9 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
     assert not kfac.factors.averages["0.G"].any()
-    assert not kfac.directions["0"].any()
-    assert kfac.directions["1"].isfinite().all()
-    assert not kfac.troubles.counts
+    assert not kfac.directions.arena["0"].any()
+    assert kfac.directions.arena["1"].isfinite().all()
+    assert not kfac.nonfinite.counts
     if solver != "eigen":
         share = 0.1**0.5 if solver == "inverse" else 0.1
         expected = torch.eye(5).double() / share
@@ -127,5 +127,5 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
 def test_relative_damping_needs_matrices(comm):
     model = problem.network()
     choices = {"relative_damping": True, "solver": "rank-one"}
-    with pytest.raises(ValueError, match="relative to mean eigenvalues, which solver='rank-one'"):
+    with pytest.raises(ValueError, match="solver='rank-one' needs relative=False, not True"):
         problem.kfac(model, problem.sgd(model), comm, **choices)

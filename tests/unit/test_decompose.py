@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac.solvers import decompose, eigen, inverse
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.solvers import SOLVERS, decomposed, eigen, inverse
 
 LEAF = inverse.LEAF
 
@@ -157,10 +158,10 @@ def test_what_fails_is_not_tried_again_as_it_was(monkeypatch, solver, tried, own
         raise ArithmeticError("on purpose")
 
     for name in ("eigenbasis", "damped_inverse"):
-        monkeypatch.setattr(decompose, name, failing)
-    factors = {"0.A": torch.ones(3, 1, dtype=own)}
-    added = {} if solver == "eigen" else {"0.A": torch.tensor(0.1, dtype=own)}
-    made = dict(decompose.decompositions(factors, added, dict.fromkeys(factors, solver), {}))
+        monkeypatch.setattr(eigen if name == "eigenbasis" else inverse, name, failing)
+    factor = make_plan([LayerShape("0", 2, 2)], 1, Strategy(), solver=solver).factors["0.A"]
+    added = None if solver == "eigen" else torch.tensor(0.1, dtype=own)
+    made = decomposed(factor, SOLVERS[solver], torch.ones(factor.packed, dtype=own), added)
     assert all(block.isnan().all() for block in made.values())
     assert len(set(seen)) == len(seen)
     assert [dtype for dtype, *_ in seen] == tried[own == torch.float64 :]

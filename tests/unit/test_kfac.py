@@ -306,7 +306,7 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
         ({"subsample": 2.0}, "subsample=2.0 must be a whole number of at least 1"),
         ({"statistics_dtype": torch.float16}, "statistics_dtype=torch.float16 must be one of"),
         ({"factor_dtype": torch.float16}, "factor_dtype=torch.float16 must be one of"),
-        ({"basis_dtype": "bfloat16"}, "basis_dtype='bfloat16' must be one of"),
+        ({"basis_dtype": "bfloat16"}, "dtype='bfloat16' must be one of None, torch.bfloat16"),
         (
             {
                 "basis_dtype": torch.bfloat16,
@@ -323,8 +323,11 @@ def test_precondition_refuses_gradients_that_are_not_the_callers(comm, choice):
                 {"start": "identity"},
                 {"statistics_dtype": torch.bfloat16},
                 {"factor_dtype": torch.bfloat16},
-                {"basis_dtype": torch.bfloat16},
             )
+        ),
+        (
+            {"solver": "rank-one", "basis_dtype": torch.bfloat16},
+            "solver='rank-one' has no decompositions to keep in torch.bfloat16",
         ),
         ({"skip": ["1"]}, "skip names '1', which is no module of the model"),
         (

@@ -156,7 +156,7 @@ def test_blocks_of_normalisations(make, shape):
     torch.testing.assert_close(layer.first_moment("A", prepared, g), u.sum(0))
     assert layer.scales("expand", BATCH, BATCH, False) == {"A": BATCH}
     matrix = torch.randn(layer.shape.gradient).double()
-    layer.write_gradient(matrix)
+    layer.write_gradient(layer.parts(matrix))
     read = torch.stack([parameter.grad.flatten() for parameter in layer.parameters], -1)
     assert torch.equal(read, matrix[:, 0])
 
@@ -167,9 +167,9 @@ def test_values_go_to_a_matrix_and_back(make, shape):
     layer, _, _ = case(make, shape)
     before = [parameter.detach().clone() for parameter in layer.parameters]
     matrix = torch.empty(layer.shape.gradient, dtype=torch.float64)
-    layer.read_values(matrix)
+    layer.read_values(layer.parts(matrix))
     assert matrix.square().sum().isclose(sum(value.square().sum() for value in before))
-    layer.write_values(2 * matrix)
+    layer.write_values(layer.parts(2 * matrix))
     assert all(torch.equal(p, 2 * value) for p, value in zip(layer.parameters, before))
 
 

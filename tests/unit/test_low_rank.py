@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape
+from mpikfac import LayerShape, make_plan
 from mpikfac.numerics import triangles
-from mpikfac.plan import FactorShape, Strategy, make_plan
-from mpikfac.solvers import decompose, eigen
+from mpikfac.plan import Strategy
+from mpikfac.solvers import SOLVERS, decomposed, eigen
 from support import problem
 
 
@@ -113,10 +113,11 @@ def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
     with pytest.raises(ArithmeticError):
         eigen.leading_eigenbasis(factor, rank)
     assert not eigen.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
-    packed = torch.zeros(mpikfac.FactorShape("0.A", order).triangle)
+    layer = LayerShape("0", order, order, rank=rank)
+    shape = make_plan([layer], 1, Strategy(), solver="eigen").factors["0.A"]
+    packed = torch.zeros(shape.packed)
     triangles.add_triangle(packed, factor)
-    made = dict(decompose.decompositions({"0.A": packed}, {}, {"0.A": "eigen"}, {"0.A": rank}))
-    shape = FactorShape("0.A", order, rank=rank)
+    made = decomposed(shape, SOLVERS["eigen"], packed)
     assert made["0.A.vectors"].shape == shape.part(2)
     assert made["0.A.values"].shape == shape.part(1)
     assert all(block.isnan().all() for block in made.values())
@@ -179,7 +180,7 @@ def test_a_rank_that_no_factor_exceeds_changes_no_bit(comm, relative):
     """Oracle: the run without a rank."""
     whole, kept = (trainer(comm, r, relative_damping=relative) for r in (None, 10_000))
     assert torch.equal(problem.run(kept, comm), problem.run(whole, comm))
-    assert kept.plan.bases(0) == whole.plan.bases(0)
+    assert kept.plan.of(0).layouts.bases == whole.plan.of(0).layouts.bases
 
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.3])
@@ -210,9 +211,9 @@ def test_vectors_that_are_rounded_are_refused(comm):
     with pytest.raises(ValueError, match="rank=2 of layer 'l' needs basis_wire=None, not 'int8'"):
         make_plan([layer], 2, Strategy(2).changed(basis_wire="int8"), solver="eigen")
     make_plan([layer], 2, Strategy(2).changed(factor_wire="int8"), solver="eigen")
-    with pytest.raises(ValueError, match=r"basis_dtype=torch.bfloat16 .* as of '0.A'"):
-        trainer(comm, 3, basis_dtype=torch.bfloat16)
-    trainer(comm, 100, basis_dtype=torch.bfloat16)  # all eigenvectors
+    rounded = {"solver": mpikfac.Eigen(dtype=torch.bfloat16)}
+    with pytest.raises(ValueError, match="rank=3 of layer '0' needs basis_dtype=None, not torch"):
+        trainer(comm, 3, **rounded)
 
 
 def test_within_blocks_each_keeps_its_own(comm):
@@ -243,13 +244,13 @@ def test_bytes_and_products_shrink_with_the_rank():
     """Oracle: by hand, for factors of orders 64 and 32 with 4 kept eigenvectors."""
     layer = LayerShape("l", 64, 32, rank=4)
     plan = make_plan([layer], 1, Strategy(), solver="eigen")
-    assert plan.bases(0).shapes == {
+    assert plan.of(0).layouts.bases.shapes == {
         "l.A.vectors": (64, 4),
         "l.A.values": (5,),
         "l.G.vectors": (32, 4),
         "l.G.values": (5,),
     }
-    assert plan.denominators(0).shapes == {"l": (5, 5)}
+    assert plan.of(0).layouts.denominators.shapes == {"l": (5, 5)}
     assert layer.products() == [(32 + 4) * 64 * 4, 64 * 32 * 4]
     assert [factor.work() for factor in layer.factors] == [2 * 64**2 * 4, 2 * 32**2 * 4]
     assert [factor.work(2) for factor in layer.factors] == [64**2, 32**2]

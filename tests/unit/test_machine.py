@@ -51,9 +51,9 @@ def test_between_points_a_power_law_is_met_exactly():
 
 
 def test_decompositions_grow_with_the_cube_past_the_largest_order():
-    """Oracle: the points by hand; both kinds of inverse are one computation."""
+    """Oracle: the points by hand."""
     assert MACHINE.decomposition("inverse", 100) == pytest.approx(0.1)
-    assert MACHINE.decomposition("unsplit-inverse", 200) == pytest.approx(0.8)
+    assert MACHINE.decomposition("inverse", 200) == pytest.approx(0.8)
     assert MACHINE.decomposition("eigen", 5) == pytest.approx(1e-2)
 
 

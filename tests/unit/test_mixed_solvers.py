@@ -214,22 +214,23 @@ def test_plans_by_the_solvers_of_layers():
         LayerShape("out", 6, 2, solver="inverse"),
     ]
     plan = make_plan(layers, 2, Strategy(2), solver="eigen")
-    assert plan.statistics(0).shapes["fc.A"] == (8,)
-    blocks = plan.decompositions(["conv.G", "fc.G", "out.G"])
-    assert blocks == [
+    assert plan.of(0).layouts.statistics.shapes["fc.A"] == (8,)
+    factors = [plan.factors[name] for name in ("conv.G", "fc.G", "out.G")]
+    assert [(block.name, block.shape) for factor in factors for block in factor.blocks] == [
         *(("conv.G.vectors", (4, 4)), ("conv.G.values", (4,))),
         *(("fc.G.vector", (8,)), ("out.G.inverse", (2, 2))),
     ]
-    assert [name for name in plan.factors if plan.replicated(name)] == ["fc.A", "fc.G"]
+    assert [name for name, factor in plan.factors.items() if factor.replicated] == ["fc.A", "fc.G"]
     loads = sorted(map(plan.load, (0, 1)))
     assert loads == [6**3 + 2**3, 10**3 + 4**3]  # fc has no work, but 16 elements
     assert len(set(plan.owners.values())) == 2
-    assert list(plan.denominators(0).shapes) == ["conv"]
-    assert plan.inverted(plan.factors) == {"out.A": (), "out.G": ()}
+    assert list(plan.of(0).layouts.denominators.shapes) == ["conv"]
+    damped = {name: factor.damping for name, factor in plan.factors.items() if factor.solver.damped}
+    assert damped == {"out.A": (), "out.G": ()}
     apart = Strategy(1, "owners", colocate=False)
     with pytest.raises(ValueError, match="solver='inverse' of layer 'out' needs colocate=True"):
         make_plan(layers, 2, apart, solver="eigen")
     low = dataclasses.replace(layers[2], rank=2)
-    with pytest.raises(ValueError, match="it needs solver='eigen', not 'inverse', or rank=None"):
+    with pytest.raises(ValueError, match="layer 'out' needs solver='eigen', not 'inverse'"):
         make_plan([low], 2, Strategy(2), solver="eigen")
     make_plan([dataclasses.replace(low, solver="eigen")], 2, Strategy(2), solver="inverse")

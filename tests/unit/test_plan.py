@@ -45,8 +45,12 @@ def test_separate_owners_stay_in_the_layers_column():
     p = make_plan(LAYERS, 4, Strategy(2, colocate=False))
     assert p.owners == {"conv.A": 0, "conv.G": 2, "fc.A": 1, "fc.G": 3, "out.A": 2, "out.G": 2}
     assert p.columns_of == {"conv": 0, "fc": 1, "out": 0}
-    assert p.preconditioned(3) == ["fc"]
-    assert p.preconditioned(2) == ["conv", "out"]
+    assert preconditioned(p, 3) == ["fc"]
+    assert preconditioned(p, 2) == ["conv", "out"]
+
+
+def preconditioned(plan, rank):
+    return [layer.name for layer in plan.of(rank).preconditioned]
 
 
 def test_uncovered_parameters_go_to_the_rank_with_the_fewest_elements():
@@ -60,8 +64,8 @@ def test_every_divisor_makes_a_grid(ranks):
     """Oracle: rank r sits at row r // columns and column r % columns."""
     for workers in divisors(ranks):
         p = plan(ranks, workers)
-        assert p.rows * p.columns == ranks
-        assert [p.position(r) for r in range(ranks)] == [
+        assert p.grid.workers * p.grid.columns == ranks
+        assert [p.grid.position(r) for r in range(ranks)] == [
             (row, column) for row in range(workers) for column in range(ranks // workers)
         ]
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
@@ -73,46 +77,52 @@ def test_statistics_are_aligned_triangles():
     The number of examples follows every triangle, in 16 elements.
     """
     offsets = {"conv.A": 0, "conv.G": 80, "fc.A": 112, "fc.G": 176, "out.A": 240, "out.G": 288}
-    layout = plan(2).statistics(0)
+    layout = plan(2).of(0).layouts.statistics
     assert {n: offset for n, offset in layout.offsets.items() if n in offsets} == offsets
     assert (layout.offsets["conv.A#"], layout.shapes["conv.A#"]) == (64, (1,))
     assert (len(layout.offsets), layout.bounds) == (12, (0, 320))
-    by_owner = plan(2, 1, "owners").statistics(0)
+    by_owner = plan(2, 1, "owners").of(0).layouts.statistics
     assert by_owner.bounds == (0, 112, 320)
     assert by_owner.counts() == (112, 208)
-    assert list(plan(2, 1, "none").statistics(0).shapes) == [
+    assert list(plan(2, 1, "none").of(0).layouts.statistics.shapes) == [
         "conv.A",
         "conv.A#",
         "conv.G",
         "conv.G#",
     ]
-    assert list(plan(2, 1, "owners").averages(1).shapes) == ["fc.A", "fc.G", "out.A", "out.G"]
-    apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).statistics(0)
+    assert list(plan(2, 1, "owners").of(1).layouts.averages.shapes) == [
+        "fc.A",
+        "fc.G",
+        "out.A",
+        "out.G",
+    ]
+    apart = make_plan(LAYERS, 2, Strategy(2).changed(factor_wire="int8")).of(0).layouts.statistics
     assert list(apart.offsets)[6:] == [f"{name}#" for name in offsets]
 
 
 def test_gradients_and_bases_by_hand():
     """Oracle: element counts by hand, rounded up to 16."""
     p = plan(2, 2, solver="eigen")
-    assert p.gradients().shapes["conv"] == (4, 10)
-    assert p.gradients().size == 48 + 64 + 16 + 3 * 16
-    assert p.bases(0).counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
+    assert p.of(0).layouts.gradients.shapes["conv"] == (4, 10)
+    assert p.of(0).layouts.gradients.size == 48 + 64 + 16 + 3 * 16
+    bases = p.of(0).layouts.bases
+    assert bases.counts() == (112 + 16 + 16 + 16, 2 * (64 + 16) + 48 + 16 + 16 + 16, 0)
     inverse = make_plan(LAYERS, 2, Strategy(2), solver="inverse")
-    assert inverse.bases(0).shapes["out.A.inverse"] == (6, 6)
-    assert p.memory(0)["bases"] == 4 * p.bases(0).size
+    assert inverse.of(0).layouts.bases.shapes["out.A.inverse"] == (6, 6)
+    assert p.memory(0)["bases"] == 4 * p.of(0).layouts.bases.size
 
 
 def test_vectors_by_hand():
     """Oracle: vectors of 10, 4, 8, 8, 6 and 2 elements, in pieces of 16, in bytes of 4."""
     everywhere = plan(2, 2, solver="rank-one")
-    assert everywhere.statistics(0).size == 2 * 6 * 16  # with the counts
-    for layout in (everywhere.averages(0), everywhere.bases(0)):
+    assert everywhere.of(0).layouts.statistics.size == 2 * 6 * 16  # with the counts
+    for layout in (everywhere.of(0).layouts.averages, everywhere.of(0).layouts.bases):
         assert layout.size == 6 * 16
-    assert everywhere.bases(0).shapes["conv.A.vector"] == (10,)
+    assert everywhere.of(0).layouts.bases.shapes["conv.A.vector"] == (10,)
     sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
     assert sizes == [("reduce statistics", 4 * 192), ("reduce gradients", 4 * 176)]
     to_owners = plan(2, 2, "owners", solver="rank-one")
-    (bases,) = to_owners.publish_bases(1)
+    (bases,) = to_owners.of(1).publish_bases()
     assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
     assert [p.load(0) for p in (everywhere, to_owners)] == [0, 0]
 
@@ -248,7 +258,7 @@ def test_published_sizes_of_resnet50():
     assert mib(sum(layer.inputs * layer.outputs for layer in layers)) == 97.3
 
     p = make_plan(layers, 512, Strategy.comm_opt(512, colocate=False), others)
-    assert mib(p.statistics(0).size) == 293.6
+    assert mib(p.of(0).layouts.statistics.size) == 293.6
     loads = [p.load(rank) for rank in range(512)]
     assert round(sum(loads) / max(loads), 1) == 4.6
 

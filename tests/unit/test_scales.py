@@ -431,7 +431,7 @@ def test_sums_that_are_not_finite_count_for_nothing(comm, caplog):
     kfac.step()
     assert torch.equal(kfac.scales.averages["0"].flatten(), before[0][:25])
     assert torch.equal(kfac.scales.weights["0"], 0.8 * before[1])
-    assert kfac.troubles.counts["scales"] == 1
+    assert kfac.nonfinite.counts["scales"] == 1
     assert "the scales of '0' is not finite; their averages stay as they are" in caplog.text
     assert not torch.equal(kfac.scales.averages.flat, before[0])
 
@@ -454,7 +454,7 @@ def test_a_layer_without_a_basis_records_nothing(comm, monkeypatch):
         gradient = model[0].weight.grad.clone()
         kfac.precondition()
         assert torch.equal(model[0].weight.grad, gradient)
-    assert kfac.troubles.counts["scales"] == 0
+    assert kfac.nonfinite.counts["scales"] == 0
 
 
 def test_forgotten_passes_leave_no_sums(comm):

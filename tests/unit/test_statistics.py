@@ -22,9 +22,9 @@ def trainer(comm, model, **settings):
 
 def factors(kfac):
     """Return A and G of every layer, or the vectors, as stored in the state."""
-    prefix = "kfac/vectors/" if kfac.plan.vectors else "kfac/factors/"
+    prefix = "kfac/vectors/" if kfac.plan.forms[0].vector else "kfac/factors/"
     state = {n.removeprefix(prefix): t for n, t in kfac.state_dict().items() if prefix in n}
-    if kfac.plan.vectors:
+    if kfac.plan.forms[0].vector:
         return state
     return {name: triangles.unfold_triangle(packed) for name, packed in state.items()}
 
@@ -202,7 +202,7 @@ def test_behind_a_layer_batch_normalisation_leaves_no_mean_gradient(comm):
     kfac.precondition()
     zero, head = factors(kfac)["0.G"], factors(kfac)["4.G"]
     assert zero.norm() < 1e-12 < head.norm()
-    gradient, direction = (arena["0"] for arena in (kfac.gradients.arena, kfac.directions))
+    gradient, direction = (arena["0"] for arena in (kfac.gradients.arena, kfac.directions.arena))
     torch.testing.assert_close(direction, kfac.kl_scale * gradient / 0.5)
 
 

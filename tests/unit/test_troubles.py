@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from mpikfac import UserError
-from mpikfac.engine import Troubles
+from mpikfac.engine import Nonfinite
 from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.numerics import all_finite, not_finite
 
 
-def test_troubles_are_counted_and_told_once_in_a_row(caplog):
+def test_numbers_are_counted_and_told_once_in_a_row(caplog):
     """Oracle: two streaks of 'a' and a streak of 'b', as one line per streak."""
-    troubles = Troubles(rank=3)
+    nonfinite = Nonfinite(rank=3)
     for step, names in enumerate([["a"], ["a", "b"], [], ["a", "b"]]):
-        troubles.note("gradient", names, step, "left out")
-    assert troubles.counts == {"gradient": 5}
+        nonfinite.note("gradient", names, step, "left out")
+    assert nonfinite.counts == {"gradient": 5}
     assert caplog.messages == [
         "rank 3, step 0: the gradient of 'a' is not finite; left out",
         "rank 3, step 1: the gradient of 'b' is not finite; left out",
@@ -26,26 +26,26 @@ def test_troubles_are_counted_and_told_once_in_a_row(caplog):
 
 def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
     """Oracle: the tolerated number of times, by kind and name."""
-    troubles = Troubles(rank=0)
+    nonfinite = Nonfinite(rank=0)
     for step in range(TOLERATED):
-        troubles.note("gradient", ["a"], step, "")
-        troubles.note("statistics", ["a"], step, "")
-    troubles.note("gradient", [], TOLERATED, "")
-    troubles.note("gradient", ["a"], TOLERATED + 1, "")
+        nonfinite.note("gradient", ["a"], step, "")
+        nonfinite.note("statistics", ["a"], step, "")
+    nonfinite.note("gradient", [], TOLERATED, "")
+    nonfinite.note("gradient", ["a"], TOLERATED + 1, "")
     with pytest.raises(UserError, match="rank 0, step 9: the statistics of 'a'"):
-        troubles.note("statistics", ["a"], 9, "")
+        nonfinite.note("statistics", ["a"], 9, "")
 
 
 def test_a_streak_outlasts_what_was_tried_in_between():
     """Oracle: by hand: "b" is tried at other steps than "a", and works at the last step but one."""
-    troubles = Troubles(rank=0)
+    nonfinite = Nonfinite(rank=0)
     for step in range(TOLERATED):
-        troubles.note("decomposition", ["a"], step, "", tried=["a", "c"])
-        troubles.note("decomposition", ["b"], step, "", tried=["b"])
-    troubles.note("decomposition", [], TOLERATED, "", tried=["b"])
-    troubles.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
+        nonfinite.note("decomposition", ["a"], step, "", tried=["a", "c"])
+        nonfinite.note("decomposition", ["b"], step, "", tried=["b"])
+    nonfinite.note("decomposition", [], TOLERATED, "", tried=["b"])
+    nonfinite.note("decomposition", ["b"], TOLERATED, "", tried=["b"])
     with pytest.raises(UserError, match=rf"the decomposition of 'a' was .* {TOLERATED + 1} times"):
-        troubles.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
+        nonfinite.note("decomposition", ["a"], TOLERATED, "", tried=["a"])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

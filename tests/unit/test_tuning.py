@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpikfac
-from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
+from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, forms, make_plan
 from mpikfac.predict import tuning
 
 LAYERS = [LayerShape(f"layer{n}", 64 * 2**n, 32 * 2**n) for n in range(4)]
@@ -21,6 +21,7 @@ MACHINE = Machine(
     decompositions={"inverse": ((1.0, 1e-9), (1e4, 1e3))},  # n^3 nanoseconds
     products=((1.0, 1e12),),
 )
+FORMS = forms("inverse")
 JOB = Job("net", 32, factor_every=1, basis_every=10)
 
 
@@ -75,10 +76,10 @@ def test_small_factors_are_replicated_while_that_takes_less_than_a_message():
     n^3 ns is more from n = 404 on: of the orders 32 to 512, from 512 on.
     """
     strategy = Strategy(4, replicate_below=1)
-    assert tuning.replicated_below(strategy, LAYERS, 4, MACHINE, "inverse") == 512
+    assert tuning.replicated_below(strategy, LAYERS, 4, MACHINE, FORMS) == 512
     slow = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
-    assert tuning.replicated_below(strategy, LAYERS, 4, slow, "inverse") == 513
-    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
+    assert tuning.replicated_below(strategy, LAYERS, 4, slow, FORMS) == 513
+    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, FORMS)
     assert found == strategy.changed(replicate_below=512)
 
 
@@ -93,23 +94,25 @@ def test_low_rank_is_decomposed_everywhere_by_its_own_bytes_and_work():
         inside=Level(0.0, 1e7),
         decompositions={"eigen": MACHINE.decompositions["inverse"]},
     )
-    found = tuning.replicated_below(Strategy(4, replicate_below=1), layers, 4, machine, "eigen")
+    found = tuning.replicated_below(
+        Strategy(4, replicate_below=1), layers, 4, machine, forms("eigen")
+    )
     assert found == 256
 
 
 def test_overlapped_messages_are_merged_for_the_machine():
     """Oracle: the rule on the plan's own messages; all layers are sent, front to back."""
     strategy = Strategy(4).changed(overlap=True, fusion=1)
-    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, "inverse")
+    found = tuning.tuned(strategy, LAYERS, (), 4, MACHINE, JOB, FORMS)
     assert sum(found.transport.fusion) == len(LAYERS)
     hopeless = dataclasses.replace(MACHINE, inside=Level(1e3, 1e7))
-    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, "inverse").transport.fusion == (4,)
-    assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, "inverse") == Strategy(4)
+    assert tuning.tuned(strategy, LAYERS, (), 4, hopeless, JOB, FORMS).transport.fusion == (4,)
+    assert tuning.tuned(Strategy(4), LAYERS, (), 4, MACHINE, JOB, FORMS) == Strategy(4)
 
 
 def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
     """Oracle: predictions of all strategies that train like a single process."""
-    name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, "inverse")
+    name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, FORMS)
     found = mpikfac.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
     others = ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late")
     rivals = [mpikfac.NAMED[other].make(4) for other in others]
@@ -123,8 +126,8 @@ def test_only_what_the_solver_can_do_is_chosen_from():
     """Oracle: EKFAC's ranks all hold all bases; an inverse has no eigenvectors to keep."""
     both = {"eigen": MACHINE.decompositions["inverse"], **MACHINE.decompositions}
     machine = dataclasses.replace(MACHINE, decompositions=both)
-    _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, "ekfac")
+    _, strategy = tuning.choose(LAYERS, (), 4, machine, JOB, forms("ekfac"))
     assert (strategy.workers, strategy.reduction, strategy.update) == (4, "everyone", "everyone")
     layers = [dataclasses.replace(layer, rank=2) for layer in LAYERS]
     with pytest.raises(ValueError, match="solver='eigen', not 'inverse'"):
-        tuning.choose(layers, (), 4, MACHINE, JOB, "inverse")
+        tuning.choose(layers, (), 4, MACHINE, JOB, FORMS)

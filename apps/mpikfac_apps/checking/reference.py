@@ -134,7 +134,7 @@ def input_vectors(layer: Any, x: Tensor) -> Tensor:
     matrix = torch.zeros(shape.groups, shape.outputs, shape.inputs).to(layer.parameters[0])
 
     def outputs() -> Tensor:
-        probe.write_values(matrix.view(shape.gradient))
+        probe.write_values(probe.parts(matrix.view(shape.gradient)))
         return output_vectors(layer, probe.module(x))
 
     rest, found = outputs(), []  # of a bias that is not trained
@@ -188,7 +188,7 @@ def gradient_of(layer: Any) -> Tensor:
     """The gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
     shape = layer.shape
     matrix = torch.zeros(shape.gradient).to(layer.parameters[0])
-    layer.read_gradient(matrix)
+    layer.read_gradient(layer.parts(matrix))
     return matrix.view(shape.groups, shape.outputs, shape.inputs)
 
 

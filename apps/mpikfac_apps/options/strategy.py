@@ -23,6 +23,7 @@ from mpikfac import (
     Strategy,
     choose,
     covered_shapes,
+    forms,
     forward_only,
     load_machine,
     named,
@@ -30,6 +31,7 @@ from mpikfac import (
     tuned,
     usual_rule,
 )
+from mpikfac.solvers import named_solver
 from mpikfac_apps.options.options import KfacOptions, Options
 
 CHOICES = (  # of a strategy
@@ -122,8 +124,8 @@ def for_machine(
     job = Job(options.model, (options.batch or ranks) // ranks, *every)
     layers, others = covered_shapes(model, coverage(options.kfac))
     if options.kfac.strategy == "auto":
-        return choose(layers, others, ranks, machine, job, solver)
-    chosen = tuned(strategy, layers, others, ranks, machine, job, solver)
+        return choose(layers, others, ranks, machine, job, forms(solver))
+    chosen = tuned(strategy, layers, others, ranks, machine, job, forms(solver))
     asked = {
         key: strategy.choices()[key]
         for key in ("fusion", "replicate_below")
@@ -143,8 +145,8 @@ def coverage(options: KfacOptions) -> Coverage:
     return Coverage(options.skip, {**KINDS, **(NORMS if options.norms else {})}, rule)
 
 
-def kfac_settings(options: KfacOptions) -> dict[str, Any]:
-    """The arguments of `KFAC` that no strategy changes."""
+def kfac_settings(options: KfacOptions, chosen: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `KFAC`; `chosen` holds the settings that a strategy may change."""
     every = options.damping_adapt
     damping = LevenbergMarquardt(options.damping, every) if every else options.damping
     return {
@@ -162,7 +164,8 @@ def kfac_settings(options: KfacOptions) -> dict[str, Any]:
             _dtype(options.factor_dtype),
         ),
         "coverage": coverage(options),
-        "basis_dtype": _dtype(options.basis_dtype),
+        "basis_every": chosen["basis_every"],
+        "solver": named_solver(chosen["solver"], _dtype(options.basis_dtype)),
     }
 
 

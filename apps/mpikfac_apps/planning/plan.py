@@ -117,15 +117,16 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
 def grid(plan: mpikfac.Plan) -> list[str]:
     """The grid of ranks; a picture where it is small enough to see."""
     lines = [
-        f"Grid: {number(plan.rows, 'row')} x {number(plan.columns, 'column')}; "
+        f"Grid: {number(plan.grid.workers, 'row')} x {number(plan.grid.columns, 'column')}; "
         "the ranks of a column are the workers of its layers"
     ]
-    if plan.columns > 16 or plan.rows > 16:
+    if plan.grid.columns > 16 or plan.grid.workers > 16:
         return lines
-    width = max(len(str(plan.ranks)), len(f"c{plan.columns}")) + 2
-    lines.append("     " + "".join(f"{f'c{column}':>{width}}" for column in range(plan.columns)))
-    for row in range(plan.rows):
-        ranks = range(row * plan.columns, (row + 1) * plan.columns)
+    columns = range(plan.grid.columns)
+    width = max(len(str(plan.ranks)), len(f"c{len(columns)}")) + 2
+    lines.append("     " + "".join(f"{f'c{column}':>{width}}" for column in columns))
+    for row in range(plan.grid.workers):
+        ranks = range(row * plan.grid.columns, (row + 1) * plan.grid.columns)
         lines.append(f"{f'r{row}':>5}" + "".join(f"{rank:>{width}}" for rank in ranks))
     return lines
 
@@ -156,11 +157,7 @@ def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
 
 def balance(plan: mpikfac.Plan) -> list[str]:
     """How evenly decompositions are spread, and what bounds the gain of spreading them."""
-    works = {
-        name: factor.work()
-        for name, factor in plan.factors.items()
-        if name.rpartition(".")[0] not in plan.vectors
-    }
+    works = {name: f.work() for name, f in plan.factors.items() if not f.solver.vector}
     if not works:
         return ["Load of the decompositions: none, factors are vectors"]
     busiest = most_loaded(plan)
@@ -168,7 +165,7 @@ def balance(plan: mpikfac.Plan) -> list[str]:
     idle = plan.ranks - len(set(plan.owners.values()))
     largest = max(works, key=works.__getitem__)
     bound = total / works[largest]
-    low = bool(plan.low_ranks(plan.factors))
+    low = any(factor.rank for factor in plan.factors.values())
     return [
         f"Load of the decompositions, as the sum of n^3{', of few vectors 2 n^2 rank' * low}",
         f"  all ranks together     {total:10.3g}",

@@ -98,7 +98,8 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
                 strategy, solver = strategy_of(name, ranks, options.solver)
-                strategy = mpikfac.tuned(strategy, layers, others, ranks, machine, job, solver)
+                forms = mpikfac.forms(solver)
+                strategy = mpikfac.tuned(strategy, layers, others, ranks, machine, job, forms)
                 plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
                 row |= {"workers": strategy.workers}
                 row |= mpikfac.simulate(plan, machine, job).as_dict()

@@ -107,7 +107,8 @@ def megabytes(plan: mpikfac.Plan) -> float:
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
-    rest = 2 * plan.gradients().size + plan.scales().size
+    layouts = plan.of(0).layouts
+    rest = 2 * layouts.gradients.size + layouts.scales.size
     kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
     return (plan.itemsize * rest + kept) / 1e6
 

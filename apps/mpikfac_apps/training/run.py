@@ -105,7 +105,7 @@ class Run:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
                 name, strategy = for_machine(options, model, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, strategy)
-                settings = kfac_settings(options.kfac) | chosen
+                settings = kfac_settings(options.kfac, chosen)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Run:
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
         """One training step on this rank's share of a batch, in parts if the options say so."""
         self.set_rate(step)
-        count = self.trainer.plan.parts_per_rank
+        count = self.trainer.plan.of(self.comm.rank).parts
         first = self.comm.rank * max(1, count)
         parts = list(zip(images.chunk(max(1, count)), labels.chunk(max(1, count))))
         losses = []
@@ -197,7 +197,7 @@ class Run:
 
     def _vote(self) -> None:
         """What this rank is asked for, and how far its writing is, travels with the next step."""
-        asked, troubles = self.guard.requests, self.trainer.troubles.counts.total()
+        asked, troubles = self.guard.requests, self.trainer.nonfinite.counts.total()
         due = asked.checkpoint and not self.saver.pending
         decompositions = self.trainer.trace.calls["decompositions"]
         votes = [due, asked.stop, self.saver.written, troubles, decompositions]

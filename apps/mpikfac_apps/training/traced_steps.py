@@ -35,7 +35,7 @@ class Recording:
 
     def __init__(self, comm: Any, options: Options, trainer: Any, last: int) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
-        self.trace, self.columns = trainer.trace, trainer.plan.columns
+        self.trace, self.columns = trainer.trace, trainer.plan.grid.columns
         begin, wanted = trainer.steps + WARM_UP, options.trace_steps or 0
         self.chosen = range(begin, min(begin + wanted, last))
         self._steps: dict[int, tuple[float, float]] = {}

@@ -1,0 +1,390 @@
+"""All that one rank needs for a step: factors, layouts and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from mpikfac.plan import layouts
+from mpikfac.plan.layout import Layout, Shape, lay_out
+from mpikfac.plan.layouts import Layouts
+from mpikfac.plan.messages import (
+    Codec,
+    Message,
+    across,
+    gathers,
+    in_order,
+    in_two_levels,
+    message,
+    sums,
+)
+from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid
+from mpikfac.plan.shapes import count_of
+from mpikfac.plan.strategy import Strategy
+
+Kinds = Mapping[str, Hashable]
+"""The message of a stage that each block belongs to, by name; other blocks are left out."""
+
+
+class Itemsizes(NamedTuple):
+    """Bytes of a number: in sums and gradients, in running averages, and in decompositions."""
+
+    numbers: int
+    averages: int
+    bases: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """All that one rank needs for a step: factors, layouts and messages, each made once.
+
+    Attributes:
+        grid: all ranks as rows and columns.
+        layers: the covered layers.
+        others: names and shapes of what no layer covers but travels with the gradients.
+        updaters: rank that steps each layer or other parameter if update="owner".
+        solvers: the run's solver, then the layers with another solver: "eigen, fc: rank-one".
+    """
+
+    rank: int
+    grid: RankGrid
+    strategy: Strategy
+    layers: tuple[PlannedLayer, ...]
+    others: tuple[tuple[str, Shape], ...]
+    updaters: Mapping[str, int]
+    itemsizes: Itemsizes
+    solvers: str
+
+    # -- who does what ---------------------------------------------------------------------------
+
+    @cached_property
+    def column(self) -> int:
+        """The rank's column."""
+        return self.grid.position(self.rank)[1]
+
+    @property
+    def late(self) -> bool:
+        """Whether a rank averages factors over time first, and over ranks only at a refresh."""
+        return self.strategy.transport.reduce_at == "bases"
+
+    @property
+    def parts(self) -> int:
+        """Parts of a batch that the rank takes in turn; 0 if the rank takes a share as a whole."""
+        return (self.strategy.transport.parts or 0) // self.grid.count
+
+    @property
+    def shares(self) -> list[int | None]:
+        """None for all layers, and then, with `stagger`, the shares of a refresh."""
+        stagger = self.strategy.refresh.stagger
+        return [None, *range(stagger)] if stagger > 1 else [None]
+
+    @property
+    def owner_updates(self) -> bool:
+        """Whether a layer or parameter is stepped by its owner only."""
+        return self.strategy.update == "owner"
+
+    def steps(self, name: str) -> bool:
+        """Return whether the rank steps that layer or parameter."""
+        return not self.owner_updates or self.updaters[name] == self.rank
+
+    @cached_property
+    def factors(self) -> tuple[Factor, ...]:
+        """All factors in model order."""
+        return tuple(factor for layer in self.layers for factor in layer.factors)
+
+    @cached_property
+    def recorded(self) -> tuple[Factor, ...]:
+        """Factors of which the rank records statistics of its own batch."""
+        return self.owned if self.strategy.reduction == "none" else self.factors
+
+    @cached_property
+    def averaged(self) -> tuple[Factor, ...]:
+        """Factors of which the rank keeps running averages."""
+        to_owners = self.strategy.reduction == "owners" and not self.late
+        return self.owned if to_owners else self.recorded
+
+    def decomposed(self, share: int | None = None) -> tuple[Factor, ...]:
+        """Return factors that the rank decomposes for others, then factors for itself alone.
+
+        Args:
+            share: the share of a refresh; None for all layers.
+        """
+        factors = self.owned + self._own
+        return tuple(f for f in factors if share in (None, f.share))
+
+    @cached_property
+    def preconditioned(self) -> tuple[PlannedLayer, ...]:
+        """Layers that the rank preconditions, in model order."""
+        if self.owner_updates:
+            return tuple(layer for layer in self.layers if layer.updater == self.rank)
+        return self._workers_of(self.column)
+
+    @cached_property
+    def rescaled(self) -> tuple[PlannedLayer, ...]:
+        """Layers that have scales."""
+        return tuple(layer for layer in self.layers if layer.rescaled)
+
+    @cached_property
+    def owned(self) -> tuple[Factor, ...]:
+        """Factors that the rank decomposes for others, in model order."""
+        return self._owned(self.rank)
+
+    @cached_property
+    def _own(self) -> tuple[Factor, ...]:
+        """Factors that every worker of the column decomposes, this rank too."""
+        return tuple(f for f in self.factors if f.replicated and f.column == self.column)
+
+    def _owned(self, rank: int) -> tuple[Factor, ...]:
+        """Return factors that `rank` decomposes for others, in model order."""
+        return tuple(f for f in self.factors if f.owner == rank and not f.replicated)
+
+    def _workers_of(self, column: int) -> tuple[PlannedLayer, ...]:
+        return tuple(layer for layer in self.layers if layer.column == column)
+
+    @cached_property
+    def _publishes_bases(self) -> bool:
+        """Whether a layer's bases are needed by a rank that did not decompose the factors."""
+        alone = self.owner_updates and self.strategy.colocate
+        return self.grid.workers > 1 and not alone
+
+    @cached_property
+    def publishes_changes(self) -> bool:
+        """Whether a step's changes of weights travel: changes bear rounding, weights do not."""
+        owner = self.owner_updates and self.grid.count > 1
+        return owner and self.strategy.transport.wires.gradient_wire is not None
+
+    # -- where numbers lie -----------------------------------------------------------------------
+
+    @cached_property
+    def layouts(self) -> Layouts:
+        """The layouts of the rank's arenas."""
+        ranks, strategy = self.grid.count, self.strategy
+        square = self.recorded if strategy.transport.packing == "square" else ()
+        scales = layouts.of_gradients(self.rescaled)
+        return Layouts(
+            statistics=layouts.of_statistics(self.recorded, ranks, strategy),
+            squares=layouts.of_statistics(square, ranks, strategy, square=True),
+            averages=layouts.of_averages(self.averaged),
+            bases=self._bases(),
+            denominators=layouts.of_denominators(self.preconditioned),
+            scales=lay_out([scales]),
+            scale_sums=lay_out([layouts.counted(scales)]),
+            gradients=self._gradients(),
+            directions=self._directions(),
+        )
+
+    def _bases(self) -> Layout:
+        if not self._publishes_bases:
+            return layouts.of_blocks([self.decomposed()])
+        columns = self.grid.columns
+        owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
+        return layouts.of_blocks(map(layouts.by_share, (*owned, self._own)))
+
+    def _gradients(self) -> Layout:
+        blocks = [*layouts.of_gradients(self.layers), *self.others]
+        if not self.owner_updates:
+            return lay_out([blocks])
+        return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))
+
+    def _directions(self) -> Layout:
+        if self.owner_updates:
+            return lay_out([layouts.of_gradients(self.preconditioned)])
+        columns = map(self._workers_of, range(self.grid.columns))
+        return lay_out(map(layouts.of_gradients, columns))
+
+    def request(self, share: int | None = None) -> Layout:
+        """Return the layout of the factors that a curvature rank decomposes for the rank."""
+        return layouts.of_requests(self.decomposed(share))
+
+    def reply(self, share: int | None = None) -> Layout:
+        """Return the layout of the answer to a `request`: decompositions, NaN if one failed."""
+        return layouts.of_blocks([self.decomposed(share)])
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of each arena that the rank keeps, parts of a batch included."""
+        numbers, averages, bases = self.itemsizes
+        each = {"averages": averages, "bases": bases}
+        sizes = {
+            name.replace("_", " "): layout.size * each.get(name, numbers)
+            for name, layout in vars(self.layouts).items()
+        }
+        if count := self.parts:
+            sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
+        if kept := self._kept_for_wires():
+            sizes["wires"] = kept * numbers
+        return sizes
+
+    def _kept_for_wires(self) -> int:
+        """Return the elements kept of encoding's losses, and of weights that travel as changes."""
+        found = self.layouts
+        square = self.strategy.transport.packing == "square"
+        kept = found.gradients.size if self.publishes_changes else 0
+        for messages, layout in (
+            (self.reduce_statistics(), found.squares if square else found.statistics),
+            (self.reduce_gradients(), found.gradients),
+            (self.publish_directions(), found.directions),
+            (self.publish_weights(), found.gradients),
+        ):
+            if any(message.codec and message.codec.feedback for message in messages):
+                kept += layout.size
+        return kept
+
+    # -- what travels ----------------------------------------------------------------------------
+
+    def messages(
+        self, statistics: bool, refresh: bool, clip: bool = True, share: int | None = None
+    ) -> list[Message]:
+        """Return the messages of a step in order, see `Plan.messages`."""
+        found = self.reduce_scales() if statistics else []
+        if refresh if self.late else statistics:
+            found += self.reduce_statistics(share if self.late else None)
+        if refresh:
+            found += self.send_factors(share) + self.receive_bases(share)
+            found += self.publish_bases(share)
+        found += self.reduce_gradients()
+        found += self.publish_directions()
+        return found + (self.clip() if clip else []) + self.publish_weights()
+
+    def reduce_statistics(self, share: int | None = None) -> list[Message]:
+        """Return the sums of factors, of all layers or of a share of a refresh."""
+        if self.strategy.reduction == "none":
+            return []
+        square = self.strategy.transport.packing == "square"
+        layout = self.layouts.squares if square else self.layouts.statistics
+        fused = self._fused(share)
+        factors = {factor.name: fused.get(factor.name) for factor in self.factors}
+        counts = {factor.counted: fused.get(factor.name) for factor in self.factors}
+        # Averages over time make up for losses of a batch's factors; nothing makes up for losses
+        # of averages that travel.
+        codec = self._codec(self.strategy.transport.wires.factor_wire, feedback=not self.late)
+        if codec is None:
+            return self._sums("reduce statistics", layout, factors | counts, None)
+        # Counts travel as they are, in one message.
+        apart: dict[str, Hashable] = {f.counted: share in (None, f.share) for f in self.factors}
+        encoded = self._sums("reduce statistics", layout, factors, codec)
+        return encoded + self._sums("reduce statistics", layout, apart, None)
+
+    def reduce_scales(self) -> list[Message]:
+        """Return the sums of scales, which are never encoded."""
+        fused = {layer.name: layer.fused for layer in self.rescaled}
+        kinds = fused | {count_of(name): number for name, number in fused.items()}
+        return self._sums("reduce scales", self.layouts.scale_sums, kinds, None)
+
+    def send_factors(self, share: int | None = None) -> list[Message]:
+        """Return the messages with factors to the curvature rank that decomposes the factors."""
+        return self._across("send factors", "Send", self.request, share)
+
+    def receive_bases(self, share: int | None = None) -> list[Message]:
+        """Return the messages with decompositions from the curvature rank."""
+        return self._across("receive bases", "Recv", self.reply, share)
+
+    def publish_bases(self, share: int | None = None) -> list[Message]:
+        """Return the messages with decompositions to workers, of all layers or of a share."""
+        if not self._publishes_bases:
+            return []
+        fused = self._fused(share)
+        kinds = {b.name: fused.get(f.name) for f in self.factors for b in f.blocks}
+        codec = self._codec(self.strategy.transport.wires.basis_wire, feedback=False)
+        layout, size = self.layouts.bases, self.itemsizes.bases
+        return self._gathers("publish bases", "column", layout, kinds, size, codec)
+
+    def reduce_gradients(self) -> list[Message]:
+        """Return the sums of all gradients."""
+        apart = self.strategy.transport.overlap
+        kinds = {layer.name: layer.fused if apart else -1 for layer in self.layers}
+        return [
+            message
+            for codec, some in self._encoded_and_others(kinds, -1)
+            for message in self._sums("reduce gradients", self.layouts.gradients, some, codec)
+        ]
+
+    def publish_directions(self) -> list[Message]:
+        """Return the messages with preconditioned gradients to ranks that did not compute them."""
+        if self.owner_updates:
+            return []
+        kinds = {layer.name: layer.fused for layer in self.layers}
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        layout, size = self.layouts.directions, self.itemsizes.numbers
+        return self._gathers("publish gradients", "row", layout, kinds, size, codec)
+
+    def publish_weights(self) -> list[Message]:
+        """Return the messages with weights to ranks that did not step the weights."""
+        if not self.owner_updates:
+            return []
+        kinds = {layer.name: 0 for layer in self.layers}
+        layout, size = self.layouts.gradients, self.itemsizes.numbers
+        return [
+            message
+            for codec, some in self._encoded_and_others(kinds, 0)
+            for message in self._gathers("publish weights", "world", layout, some, size, codec)
+        ]
+
+    def clip(self) -> list[Message]:
+        """Return the sum that bounds a step, if no rank holds all directions."""
+        ranks = self.grid.count
+        if not self.layers or ranks == 1 or not self.owner_updates:
+            return []
+        return [message("clip", "Allreduce", "world", [(0, 1)], ranks, self.itemsizes.numbers)]
+
+    def _across(
+        self, stage: str, primitive: str, layout: Callable[[int | None], Layout], share: int | None
+    ) -> list[Message]:
+        if not self.strategy.refresh.curvature_ranks:
+            return []
+        peer = self.grid.curvature_rank(self.rank)
+        return across(stage, primitive, layout(share), peer, self.itemsizes.numbers)
+
+    def _sums(self, stage: str, layout: Layout, kinds: Kinds, codec: Codec | None) -> list[Message]:
+        ranks, itemsize = self.grid.count, self.itemsizes.numbers
+        if self.parts:
+            return in_order(stage, layout, ranks, itemsize)
+        by_owners = self.strategy.transport.sums == "alltoall" or (codec and not codec.summable)
+        primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
+        if self.strategy.transport.overlap:  # an overlapped message is sent in pieces
+            primitive = None
+        found = sums(stage, layout, kinds.get, ranks, itemsize, primitive, codec)
+        return self._in_levels(found, self.grid.team(self.rank, "world"), itemsize)
+
+    def _gathers(
+        self,
+        stage: str,
+        over: str,
+        layout: Layout,
+        kinds: Kinds,
+        itemsize: int,
+        codec: Codec | None,
+    ) -> list[Message]:
+        team = self.grid.team(self.rank, over)
+        own = team.index(self.rank)
+        found = gathers(stage, over, layout, kinds.get, own, len(team), itemsize, codec)
+        return self._in_levels(found, team, itemsize)
+
+    def _in_levels(self, found: list[Message], team: range, itemsize: int) -> list[Message]:
+        at = self.grid.seat(team, self.rank)
+        return in_two_levels(found, at, itemsize) if at else found
+
+    def _codec(self, wire: str | None, feedback: bool = True) -> Codec | None:
+        """Return the codec of a wire; bfloat16 loses too little for its losses to be kept."""
+        if wire is None:
+            return None
+        share = self.strategy.transport.wires.top_share if wire == "top-k" else 1.0
+        return Codec(wire, share, feedback and wire != "bfloat16")
+
+    def _encoded_and_others(
+        self, kinds: Mapping[str, Hashable], of_others: Hashable
+    ) -> list[tuple[Codec | None, Kinds]]:
+        """Return codecs of the gradients' arena, each with the kinds of the blocks to encode.
+
+        Only layers are encoded. Votes are counts, running statistics are replaced and not added
+        up, and together with the other parameters they are few.
+        """
+        others = {name: of_others for name, _ in self.others}
+        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        return [(None, {**kinds, **others})] if codec is None else [(codec, kinds), (None, others)]
+
+    def _fused(self, share: int | None) -> dict[str, int]:
+        """Return the message of a stage that each factor of a share belongs to."""
+        layers = (layer for layer in self.layers if share in (None, layer.share))
+        return {factor.name: layer.fused for layer in layers for factor in layer.factors}

@@ -1,0 +1,84 @@
+"""The solvers by name. A new solver is a file of its own and a line in `SOLVERS`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import is_dataclass, replace
+
+import torch
+
+from mpikfac.plan import Form, LayerShape, Plan, Shape, Strategy, one_of, plan_for
+from mpikfac.solvers.eigen import Eigen
+from mpikfac.solvers.ekfac import Ekfac
+from mpikfac.solvers.inverse import Inverse
+from mpikfac.solvers.rank_one import RankOne
+from mpikfac.solvers.solver import Solver
+
+SolverName = str
+SOLVERS: dict[SolverName, Solver] = {
+    "eigen": Eigen(),
+    "ekfac": Ekfac(),
+    "inverse": Inverse(),
+    "unsplit-inverse": Inverse(split=False),
+    "rank-one": RankOne(),
+}
+
+
+def named_solver(solver: SolverName | Solver, dtype: torch.dtype | None = None) -> Solver:
+    """Return the solver of that name; a `Solver` is returned as given.
+
+    Args:
+        dtype: decompositions are kept in this dtype; None for the solver's own choice.
+
+    Raises:
+        ValueError: no solver has that name, or the solver keeps no decompositions to round.
+    """
+    if not isinstance(solver, Solver):
+        one_of("solver", solver, tuple(SOLVERS))
+        solver = SOLVERS[solver]
+    if dtype is None:
+        return solver
+    if solver.form.vector or not is_dataclass(solver):
+        raise ValueError(f"solver={solver.name!r} has no decompositions to keep in {dtype}")
+    return replace(solver, dtype=dtype)
+
+
+def solvers_by_name(solver: SolverName | Solver) -> dict[SolverName, Solver]:
+    """Return the run's solver, then all other solvers, which layers may name.
+
+    Raises:
+        ValueError: no solver has that name.
+    """
+    own = named_solver(solver)
+    return {own.name: own} | {n: other for n, other in SOLVERS.items() if n != own.name}
+
+
+def forms(solver: SolverName | Solver) -> tuple[Form, ...]:
+    """Return what solvers do, for a plan: the run's solver, then all other solvers."""
+    return tuple(one.form for one in solvers_by_name(solver).values())
+
+
+def make_plan(
+    layers: Sequence[LayerShape],
+    ranks: int,
+    strategy: Strategy,
+    others: Iterable[tuple[str, Shape]] = (),
+    solver: SolverName | Solver = "inverse",
+    itemsize: int = 4,
+    factor_itemsize: int | None = None,
+    basis_itemsize: int | None = None,
+) -> Plan:
+    """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
+
+    Args:
+        others: names and shapes of parameters (and buffers) that no layer covers.
+        solver: of layers that name no solver of their own.
+        itemsize: bytes of one element.
+        factor_itemsize: bytes of one element of running averages; `itemsize` if None.
+        basis_itemsize: bytes of one element of decompositions; `itemsize` if None.
+
+    Raises:
+        ValueError: a choice that cannot work, with what would.
+    """
+    itemsizes = itemsize, factor_itemsize, basis_itemsize
+    return plan_for(layers, ranks, strategy, others, forms(solver), *itemsizes)

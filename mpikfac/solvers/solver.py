@@ -1,0 +1,124 @@
+"""What a solver is: from a factor to a decomposition, and from a gradient to a direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics import Side
+from mpikfac.plan import Form, one_of
+
+
+class Means(NamedTuple):
+    """Mean eigenvalues, each `[]`, or `[groups]` for a layer with groups.
+
+    Attributes:
+        factor: the mean of the factor to decompose.
+        ratio: the mean of all factors of the same side, A or G, by the mean of the other side's
+            factors; None if the other side is the identity, or the form does not ask for `both`.
+    """
+
+    factor: Tensor
+    ratio: Tensor | None = None
+
+
+@dataclass
+class Held:
+    """A layer's decompositions as views of the arena, bound once for all directions.
+
+    Attributes:
+        a: the blocks that stand for A, by kind ("vectors").
+        g: the blocks that stand for G, by kind.
+        denominators: room for the damped products of eigenvalues, `[outputs, inputs]`; None if the
+            solver keeps no products.
+        scales: estimates of the products of eigenvalues `[outputs, inputs]`; None if the layer has
+            no estimates.
+        damping: the damping in force, set by `Solver.damp`.
+    """
+
+    a: Mapping[str, Side]
+    g: Mapping[str, Side]
+    denominators: Tensor | None = None
+    scales: Tensor | None = None
+    damping: float = 0.0
+
+    def sides(self, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the blocks of a kind of A and of G, in that dtype."""
+        return [one.to(dtype) for one in self.a[kind]], [one.to(dtype) for one in self.g[kind]]
+
+
+class Solver:
+    """From a factor to a decomposition, and from a gradient to a direction.
+
+    An own solver derives from this class, sets `form`, defines `decompose` and `direction`, and is
+    given to `KFAC(solver=...)`. A solver is a frozen dataclass: ranks compare solvers by `repr`.
+
+    Attributes:
+        dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
+    """
+
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        one_of("dtype", self.dtype, (None, torch.bfloat16))
+
+    @property
+    def form(self) -> Form:
+        """What the plan knows of the solver; a class attribute will do."""
+        raise NotImplementedError(f"{type(self).__name__} does not set form")
+
+    @property
+    def name(self) -> str:
+        """The name that state, logs and layers know the solver by."""
+        return self.form.name
+
+    def added(self, means: Means, damping: float, relative: bool) -> Tensor:
+        """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`.
+
+        Only a solver whose form is `damped` is asked.
+
+        Args:
+            relative: damping is relative to mean eigenvalues.
+        """
+        raise NotImplementedError(f"solver {self.name!r} is damped but does not define added()")
+
+    def decompose(
+        self, factor: Tensor, damping: float | Tensor, rank: int | None
+    ) -> dict[str, Tensor]:
+        """Return the blocks of a factor's decomposition, by kind.
+
+        Args:
+            factor: `[n, n]`, or `[count, n, n]` for several of one order; for a form that keeps
+                vectors, the vector `[n]`.
+            damping: the result of `added`, or 0.
+            rank: number of eigenvectors to keep; None for all.
+
+        Raises:
+            ArithmeticError: the factor cannot be decomposed.
+        """
+        raise NotImplementedError(f"solver {self.name!r} does not define decompose()")
+
+    def renew(
+        self, factor: Tensor, blocks: Mapping[str, Tensor], damping: Tensor | None
+    ) -> tuple[dict[str, Tensor], float]:
+        """Return blocks that change without a new decomposition, and the misfit of older blocks.
+
+        The misfit is relative; a solver without a cheap misfit returns NaN, which fits nothing.
+
+        Args:
+            blocks: the older decomposition, by kind.
+            damping: the result of `added`; None for a form that is not damped.
+        """
+        return {}, float("nan")
+
+    def damp(self, held: Held, damping: float, relative: bool) -> None:
+        """Prepare directions with that damping; called when damping or decompositions change."""
+        held.damping = damping
+
+    def direction(self, gradient: Tensor, held: Held) -> Tensor:
+        """Return the direction of a layer `[outputs, inputs]` for the layer's gradient."""
+        raise NotImplementedError(f"solver {self.name!r} does not define direction()")
