@@ -36,27 +36,24 @@ class Task:
     other: tuple[Factor, ...]
 
 
-class MeanEigenvalues:
-    """Mean eigenvalues of factors; the trace of each factor is taken once.
+class MeanEigenvalues(dict[tuple[Factor, ...], Tensor]):
+    """The mean eigenvalue of some factors of a layer, `[]` or `[groups]`, made when first asked.
 
     Args:
-        factors: triangles by name.
+        packed: triangles of all factors, by name.
     """
 
-    def __init__(self, factors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        self._factors, self._dtype = factors, dtype
-        self._traces: dict[str, Tensor] = {}
+    def __init__(self, packed: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._packed, self._dtype = packed, dtype
 
-    def of(self, some: Sequence[Factor]) -> Tensor:
-        """Return the mean over some factors of a layer, `[]`, or with groups `[groups]`."""
+    def __missing__(self, some: tuple[Factor, ...]) -> Tensor:
         groups = some[0].groups
-        for factor in some:
-            if factor.name not in self._traces:
-                precise = self._factors[factor.name].to(self._dtype)
-                self._traces[factor.name] = triangle_trace(precise).view(groups, -1)
-        traces = torch.cat([self._traces[factor.name] for factor in some], 1)
+        precise = [self._packed[factor.name].to(self._dtype) for factor in some]
+        traces = torch.cat([triangle_trace(one).view(groups, -1) for one in precise], 1)
         means = traces.sum(1) * groups / sum(factor.size for factor in some)
-        return means if groups > 1 else means[0]
+        self[some] = found = means if groups > 1 else means[0]
+        return found
 
 
 class Bases(Part):
@@ -197,8 +194,8 @@ class Bases(Part):
     def _added(self, task: Task, means: MeanEigenvalues, damping: float) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`."""
         both = task.factor.solver.both and task.other
-        ratio = means.of(task.side) / means.of(task.other) if both else None
-        found = Means(means.of((task.factor,)), ratio)
+        ratio = means[task.side] / means[task.other] if both else None
+        found = Means(means[task.factor,], ratio)
         return task.solver.added(found, damping, self.relative)
 
     def _blocks(

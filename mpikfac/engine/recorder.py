@@ -128,7 +128,7 @@ class Recorder(Part):
         self, model: nn.Module, layers: Iterable[Layer], factors: Factors, estimator: Estimator
     ) -> None:
         """Add hooks to the model, and to the layers whose statistics this rank records."""
-        self.factors, self.estimator = factors, estimator
+        self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self.trace = factors.statistics, factors.site.trace
         self._dtype = factors.site.dtype
         planned = {layer.name: layer for layer in factors.plan.layers}
@@ -169,8 +169,7 @@ class Recorder(Part):
             RuntimeError: no layer has statistics.
         """
         if self._layers and not self._recorded and not self._finished:
-            of_loss = self.estimator.of_loss
-            missing = "" if of_loss else "; call record(outputs) before the loss's backward()"
+            missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
             raise RuntimeError(
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
@@ -191,7 +190,7 @@ class Recorder(Part):
         scales = sums.layer.scales(normalization, batch, positions, sums.vector)
         for side in sums.sides:
             scale = scales[side.side] * batch
-            if side.quadratic and not self.estimator.of_loss:
+            if side.quadratic and not self._of_loss:
                 scale /= batch**2  # sums are of gradients of examples' own losses
             for one in side.sums:
                 one.total.mul_(scale)
@@ -236,7 +235,7 @@ class Recorder(Part):
         """Add one call's sums; `kept` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
         of_loss = self._turn is None
-        if of_loss and not self.estimator.of_loss:
+        if of_loss and not self._of_loss:
             kept.clear()
             return
         if not kept:

@@ -7,6 +7,7 @@ column; with groups, a matrix per group, `[groups, outputs, inputs]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -206,4 +207,8 @@ class Layer:
         """Return views of `matrix` `[outputs, inputs]`, shaped as the arranged weight and bias."""
         ends = [matrix[..., : matrix.shape[-1] - self.bias], matrix[..., -1]]
         chosen = ends[2 - len(self.parameters) :] if self.bias else ends[:1]
-        return [part.view(self.arranged(p).shape) for part, p in zip(chosen, self.parameters)]
+        return [part.view(shape) for part, shape in zip(chosen, self._arranged_shapes)]
+
+    @cached_property
+    def _arranged_shapes(self) -> list[torch.Size]:
+        return [self.arranged(parameter).shape for parameter in self.parameters]

@@ -24,8 +24,8 @@ def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
 def add_identity(packed: Tensor, weight: float | Tensor = 1.0) -> None:
     """Add the identity, times `weight`, to the matrix that `packed` holds."""
     _, first, second = _fold(packed)
-    _diagonal(first).add_(weight)
-    _diagonal(second).add_(weight)
+    first.diagonal(dim1=-2, dim2=-1).add_(weight)
+    second.diagonal(dim1=-2, dim2=-1).add_(weight)
 
 
 def unfold_triangle(packed: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def unfold_triangle(packed: Tensor) -> Tensor:
 def triangle_trace(packed: Tensor) -> Tensor:
     """Return the trace `[]` of the matrix that `packed` holds."""
     _, first, second = _fold(packed)
-    return _diagonal(first).sum(-1) + _diagonal(second).sum(-1)
+    return first.diagonal(dim1=-2, dim2=-1).sum(-1) + second.diagonal(dim1=-2, dim2=-1).sum(-1)
 
 
 def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,7 +56,3 @@ def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if even:
         return lower_left, rest[..., 1:, :], rest[..., :-1, :]
     return lower_left, rest, rest[..., :-1, 1:]
-
-
-def _diagonal(matrix: Tensor) -> Tensor:
-    return matrix.diagonal(dim1=-2, dim2=-1)

@@ -35,9 +35,9 @@ class Block(NamedTuple):
     shape: Shape
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Factor(FactorShape):
-    """A factor, and all that the plan says of the factor.
+    """A factor, and all that the plan says of the factor; compared by name and shape.
 
     Attributes:
         layer: the layer's name.

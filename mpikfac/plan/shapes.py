@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 from mpikfac.plan.combinations import Choices, Combination, check
@@ -44,7 +45,7 @@ class Form:
     timed_as: str = ""
     needs: tuple[Combination, ...] = field(default=(), repr=False)
 
-    @property
+    @cached_property
     def vector(self) -> bool:
         """Whether factors are kept as vectors."""
         return self.keeps == "vector"
@@ -66,7 +67,7 @@ class FactorShape:
     count: int = 1
     rank: int | None = None
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Order of the factor as one matrix."""
         return self.count * self.order

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
@@ -23,10 +21,13 @@ def decomposed(
         packed: the factor as a triangle, or as a vector.
         added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
     """
-    for dtype, more in _attempts(packed.dtype, factor.solver.damped):
+    more = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
+    # How a factor is decomposed until that works: in which dtype, and how much more damped.
+    attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, more)]
+    for dtype, times in dict.fromkeys(attempts):
         precise = packed.to(dtype)
         whole = precise if factor.solver.vector else unfold_triangle(precise)
-        damping = 0.0 if added is None else added.to(dtype) * more
+        damping = 0.0 if added is None else added.to(dtype) * times
         try:
             made = solver.decompose(whole, damping, factor.rank)
         except ArithmeticError:
@@ -35,9 +36,3 @@ def decomposed(
         if all(map(all_finite, blocks.values())):
             return blocks
     return {block.name: packed.new_full(block.shape, torch.nan) for block in factor.blocks}
-
-
-def _attempts(own: torch.dtype, damped: bool) -> Iterable[tuple[torch.dtype, float]]:
-    """Return how a factor is decomposed until that works: in which dtype, and how damped."""
-    more = 10.0 if damped else 1.0  # other solvers hold no damping
-    return dict.fromkeys([(own, 1.0), (torch.float64, 1.0), (torch.float64, more)])

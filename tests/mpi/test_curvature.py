@@ -65,7 +65,7 @@ def run(kfac, steps=STEPS):
         images, labels = problem.shards(step, ranks)[rank]
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(images.to(dtype)), labels).backward()
-        if kfac.plan.parts_per_rank:
+        if kfac.plan.of(kfac.grid.world.rank).parts:
             kfac.collect()
         kfac.step()
     return problem.state(kfac.model)

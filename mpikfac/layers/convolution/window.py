@@ -15,6 +15,8 @@ from types import EllipsisType
 import torch.nn.functional as F
 from torch import Tensor
 
+Index = tuple[slice | EllipsisType, ...]
+
 
 @dataclass(frozen=True)
 class Window:
@@ -34,13 +36,24 @@ class Window:
         """Return the distance between the kernel's first and last element, by dimension."""
         return tuple((k - 1) * d for k, d in zip(self.kernel, self.dilation))
 
+    @cached_property
+    def zeros(self) -> list[int]:
+        """Return the padding as `F.pad` takes padding: the last dimension first."""
+        return [count for pair in reversed(self.padding) for count in pair]
+
+    @cached_property
+    def taps(self) -> Index:
+        """Return the index of the kernel's elements in the reach of the kernel."""
+        return every(self.dilation)
+
 
 def patches(x: Tensor, window: Window) -> Tensor:
     """Return a view of all patches, `[batch, *positions, channels, *kernel]`."""
-    pixels = _pad(x, window).movedim(1, -1)
+    padded = F.pad(x, window.zeros) if any(window.zeros) else x
+    pixels = padded.movedim(1, -1)
     for dim, (stride, reach) in enumerate(zip(window.stride, window.reach), start=1):
         pixels = pixels.unfold(dim, reach + 1, stride)
-    return pixels[every(window.dilation)]
+    return pixels[window.taps]
 
 
 def planar(x: Tensor, window: Window) -> tuple[Tensor, Window]:
@@ -89,13 +102,6 @@ def spread(
     return image, Window(kernel, (1,) * len(dims), margins, dilation)
 
 
-def every(
-    steps: Sequence[int], starts: Iterable[int] = repeat(0)
-) -> tuple[slice | EllipsisType, ...]:
+def every(steps: Sequence[int], starts: Iterable[int] = repeat(0)) -> Index:
     """Return the index of every `step`-th element, from `start`, in each of the last dimensions."""
     return (..., *(slice(start, None, step) for step, start in zip(steps, starts)))
-
-
-def _pad(x: Tensor, window: Window) -> Tensor:
-    zeros = [count for pair in reversed(window.padding) for count in pair]
-    return F.pad(x, zeros) if any(zeros) else x
