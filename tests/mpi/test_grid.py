@@ -67,7 +67,7 @@ def uneven(size):
 def test_ranks_sit_where_the_plan_says(comm, workers):
     """Oracle: the plan's positions; a column's ranks in order of rows and the reverse."""
     grid = Grid(comm, workers, mpikfac.Trace())
-    row, column = make_plan([], comm.size, Strategy(workers)).position(comm.rank)
+    row, column = make_plan([], comm.size, Strategy(workers)).grid.position(comm.rank)
     assert (grid.column.rank, grid.row.rank) == (row, column)
     assert (grid.column.size, grid.row.size) == (workers, comm.size // workers)
     assert grid.world.rank == comm.rank
