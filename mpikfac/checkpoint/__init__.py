@@ -1,24 +1,8 @@
-"""Write and read checkpoints, complete or absent: HDF5 shards, a manifest, restarts."""
+"""Write and read checkpoints, complete or absent: HDF5 shards, a manifest, restarts.
 
-from __future__ import annotations
+Names are imported on first use, so that reading a checkpoint starts no MPI.
+"""
 
-from mpikfac.checkpoint.checkpoint import (
-    CheckpointWriter,
-    find_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from mpikfac.checkpoint.manifest import Checkpoint, latest_checkpoint, read_checkpoint
-from mpikfac.checkpoint.restarts import note_end, note_start
+import lazy_loader
 
-__all__ = [
-    "Checkpoint",
-    "CheckpointWriter",
-    "find_checkpoint",
-    "latest_checkpoint",
-    "load_checkpoint",
-    "note_end",
-    "note_start",
-    "read_checkpoint",
-    "save_checkpoint",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

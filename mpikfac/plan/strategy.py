@@ -232,7 +232,7 @@ def _leaves(value: Any) -> dict[str, Any]:
 
 def _changed(value: Value, choices: dict[str, Any]) -> Value:
     """Return a dataclass with other fields, also of the dataclasses in it."""
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
+    found = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
     parts = {n: _changed(part, choices) for n, part in found.items() if is_dataclass(part)}
     own = {name: choice for name, choice in choices.items() if name in found}
     return replace(value, **parts | own)  # type: ignore[type-var]

@@ -148,7 +148,7 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(tmp_path, who
     assert train.main([*chosen, "--resume=auto"]) == 0
     before = tmp_path / "checkpoints" / "step-000000004"
     assert f"{shard} is damaged: its BLAKE3 differs" in log(tmp_path)
-    assert f"of what was written; going on from {before}" in log(tmp_path)
+    assert f"from the manifest; going on from {before}" in log(tmp_path)
     assert_same_run(tmp_path, whole)
 
 

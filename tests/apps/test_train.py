@@ -18,7 +18,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
-from support.launch import TRAIN, launch, run_each
+from support.launch import PROGRAMS, TRAIN, launch, run_each
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
@@ -179,7 +179,8 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")
-    again = launch(2, TRAIN, *arguments(job / "batch of 5", *chosen))
+    program = str(PROGRAMS / "plain.py")
+    again = launch(2, program, *arguments(job / "batch of 5", *chosen))
     assert again.returncode == 2
     message = "it was saved with batch=5, no multiple of 2 ranks; start one of [1, 5] ranks"
     assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1

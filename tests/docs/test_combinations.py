@@ -15,10 +15,10 @@ from mpikfac.solvers import SOLVERS
 PAGE = Path(__file__).parents[2] / "docs" / "combinations.md"
 HEADING = """# Choices that need other choices
 
-`Strategy` and `KFAC` refuse a choice whose needs are not met, before any communication, in one line:
-`parts=4 needs packing='triangle', not 'square': an ordered sum passes through all ranks and adds up triangles`.
+`Strategy` and `KFAC` refuse a choice whose needs are not met, before any communication, in one
+line: `sums='alltoall' needs fusion=None, not 2: an exchange of parts is one message`.
 Code refuses by the table below; a test keeps this page equal to the table.
-`of layer 'NAME'` behind a solver or a rank means that a rule chose the solver or the rank for the layer.
+`of layer 'NAME'` behind a solver or a rank means that a rule chose the solver or the rank.
 
 | choice | needs | because |
 |---|---|---|

@@ -139,5 +139,5 @@ def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
 @pytest.mark.skipif(RANKS == 1, reason="one rank cannot disagree")
 def test_ranks_that_adapt_otherwise_are_refused(comm):
     damping = LevenbergMarquardt(0.3, every=1 + comm.rank)
-    with pytest.raises(mpikfac.UserError, match="ranks disagree on adaptation: LevenbergMarquardt"):
+    with pytest.raises(mpikfac.UserError, match="ranks disagree on adapted: LevenbergMarquardt"):
         adaptive(comm, None, damping=damping)

@@ -33,7 +33,7 @@ PLACES = {
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
-    "curvature": (decomposers, "_answer", 20),
+    "curvature": (decomposers, "_answer", 16),
     "checkpoint": (checkpoints.Saver, "save", 1),
     "evaluation": (run.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),

@@ -51,7 +51,7 @@ def save_what_is_left(run: Run) -> None:
     Collective over: run.comm.
     """
     trainer, comm = run.trainer, run.comm
-    trainer.gradients.discard()  # running statistics of the step that was not finished
+    trainer.discard()  # running statistics of the step that was not finished
     steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
     step, items = min(steps), {}
     if steps[comm.rank] == step < math.inf:

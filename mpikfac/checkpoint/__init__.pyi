@@ -1,0 +1,9 @@
+from .checkpoint import CheckpointWriter as CheckpointWriter
+from .checkpoint import find_checkpoint as find_checkpoint
+from .checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint import save_checkpoint as save_checkpoint
+from .manifest import Checkpoint as Checkpoint
+from .manifest import latest_checkpoint as latest_checkpoint
+from .manifest import read_checkpoint as read_checkpoint
+from .restarts import note_end as note_end
+from .restarts import note_start as note_start
