@@ -255,5 +255,5 @@ def test_other_numbers_of_curvature_ranks_are_refused(comm):
     alone = comm.Split(comm.rank)
     with pytest.raises(ValueError, match="curvature_ranks=1, but curvature joins 0; give it what"):
         trainer(alone, choices=lambda _: {"curvature_ranks": 1})
-    with pytest.raises(ValueError, match="needs a delay of at least 1, replicate_below=0 and"):
+    with pytest.raises(ValueError, match="curvature_ranks=1 needs delay >= 1, not 0"):
         Strategy().changed(curvature_ranks=1)
