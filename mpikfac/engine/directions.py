@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.gradients import Gradients, slots_in
-from mpikfac.engine.site import Part
+from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import groups_of
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena, all_finite, not_finite
-from mpikfac.plan import count_of, lay_out
+from mpikfac.plan import PlannedLayer, count_of, lay_out
 from mpikfac.settings import DECAY, EPSILON, Settings
 from mpikfac.solvers import Held, Solver
 
@@ -60,7 +60,8 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
-        self._adam = self._squares() if settings.clip.graft == "adam" else None
+        adam = settings.clip.graft == "adam"
+        self._adam = Squares(self.plan.preconditioned, self.site) if adam else None
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
         self._bound = self.plan.clip()
@@ -174,12 +175,6 @@ class Directions(Part):
             self._adam.add(name, gradient)
         return self._adam.length(name, gradient)
 
-    def _squares(self) -> Squares:
-        names = [layer.name for layer in self.plan.preconditioned]
-        blocks = [(layer.name, layer.shape.gradient) for layer in self.plan.preconditioned]
-        layout = lay_out([blocks, [(count_of(name), (1,)) for name in names]])
-        return Squares(layout, self.site.dtype, self.site.device)
-
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
         total = self.arena.flat.new_zeros(1)
@@ -216,17 +211,23 @@ class Squares(Arena):
     By layer; beside an average, the sum of the average's weights, which tends to 1.
     """
 
+    def __init__(self, layers: Sequence[PlannedLayer], site: Site) -> None:
+        blocks = [(layer.name, layer.shape.gradient) for layer in layers]
+        weights = [(count_of(layer.name), (1,)) for layer in layers]
+        super().__init__(lay_out([blocks, weights]), site.dtype, site.device)
+        self._weights = {layer.name: self[count_of(layer.name)] for layer in layers}
+
     def add(self, name: str, gradient: Tensor) -> None:
         """Take the averaged gradient of a step into the average."""
         self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
-        self[count_of(name)].mul_(DECAY).add_(1 - DECAY)
+        self._weights[name].mul_(DECAY).add_(1 - DECAY)
 
     def length(self, name: str, gradient: Tensor) -> Tensor:
         """Return the norm `[]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
 
         The optimizer adds the momentum [Kingma & Ba 2015].
         """
-        mean = self[name] / self[count_of(name)]
+        mean = self[name] / self._weights[name]
         return (gradient / (mean.sqrt_() + EPSILON)).norm()
 
 

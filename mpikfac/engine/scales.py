@@ -46,7 +46,7 @@ class Scales(Part):
         self.weights = dict(zip(self.averages, weights.split(1)))
         self.sums = site.arena(site.plan.layouts.scale_sums)
         self._layers = {layer.name: layer for layer in site.plan.rescaled}
-        self._running = [self._bound(name) for name in self.averages]
+        self._running = {name: self._bound(name) for name in self.averages}
         self._messages = site.plan.reduce_scales()
         self.forget()
 
@@ -99,9 +99,9 @@ class Scales(Part):
             of_loss: gradients are those of the loss, a mean over the batch.
         """
         for name in self._recorded:
-            count = statistics[self._layers[name].factors[0].counted]
-            self.sums[name].mul_(count**2 if of_loss else 1)
-            self.sums[count_of(name)].copy_(count)
+            count, one = statistics[self._layers[name].factors[0].counted], self._running[name]
+            one.total.mul_(count**2 if of_loss else 1)
+            one.count.copy_(count)
         self.site.grid.exchange(self._messages, self.sums.flat)
 
     def merge(self, decay: float, step: int) -> None:
@@ -109,7 +109,7 @@ class Scales(Part):
         if not self.averages:
             return
         self._check(step)
-        for one in self._running:
+        for one in self._running.values():
             one.merge(decay)
         self.clear()
         self.bases.rescaled()
@@ -170,6 +170,6 @@ class Scales(Part):
 
     def _check(self, step: int) -> None:
         """Leave the batch's scales with NaN or infinity out of the averages."""
-        broken = leave_out_broken(self.sums.flat, self._running)
+        broken = leave_out_broken(self.sums.flat, self._running.values())
         mine = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
         self.site.nonfinite.note("scales", mine, step, "their averages stay as they are")

@@ -47,6 +47,19 @@ found = kfac.layers[0].second_moment("A", x, g)
 torch.testing.assert_close(found, a.T @ a)
 print("as the module sees it")
 """
+SOLVED = """
+x, y = torch.randn(4, 6), torch.tensor([0, 1, 0, 1])
+outputs = model(x)
+outputs.retain_grad()
+torch.nn.functional.cross_entropy(outputs, y).backward()
+kfac.step()
+a = torch.cat([x, torch.ones(4, 1)], 1).square().mean(0)
+g = 4 * outputs.grad.square().sum(0)
+gradient = kfac.gradients.arena["0"]
+found = kfac.directions.arena["0"] / kfac.kl_scale
+torch.testing.assert_close(found, gradient / (torch.outer(g, a) + 0.03))
+print("divided by the diagonals")
+"""
 
 
 def code(word):
@@ -96,3 +109,14 @@ def test_a_layer_of_ones_own(tmp_path):
     (tmp_path / "program.py").write_text(program)
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["as the module sees it"] * 2, job.stderr
+
+
+def test_a_solver_of_ones_own(tmp_path):
+    """Oracle: the gradient divided by the products of both diagonals and the damping, by hand."""
+    setup = (
+        "model = torch.nn.Sequential(torch.nn.Linear(6, 2))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+    )
+    (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{code('class Diagonal(')}{SOLVED}")
+    job = launch(2, str(tmp_path / "program.py"))
+    assert job.stdout.splitlines() == ["divided by the diagonals"] * 2, job.stderr
