@@ -83,7 +83,7 @@ def measure_saving(comm: MPI.Intracomm, items: Any, root: Path, repeat: int) -> 
     Collective over: comm.
     """
     before = peak(reset=True)
-    saved = mpikfac.read_checkpoint(mpikfac.save_checkpoint(comm, root, items, 0))
+    saved = mpikfac.checkpoint.read_checkpoint(mpikfac.save_checkpoint(comm, root, items, 0))
     more = comm.allreduce(peak() - before, MPI.MAX)
     share = saved.shards[f"shard-{comm.rank}.h5"]["size"]
     content = torch.empty(share, dtype=torch.uint8).random_().numpy()

@@ -40,7 +40,7 @@ Step = Callable[[], None]
 STRATEGIES = [
     name
     for name in simulate.STRATEGIES
-    if name == "sgd" or "curvature_ranks" not in mpikfac.NAMED[name].choices
+    if name == "sgd" or "curvature_ranks" not in mpikfac.plan.NAMED[name].choices
 ]
 
 
@@ -68,11 +68,11 @@ def main() -> None:
         for name, (trainer, step) in made.items():
             found[name].append(interval(comm, trainer, step, options.basis_every))
         calibrate.visit(comm, [network])
-    machine = mpikfac.load_machine(options.machine)
+    machine = mpikfac.predict.load_machine(options.machine)
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
-    job = mpikfac.Job(options.model, options.batch, 1, options.basis_every)
+    job = mpikfac.predict.Job(options.model, options.batch, 1, options.basis_every)
     rows = [
-        row(name, found, mpikfac.simulate(trainer.plan, machine, job))
+        row(name, found, mpikfac.predict.simulate(trainer.plan, machine, job))
         for name, (trainer, _) in made.items()
     ]
     if comm.rank == 0:
@@ -105,16 +105,16 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
     torch.manual_seed(0)
     model = models.build(options.model, 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
-    machine = mpikfac.load_machine(options.machine)
-    job = mpikfac.Job(options.model, options.batch, 1, options.basis_every)
+    machine = mpikfac.predict.load_machine(options.machine)
+    job = mpikfac.predict.Job(options.model, options.batch, 1, options.basis_every)
     trainer: Any
     if name == "sgd":
         trainer = mpikfac.DataParallel(model, optimizer, comm)
     else:
         strategy, solver = strategy_of(name, comm.size, "inverse")
         layers, others = models.shapes_of(options.model)
-        forms = mpikfac.forms(solver)
-        strategy = mpikfac.tuned(strategy, layers, others, comm.size, machine, job, forms)
+        forms = mpikfac.solvers.forms(solver)
+        strategy = mpikfac.predict.tuned(strategy, layers, others, comm.size, machine, job, forms)
         settings: Any = {"basis_every": options.basis_every, "solver": solver}
         trainer = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, **settings)
 
@@ -140,20 +140,20 @@ def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, fl
     for _ in range(steps):  # with nothing in between: what is sent beside would go on in there
         trainer.trace.clear()
         step()
-        mine.append({stage: trainer.trace.seconds[stage] for stage in mpikfac.COMMUNICATION})
+        mine.append({stage: trainer.trace.seconds[stage] for stage in mpikfac.trace.COMMUNICATION})
     comm.Barrier()
     seconds = time.perf_counter() - start
     everyone = comm.allgather(mine)
     talking = sum(
         min(found[number][stage] for found in everyone)
         for number in range(steps)
-        for stage in mpikfac.COMMUNICATION
+        for stage in mpikfac.trace.COMMUNICATION
     )
     return seconds / steps, talking / steps
 
 
 def row(
-    name: str, found: dict[str, list[tuple[float, float]]], predicted: mpikfac.Prediction
+    name: str, found: dict[str, list[tuple[float, float]]], predicted: mpikfac.predict.Prediction
 ) -> dict[str, Any]:
     """What was found of a strategy, beside what was predicted."""
     own, sgd = found[name], found.get("sgd", found[name])

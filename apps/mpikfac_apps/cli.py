@@ -37,7 +37,7 @@ def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
         UserError: what `parse` raises as ValueError.
     """
     options = None
-    with mpikfac.together(comm, "options"):
+    with mpikfac.comm.together(comm, "options"):
         if comm.rank == 0:
             try:
                 options = parse()
@@ -56,6 +56,6 @@ def checkpoint_at(path: Path) -> Path:
     if (path / "manifest.json").exists():
         return path
     for root in (path / "checkpoints", path):
-        if root.is_dir() and (newest := mpikfac.latest_checkpoint(root)):
+        if root.is_dir() and (newest := mpikfac.checkpoint.latest_checkpoint(root)):
             return newest
     raise ValueError(f"{path} holds no complete checkpoint; give the directory of one or of a run")

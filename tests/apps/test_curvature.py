@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 
 def saved(run_dir, step):
     """The checkpoint of a run, without what a clock measured."""
-    found = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    found = mpikfac.checkpoint.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
     return {name: found[name] for name in found.keys() - CLOCKS}
 
 

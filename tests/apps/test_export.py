@@ -50,7 +50,7 @@ def test_factors_are_those_of_the_running_trainer(trained, tmp_path):
     assert found.keys() == trained.factors.averages.keys()
     for name, packed in trained.factors.averages.items():
         assert np.array_equal(found[name], found[name].T)
-        assert np.array_equal(found[name], mpikfac.unfold_triangle(packed).numpy())
+        assert np.array_equal(found[name], mpikfac.numerics.unfold_triangle(packed).numpy())
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, monkeypatch, capsys):

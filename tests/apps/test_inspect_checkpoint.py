@@ -41,7 +41,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
     assert list(found) == ["0", "3", "5"]
     for layer, words in found.items():
         packed = (trained.factors.averages[f"{layer}.{side}"] for side in "AG")
-        sides = [mpikfac.unfold_triangle(triangle).numpy() for triangle in packed]
+        sides = [mpikfac.numerics.unfold_triangle(triangle).numpy() for triangle in packed]
         expected = []
         for matrix in sides:
             values = np.linalg.eigvalsh(matrix)
@@ -111,7 +111,7 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
     assert list(found) == ["0", "3"]
     for layer, solver in (("0", "eigen"), ("3", "inverse")):
         packed = (kfac.factors.averages[f"{layer}.{side}"] for side in "AG")
-        values = (spectra.eigenvalues(mpikfac.unfold_triangle(one)) for one in packed)
+        values = (spectra.eigenvalues(mpikfac.numerics.unfold_triangle(one)) for one in packed)
         expected = spectra.Spectrum(layer, *values).condition(solver, SETTINGS["damping"])
         assert float(found[layer][-1]) == close(expected)
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path,
 
 def test_contents_are_counted(trained, tmp_path, capsys):
     """Oracle: the saved state, and the sizes of files."""
-    path = mpikfac.latest_checkpoint(tmp_path / "run" / "checkpoints")
+    path = mpikfac.checkpoint.latest_checkpoint(tmp_path / "run" / "checkpoints")
     assert inspect.main([str(path)]) == 0
     text = capsys.readouterr().out
     size = (path / "shard-0.h5").stat().st_size

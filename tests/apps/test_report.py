@@ -151,7 +151,7 @@ def test_bytes_are_those_of_the_plan(asked):
     wanted, place = asked
     found = results.read(wanted, place)
     comm_opt = the(found, "comm-opt on 2 ranks")
-    layers, others = mpikfac.covered_shapes(models.build("digits_cnn", 10, 1))
+    layers, others = mpikfac.layers.covered_shapes(models.build("digits_cnn", 10, 1))
     plan = mpikfac.make_plan(layers, 2, mpikfac.Strategy.comm_opt(2), others)
     sums = [
         sum(message.bytes for message in plan.messages(rank, True, refresh))
@@ -307,11 +307,11 @@ def test_predictions_stand_beside_measurements_where_the_machine_knows_the_netwo
     for cell in wanted.cells:
         fill(tmp_path, cell, steps=range(2, 12))
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
-    layers, others = mpikfac.covered_shapes(models.build("resnet50", 10, 3))
+    layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", 10, 3))
     plan = mpikfac.make_plan(layers, 4, mpikfac.Strategy.mem_opt(), others)
-    job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
-    machine = mpikfac.load_machine("v100-edr")
-    expected = mpikfac.simulate(plan, machine, job).mean.seconds
+    job = mpikfac.predict.Job("resnet50", 32, factor_every=1, basis_every=10)
+    machine = mpikfac.predict.load_machine("v100-edr")
+    expected = mpikfac.predict.simulate(plan, machine, job).mean.seconds
     assert found["mem-opt on 4 ranks"] == pytest.approx(expected)
     assert len(found) == 4
     page = report.write(wanted, tmp_path, ["mpikfac", "study"]).read_text()
@@ -326,8 +326,8 @@ def test_curvature_ranks_take_no_part_of_the_batch_that_is_predicted_for(tmp_pat
     axes = {"strategy": ["curvature-ranks"], "ranks": [3]}
     wanted = read(tmp_path, options=network, matrix=axes, machine="v100-edr")
     (cell,) = wanted.cells
-    job = mpikfac.Job("resnet50", 32, factor_every=1, basis_every=10)
-    expected = mpikfac.simulate(cell.plan, wanted.machine, job).mean.seconds
+    job = mpikfac.predict.Job("resnet50", 32, factor_every=1, basis_every=10)
+    expected = mpikfac.predict.simulate(cell.plan, wanted.machine, job).mean.seconds
     assert cell.plan.ranks == 2
     found = report.predicted(wanted.machine, results.read(wanted, tmp_path))
     assert found == {cell.label: pytest.approx(expected)}

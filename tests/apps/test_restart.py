@@ -59,7 +59,7 @@ def options(run_dir, *more):
 
 def content(run_dir, step=STEPS):
     """Return SHA-256 of every item of a run's checkpoint, without times."""
-    saved = mpikfac.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
+    saved = mpikfac.checkpoint.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
     names = saved.keys() - {"run/seconds", "run/metrics_bytes"}
     return {name: hashlib.sha256(as_bytes(saved[name])).hexdigest() for name in names}
 

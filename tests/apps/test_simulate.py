@@ -27,15 +27,15 @@ NAMES = set(simulate.STRATEGIES)
 
 
 def test_numbers_are_the_librarys(capsys, tmp_path):
-    """Oracle: `mpikfac.simulate` of a plan made by the test."""
+    """Oracle: `mpikfac.predict.simulate` of a plan made by the test."""
     file = tmp_path / "found.json"
     asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor-every", "5", "--basis-every", "20"]
     assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)
-    machine = mpikfac.load_machine("v100-edr")
-    job = mpikfac.Job("resnet50", 32, 5, 20, 0.1)
-    found = mpikfac.simulate(plan, machine, job)
+    machine = mpikfac.predict.load_machine("v100-edr")
+    job = mpikfac.predict.Job("resnet50", 32, 5, 20, 0.1)
+    found = mpikfac.predict.simulate(plan, machine, job)
     kinds = found.mean, found.ordinary, found.factors, found.refresh
     milliseconds = [*(kind.seconds for kind in kinds), found.mean.exposed, found.mean.waiting]
     mib = [found.memory / 2**20, found.mean.sent / 2**20]

@@ -168,8 +168,8 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     assert train.main(arguments(parts, *chosen, "--max_steps=4")) == 0
     assert train.main(arguments(parts, *chosen, "--resume=auto")) == 0
     assert rows(parts) == rows(whole)
-    saved = mpikfac.latest_checkpoint(whole / "checkpoints")
-    state = mpikfac.read_checkpoint(saved)
+    saved = mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints")
+    state = mpikfac.checkpoint.read_checkpoint(saved)
     assert state["kfac/damping"] != 0.003
     counts = {name for name in state if name.endswith("num_batches_tracked")}
     assert counts

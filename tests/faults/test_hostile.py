@@ -20,7 +20,8 @@ import torch
 from blake3 import blake3
 
 import mpikfac
-from mpikfac import UserError, find_checkpoint, read_checkpoint, save_checkpoint
+from mpikfac import UserError, find_checkpoint, save_checkpoint
+from mpikfac.checkpoint import read_checkpoint
 from mpikfac.checkpoint.manifest import _digest
 from support.forked import FORK, traced
 

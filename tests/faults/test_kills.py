@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Checkpoint, find_checkpoint
+from mpikfac import find_checkpoint
+from mpikfac.checkpoint import Checkpoint
 from programs import endless
 from support.forked import FORK, start
 from support.launch import launch

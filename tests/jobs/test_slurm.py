@@ -196,7 +196,7 @@ def undisturbed(slurm, limited, tmp_path_factory) -> Job:
 
 def saved(job: Job) -> dict[str, Any]:
     """Return the items of the job's last checkpoint, without times."""
-    path = mpikfac.latest_checkpoint(job.project / "run" / "checkpoints")
+    path = mpikfac.checkpoint.latest_checkpoint(job.project / "run" / "checkpoints")
     items = dict(mpikfac.load_checkpoint(mpikfac.world(), path))
     timed = ("run/seconds", "run/metrics_bytes")
     return {

@@ -29,8 +29,8 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
         return
     assert calibrate.main(asked) == 0
     comm.Barrier()
-    machine = mpikfac.load_machine(str(path))
-    assert {sample.ranks for sample in machine.samples} == {*mpikfac.divisors(comm.size)[1:]}
+    machine = mpikfac.predict.load_machine(str(path))
+    assert {sample.ranks for sample in machine.samples} == {*mpikfac.plan.divisors(comm.size)[1:]}
     found = {sample.primitive for sample in machine.samples if sample.codec is None}
     collectives = {"Allreduce", "Alltoall", "Reduce_scatter", "Allgatherv", "Reduce", "Bcast"}
     assert found - {"Send"} == collectives and ("Send" in found) == (comm.size % 2 == 0)
@@ -47,13 +47,13 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     assert min(network.precondition, network.vector_precondition) > 0
     assert -10 <= machine.hidden <= 1
     assert machine.about["ranks"] == comm.size and machine.about["packages"]
-    layers, others = mpikfac.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
+    layers, others = mpikfac.layers.covered_shapes(calibrate.models.build("digits_cnn", 10, 1))
     orders = sorted({order for layer in layers for order in (layer.inputs, layer.outputs)})
     assert [order for order, _ in machine.decompositions["eigen"]] == orders
     strategy = mpikfac.Strategy.comm_opt(comm.size)
     for solver in ("inverse", "rank-one"):
         plan = mpikfac.make_plan(layers, comm.size, strategy, others, solver)
-        prediction = mpikfac.simulate(plan, machine, mpikfac.Job("digits_cnn", 4))
+        prediction = mpikfac.predict.simulate(plan, machine, mpikfac.predict.Job("digits_cnn", 4))
         assert prediction.mean.seconds > prediction.mean.exposed > 0
 
 

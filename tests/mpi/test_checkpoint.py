@@ -10,16 +10,9 @@ import h5py
 import pytest
 import torch
 
-from mpikfac import (
-    CheckpointWriter,
-    UserError,
-    find_checkpoint,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-    together,
-)
-from mpikfac.checkpoint import checkpoint
+from mpikfac import CheckpointWriter, UserError, find_checkpoint, load_checkpoint, save_checkpoint
+from mpikfac.checkpoint import checkpoint, latest_checkpoint
+from mpikfac.comm import together
 
 DTYPES = (
     torch.float32,

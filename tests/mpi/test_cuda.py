@@ -54,7 +54,7 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
     for workers, solver, delay in itertools.product(
-        mpikfac.divisors(comm.size), ("inverse", "eigen"), (0, 1)
+        mpikfac.plan.divisors(comm.size), ("inverse", "eigen"), (0, 1)
     ):
         strategy = mpikfac.Strategy(workers, reduction, update).changed(delay=delay)
         settings = {"solver": solver}
@@ -73,7 +73,7 @@ def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) ->
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
     others = "int8" if wire == "top-k" else wire
     wires = {"factor_wire": others, "basis_wire": others, "gradient_wire": wire, "top_share": 0.1}
-    for workers, reduction in itertools.product(mpikfac.divisors(comm.size), REDUCTIONS):
+    for workers, reduction in itertools.product(mpikfac.plan.divisors(comm.size), REDUCTIONS):
         strategy = mpikfac.Strategy(workers, reduction, update).changed(**wires)
         expected = train(comm, trainer(comm, cpu, strategy), cpu)
         found = train(comm, trainer(comm, cuda, strategy), cuda)

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import NAMED, Strategy, Trace
+from mpikfac import Strategy, Trace
 from mpikfac.comm import curvature_ranks as intercomm
 from mpikfac.engine import decomposers
+from mpikfac.plan import NAMED
 from mpikfac.solvers import eigen, inverse
 from support import problem
 
@@ -54,7 +55,7 @@ def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all work
     )
     settings = problem.SETTINGS | settings
     return problem.kfac(
-        model, problem.sgd(model), mpikfac.Team(comm, curvature), strategy, **settings
+        model, problem.sgd(model), mpikfac.comm.Team(comm, curvature), strategy, **settings
     )
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Strategy, UserError, agree, make_plan, together
-from mpikfac.comm import Grid, agreement
+from mpikfac import Strategy, UserError, make_plan
+from mpikfac.comm import Grid, agree, agreement, together
 from mpikfac.comm import collectives as primitives
 from mpikfac.plan import Message
 from support import problem
@@ -63,7 +63,7 @@ def uneven(size):
     return [0 if k == 1 else 5 + 2 * k for k in range(size)]
 
 
-@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 def test_ranks_sit_where_the_plan_says(comm, workers):
     """Oracle: the plan's positions; a column's ranks in order of rows and the reverse."""
     grid = Grid(comm, workers, mpikfac.Trace())
@@ -106,7 +106,7 @@ def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch):
     assert torch.equal(flat[own], expected[own])
 
 
-@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 @pytest.mark.parametrize("over", ["world", "row", "column"])
 @pytest.mark.parametrize("primitive", ["Allgatherv", "Bcast"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -124,7 +124,7 @@ def test_segments_of_all_members_make_the_whole(comm, pieces, over, workers, pri
 
 
 @pytest.mark.parametrize(("reduction", "update"), [("everyone", "owner"), ("owners", "everyone")])
-@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
     """Oracle: the same training with whole messages; pieces may be summed in another order."""
 

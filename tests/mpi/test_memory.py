@@ -42,7 +42,7 @@ def test_every_rank_keeps_the_plans_bytes(comm, strategy):
 
 
 @pytest.mark.parametrize("reduction", ["everyone", "owners"])
-@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 def test_factor_memory_of_resnet32(comm, workers, reduction):
     """Oracle: X (1 + f) for the bytes X of all factors and the fraction f of workers.
 

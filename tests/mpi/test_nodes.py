@@ -38,8 +38,8 @@ def defined(plan, stage, layout, rank):
 
 
 @pytest.mark.parametrize("piece", [None, 50], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("per_node", mpikfac.divisors(RANKS))
-@pytest.mark.parametrize("workers", mpikfac.divisors(RANKS))
+@pytest.mark.parametrize("per_node", mpikfac.plan.divisors(RANKS))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(RANKS))
 @pytest.mark.parametrize(
     "choices",
     [

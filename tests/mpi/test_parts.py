@@ -50,7 +50,7 @@ def run(trainer, comm, steps):
     return torch.cat([value.flatten() for value in state.values()])
 
 
-@pytest.mark.parametrize("workers", mpikfac.divisors(mpikfac.world().size))
+@pytest.mark.parametrize("workers", mpikfac.plan.divisors(mpikfac.world().size))
 def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
     """Oracle: a single rank that takes all parts; the plan's bytes."""
     kfac = trainer(comm, "kfac", workers=workers)

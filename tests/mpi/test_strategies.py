@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import NAMED, Strategy
+from mpikfac import Strategy
+from mpikfac.plan import NAMED
 from support import problem
 
 RANKS = mpikfac.world().size

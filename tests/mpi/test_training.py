@@ -15,7 +15,7 @@ from mpikfac import Strategy
 from support import oracles, problem
 
 RANKS = mpikfac.world().size
-WORKERS = mpikfac.divisors(RANKS)
+WORKERS = mpikfac.plan.divisors(RANKS)
 UPDATES = ("everyone", "owner")
 EXACT = problem.strategies(RANKS, ("everyone", "owners"))
 

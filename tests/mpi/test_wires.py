@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import NAMED, Codec, Strategy, Trace
+from mpikfac import Strategy, Trace
 from mpikfac.comm import Grid
-from mpikfac.plan import lay_out
+from mpikfac.plan import NAMED, Codec, lay_out
 from mpikfac.plan.messages import gathers, sums
 from support import problem
 

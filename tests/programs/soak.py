@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from mpikfac import latest_checkpoint, read_checkpoint
+from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
 from support import launch
 
 OPTIONS = (

@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpikfac import LayerShape, Strategy, divisors, make_plan
-from mpikfac.plan import ALIGNMENT
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.plan import ALIGNMENT, divisors
 from mpikfac.plan.layout import triangle_shape
 
 orders = st.integers(1, 40)

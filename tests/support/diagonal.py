@@ -12,7 +12,7 @@ from support import oracles
 
 
 @dataclass(frozen=True)
-class Diagonal(mpikfac.Solver):
+class Diagonal(mpikfac.solvers.Solver):
     """Gradients divided by `g a + damping`, with the diagonals g of G and a of A."""
 
     form = Form("diagonal", {"diagonal": 1}, work=1)

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, divisors, world
+from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, world
+from mpikfac.plan import divisors
 from mpikfac.solvers import named_solver
 
 SETTINGS = {

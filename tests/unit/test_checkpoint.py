@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import UserError, latest_checkpoint, load_checkpoint, save_checkpoint
+from mpikfac import UserError, load_checkpoint, save_checkpoint
+from mpikfac.checkpoint import latest_checkpoint
 from mpikfac.checkpoint.checkpoint import _assign
 from mpikfac.checkpoint.manifest import _digest
 

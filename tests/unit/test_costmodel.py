@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import mpikfac
-from mpikfac import LayerShape, Level, Machine, Network, Sample, Strategy, make_plan
-from mpikfac.predict import costs
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.predict import Level, Machine, Network, Sample, costs
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
 # No latency to speak of; a byte takes 1 s inside a node and, for all ranks of a node, 10 s between.
@@ -231,7 +231,7 @@ def test_layers_have_the_times_of_their_solvers():
 def test_the_largest_part_bounds_a_sum_and_not_a_gather():
     """Oracle: a single member has 3 of 4 elements: as 6 elements, of which a ring sends half."""
     plan = make_plan(LAYERS, 2, Strategy())
-    message = mpikfac.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
+    message = mpikfac.plan.Message("s", "Reduce_scatter", "world", ((0, 1), (1, 4)), -1, 16, 16, 8)
     assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(12)
     message = dataclasses.replace(message, primitive="Allgatherv")
     assert costs.message_seconds(message, plan, 0, MACHINE) == pytest.approx(8)
@@ -241,7 +241,7 @@ def test_large_sums_in_parts_are_one_for_each_member():
     """Oracle: as `comm.Grid` makes the sums, past the limit of elements."""
     plan = make_plan(LAYERS, 2, Strategy())
     count = costs.PIECE
-    message = mpikfac.Message(
+    message = mpikfac.plan.Message(
         "s", "Reduce_scatter", "world", ((0, count), (count, 2 * count)), -1, 8 * count, 0, 0
     )
     found = costs.message_seconds(message, plan, 0, MACHINE)

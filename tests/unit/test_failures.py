@@ -16,7 +16,8 @@ from support.launch import launch
 
 HEADER = """
 import sys, torch, mpikfac
-from mpikfac import UserError, together
+from mpikfac import UserError
+from mpikfac.comm import together
 comm = mpikfac.world()
 rank = comm.rank
 

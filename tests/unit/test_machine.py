@@ -7,7 +7,7 @@ import re
 import pytest
 
 import mpikfac
-from mpikfac import Level, Machine, Network, Sample
+from mpikfac.predict import Level, Machine, Network, Sample
 from mpikfac.predict.machine import fitted, interpolated, machine_from_json
 
 MACHINE = Machine(
@@ -64,10 +64,10 @@ def test_times_of_another_batch_are_in_proportion():
     assert (network.gradients, network.optimizer, network.precondition) == (0.1, 0.2, 0.3)
 
 
-@pytest.mark.parametrize("name", mpikfac.published_machines())
+@pytest.mark.parametrize("name", mpikfac.predict.published_machines())
 def test_published_machines_name_the_source_of_every_number(name):
     """Oracle: all keys of the file with numbers."""
-    machine = mpikfac.load_machine(name)
+    machine = mpikfac.predict.load_machine(name)
     keys = {f"networks.{f.name}" for f in dataclasses.fields(Network)} - {
         *("networks.model", "networks.batch", "networks.precondition"),
         *("networks.vector_statistics", "networks.vector_precondition"),
@@ -129,7 +129,10 @@ def test_a_bad_number_of_a_network_is_named():
 @pytest.mark.parametrize(
     ("ask", "told"),
     [
-        (lambda: mpikfac.load_machine("nowhere"), "machine=nowhere is no file that can be read"),
+        (
+            lambda: mpikfac.predict.load_machine("nowhere"),
+            "machine=nowhere is no file that can be read",
+        ),
         (
             lambda: MACHINE.network("resnet50", 32),
             "no times of model='resnet50', only of: resnet20",
@@ -145,7 +148,7 @@ def test_what_is_not_known_is_refused_with_what_is(ask, told):
 def test_a_file_of_the_user_is_read(tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(MACHINE.to_json())
-    assert mpikfac.load_machine(str(path)) == MACHINE
+    assert mpikfac.predict.load_machine(str(path)) == MACHINE
     path.write_text("x")
     with pytest.raises(ValueError, match=f"machine={path}: line 1 is no JSON"):
-        mpikfac.load_machine(str(path))
+        mpikfac.predict.load_machine(str(path))

@@ -263,7 +263,7 @@ def test_a_smaller_last_batch_weighs_less(comm):
     a = joined.model.front(x).tanh().flatten(2).mean(2).detach()
     a = torch.cat([a, a.new_ones(9, 1)], 1)
     expected = (a.T * counts) @ a / counts.sum()
-    found = mpikfac.unfold_triangle(split.factors.averages["head.A"])
+    found = mpikfac.numerics.unfold_triangle(split.factors.averages["head.A"])
     torch.testing.assert_close(found, expected)
 
 

@@ -75,10 +75,10 @@ def test_the_solver_is_short():
 
 def test_a_solver_says_what_it_lacks():
     """Oracle: an error that names the solver and the method."""
-    solver = mpikfac.Solver()
+    solver = mpikfac.solvers.Solver()
     with pytest.raises(NotImplementedError, match="Solver does not set form"):
         solver.form  # noqa: B018
-    bare = type("Bare", (mpikfac.Solver,), {"form": Diagonal.form})()
+    bare = type("Bare", (mpikfac.solvers.Solver,), {"form": Diagonal.form})()
     with pytest.raises(NotImplementedError, match=r"'diagonal' does not define decompose\(\)"):
         bare.decompose(torch.eye(2), 0.0, None)
     with pytest.raises(NotImplementedError, match=r"'diagonal' does not define direction\(\)"):

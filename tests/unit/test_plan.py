@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import LayerShape, Strategy, divisors, make_plan
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.plan import divisors
 from mpikfac_apps.problems import models
 
 # n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
@@ -251,7 +252,7 @@ def test_the_digest_tells_any_two_plans_apart():
 def test_published_sizes_of_resnet50():
     """Oracle: 586.9 MiB of factors, 293.6 of triangles, 97.3 of weights; a bound of 4.6x."""
     with torch.device("meta"):
-        layers, others = mpikfac.covered_shapes(models.build("resnet50", classes=1000))
+        layers, others = mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
     orders = [factor.order for layer in layers for factor in layer.factors]
     assert mib(sum(n * n for n in orders)) == 586.9
     assert mib(sum(n * (n + 1) // 2 for n in orders)) == 293.6

@@ -520,7 +520,7 @@ def test_what_does_not_fit_is_refused(comm, case):
     strategy = given.pop("strategy", None)
     with pytest.raises(ValueError, match=message):
         if strategy:
-            shapes = mpikfac.covered_shapes(problem.network())
+            shapes = mpikfac.layers.covered_shapes(problem.network())
             mpikfac.make_plan(shapes[0], 2, strategy, shapes[1], "ekfac")
         else:
             trainer(comm, problem.network(), **given)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, make_plan
-from mpikfac.predict import costs, simulator
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.predict import Job, Level, Machine, Network, costs, simulator
 from mpikfac.predict.simulator import Event, play, shares
 from mpikfac_apps.problems import models
 
@@ -40,7 +40,7 @@ STRATEGIES = [
 @pytest.fixture(scope="module")
 def resnet50():
     with torch.device("meta"):
-        return mpikfac.covered_shapes(models.build("resnet50", classes=1000))
+        return mpikfac.layers.covered_shapes(models.build("resnet50", classes=1000))
 
 
 def compute(seconds):
@@ -109,7 +109,7 @@ def test_a_prediction_by_hand():
     16 for conv and 2 * 64 + 48 + 16 for fc and out.
     """
     plan = make_plan(LAYERS, 2, Strategy(2), OTHERS)
-    found = mpikfac.simulate(plan, MACHINE, JOB)
+    found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     statistics, gradients, bases = (size * 1e-9 for size in (4 * 320, 4 * 160, 2 * 320))
     steps = found.ordinary, found.factors, found.refresh
     seconds = [3.1 + gradients, 3.6 + gradients + statistics]
@@ -130,9 +130,9 @@ def test_few_ranks_stand_for_all(strategy, monkeypatch):
     """Oracle: the same simulation with all ranks."""
     layers = [LayerShape(f"layer{i}", 3 + 7 * i % 23, 2 + 5 * i % 17) for i in range(9)]
     plan = make_plan(layers, 12, strategy, OTHERS)
-    found = mpikfac.simulate(plan, MACHINE, JOB)
+    found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     monkeypatch.setattr(simulator, "representatives", lambda plan: list(range(plan.ranks)))
-    everyone = mpikfac.simulate(plan, MACHINE, JOB)
+    everyone = mpikfac.predict.simulate(plan, MACHINE, JOB)
     assert found.mean.seconds == pytest.approx(everyone.mean.seconds, rel=1e-12)
     assert found.memory == everyone.memory
 
@@ -140,7 +140,7 @@ def test_few_ranks_stand_for_all(strategy, monkeypatch):
 def test_without_layers_it_is_data_parallelism():
     """Oracle: the network's times without K-FAC's, and the gradients of 5 elements, aligned."""
     plan = make_plan([], 2, Strategy(), OTHERS)
-    found = mpikfac.simulate(plan, MACHINE, JOB)
+    found = mpikfac.predict.simulate(plan, MACHINE, JOB)
     assert found.mean.seconds == pytest.approx(3.0 + 4 * 32 * 1e-9, rel=1e-12)
     assert found.refresh == found.ordinary
 
@@ -169,11 +169,11 @@ def test_where_no_core_is_free_what_is_hidden_is_felt():
     """Oracle: a step with new factors by hand; overlapped messages cost the same, or double."""
     strategies = Strategy(2).changed(fusion=1, overlap=True), Strategy(2).changed(fusion=1)
     beside, plain = (make_plan(LAYERS, 2, strategy, OTHERS) for strategy in strategies)
-    expected = mpikfac.simulate(plain, MACHINE, JOB).factors
+    expected = mpikfac.predict.simulate(plain, MACHINE, JOB).factors
     sums = expected.stages["reduce statistics"] + expected.stages["reduce gradients"]
     for hidden, more in ((0.0, 0), (-1.0, sums)):
         machine = dataclasses.replace(MACHINE, hidden=hidden)
-        found = mpikfac.simulate(beside, machine, JOB).factors
+        found = mpikfac.predict.simulate(beside, machine, JOB).factors
         assert found.seconds == pytest.approx(expected.seconds + more, rel=1e-9)
 
 
@@ -192,7 +192,7 @@ def test_gradients_are_awaited_before_they_are_preconditioned():
     """Oracle: `KFAC.step`; a slow network, and a single worker, which sends directions."""
     machine = dataclasses.replace(MACHINE, inside=Level(1e-15, 1.0))
     plan = make_plan(LAYERS, 2, Strategy(1).changed(fusion=1, overlap=True), OTHERS)
-    step = mpikfac.simulate(plan, machine, JOB).ordinary
+    step = mpikfac.predict.simulate(plan, machine, JOB).ordinary
     sums, directions = (step.stages[name] for name in ("reduce gradients", "publish gradients"))
     assert step.seconds == pytest.approx(
         1.0 + 0.5 + sums + directions + 0.3 + 0.2 + step.stages["precondition"], rel=0.01
@@ -204,7 +204,7 @@ def test_bases_of_curvature_ranks_are_awaited_if_they_take_longer_than_their_del
     slow = dataclasses.replace(MACHINE, decompositions={"inverse": ((1.0, 1.0), (100.0, 1e6))})
     for machine, waits in ((MACHINE, 0), (slow, 2312 - 2 * 3.6)):
         strategy = Strategy(2).changed(delay=2, curvature_ranks=1)
-        found = mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
+        found = mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), machine, JOB)
         assert found.refresh.stages.get("decompose", 0) == pytest.approx(waits, rel=0.01)
 
 
@@ -212,7 +212,8 @@ def test_overlapped_messages_are_hidden():
     """Oracle: the same plan without overlap; overlapped messages take no extra time."""
     alike = Strategy(2).changed(fusion=1), Strategy(2).changed(fusion=1, overlap=True)
     plain, beside = (
-        mpikfac.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB) for strategy in alike
+        mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB)
+        for strategy in alike
     )
     assert beside.factors.exposed < 0.5 * plain.factors.exposed
     assert beside.factors.seconds < plain.factors.seconds
@@ -223,21 +224,23 @@ def test_a_staggered_refresh_is_spread():
     """Oracle: n^3 by hand: conv and then fc | out, instead of conv | fc and out at once."""
     job = dataclasses.replace(JOB, basis_every=8)
     once, spread = (
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job)
+        mpikfac.predict.simulate(
+            make_plan(LAYERS, 2, Strategy(2).changed(stagger=n), OTHERS), MACHINE, job
+        )
         for n in (1, 2)
     )
     work = [found.mean.stages["decompose"] for found in (once, spread)]
     assert work == pytest.approx([1248e-9 / 8, (1064e-9 + 1024e-9) / 8])
     assert spread.refresh.stages["decompose"] < once.refresh.stages["decompose"]
     with pytest.raises(ValueError, match="basis_every=4 must be a multiple of stagger=3"):
-        mpikfac.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
+        mpikfac.predict.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
 def test_stragglers_stretch_what_is_computed():
     """Oracle: the expected slowest rank's time."""
     plan = make_plan(LAYERS, 4, Strategy(4), OTHERS)
-    even = mpikfac.simulate(plan, MACHINE, JOB).mean
-    uneven = mpikfac.simulate(plan, MACHINE, dataclasses.replace(JOB, stragglers=0.1)).mean
+    even = mpikfac.predict.simulate(plan, MACHINE, JOB).mean
+    uneven = mpikfac.predict.simulate(plan, MACHINE, dataclasses.replace(JOB, stragglers=0.1)).mean
     slowest = costs.expected_slowest(0.1, 4)
     assert uneven.seconds == pytest.approx((even.seconds - even.exposed) * slowest + even.exposed)
     assert uneven.waiting == pytest.approx((even.seconds - even.exposed) * (slowest - 1))
@@ -249,15 +252,15 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
     """Oracle: mean step times and memory of each plan, on a slow network."""
     machine = dataclasses.replace(MACHINE, inside=Level(1e-9, 1e3))
     plans = {str(strategy): make_plan(LAYERS, 12, strategy, OTHERS) for strategy in STRATEGIES}
-    found = {name: mpikfac.simulate(plan, machine, JOB) for name, plan in plans.items()}
+    found = {name: mpikfac.predict.simulate(plan, machine, JOB) for name, plan in plans.items()}
     assert len({(p.mean.seconds, p.memory) for p in found.values()}) == len(found)
     for limit in sorted(prediction.memory for prediction in found.values()):
-        best = mpikfac.cheapest(plans, machine, JOB, memory=limit)
+        best = mpikfac.predict.cheapest(plans, machine, JOB, memory=limit)
         fitting = {n: p.mean.seconds for n, p in found.items() if p.memory <= limit}
         assert best == min(fitting, key=fitting.__getitem__)
-    assert best == mpikfac.cheapest(plans, machine, JOB)
+    assert best == mpikfac.predict.cheapest(plans, machine, JOB)
     with pytest.raises(ValueError, match="memory=1 bytes are too few for any plan; the least is"):
-        mpikfac.cheapest(plans, machine, JOB, memory=1)
+        mpikfac.predict.cheapest(plans, machine, JOB, memory=1)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,7 @@ def test_the_cheapest_plan_is_the_fastest_that_fits():
 def test_a_job_that_cannot_be_is_refused(change, told):
     plan = make_plan(LAYERS, 2, Strategy())
     with pytest.raises(ValueError, match=re.escape(told)):
-        mpikfac.simulate(plan, MACHINE, dataclasses.replace(JOB, **change))
+        mpikfac.predict.simulate(plan, MACHINE, dataclasses.replace(JOB, **change))
 
 
 # -- published numbers and orderings, to which nothing was fitted ----------------------------------
@@ -309,7 +312,7 @@ def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
     """Oracle: 4.6x for ResNet-50: the largest factor is 21.6 % of all n^3, at any rank count."""
     layers, others = resnet50
     seconds = [
-        mpikfac.simulate(
+        mpikfac.predict.simulate(
             make_plan(layers, ranks, Strategy.comm_opt(ranks, colocate=False), others),
             MACHINE,
             Job("resnet50", 32),
@@ -324,10 +327,10 @@ def test_the_largest_factor_bounds_what_spreading_gains(resnet50):
 def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, resnet50):
     """Oracle: COMM-OPT communicates less than MEM-OPT past 6 steps: 551 against 91 MiB."""
     layers, others = resnet50
-    machine = mpikfac.load_machine(name)
+    machine = mpikfac.predict.load_machine(name)
     plans = {"comm": Strategy.comm_opt(16), "mem": Strategy.mem_opt()}
     exposed = {
-        key: mpikfac.simulate(
+        key: mpikfac.predict.simulate(
             make_plan(layers, 16, strategy, others),
             machine,
             Job("resnet50", 32, basis_every=interval),
@@ -339,7 +342,7 @@ def test_when_bases_are_cheaper_to_send_than_directions(name, interval, best, re
 
 def test_times_of_64_gpus_that_nothing_was_fitted_to():
     """Oracle: 0.146 s for inverses, measured [SPD-KFAC]; the network's rate is of factors."""
-    machine = mpikfac.load_machine("rtx2080ti-ib100")
+    machine = mpikfac.predict.load_machine("rtx2080ti-ib100")
     factors = int(586.9 * MIB)
     fitted = costs.collective_seconds("Allreduce", factors, 64, machine, 16)
     assert fitted == pytest.approx(0.300, rel=0.01)

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 import mpikfac
-from mpikfac import find_checkpoint, note_end, note_start, save_checkpoint
+from mpikfac import find_checkpoint, save_checkpoint
+from mpikfac.checkpoint import note_end, note_start
 
 
 @pytest.fixture

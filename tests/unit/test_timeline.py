@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from mpikfac import Event
 from mpikfac.timeline import Recorded, chrome_trace, self_seconds, stage_means, stage_table, waiting
+from mpikfac.trace import Event
 
 # Rank 0's backward pass ends early, so that rank 0 waits 2 s for rank 1 in the sum; rank 1
 # waits for rank 0 later. A thread sends during both backward passes. Rank 0's thread also sends

@@ -123,8 +123,8 @@ def test_a_stage_that_only_launches_takes_the_gpus_time():
 def test_communication_is_the_stages_that_communicate():
     """Oracle: the sum by hand."""
     trace = mpikfac.Trace()
-    trace.seconds.update(dict.fromkeys([*mpikfac.COMMUNICATION, "decompose"], 2.0))
-    assert trace.communication_seconds() == 2.0 * len(mpikfac.COMMUNICATION)
+    trace.seconds.update(dict.fromkeys([*mpikfac.trace.COMMUNICATION, "decompose"], 2.0))
+    assert trace.communication_seconds() == 2.0 * len(mpikfac.trace.COMMUNICATION)
 
 
 def test_clear_forgets():

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mpikfac
-from mpikfac import Job, LayerShape, Level, Machine, Network, Strategy, forms, make_plan
-from mpikfac.predict import tuning
+from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.predict import Job, Level, Machine, Network, tuning
+from mpikfac.solvers import forms
 
 LAYERS = [LayerShape(f"layer{n}", 64 * 2**n, 32 * 2**n) for n in range(4)]
 MACHINE = Machine(
@@ -113,13 +114,13 @@ def test_overlapped_messages_are_merged_for_the_machine():
 def test_the_strategy_that_is_chosen_is_the_fastest_by_the_model():
     """Oracle: predictions of all strategies that train like a single process."""
     name, strategy = tuning.choose(LAYERS, (), 4, MACHINE, JOB, FORMS)
-    found = mpikfac.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
+    found = mpikfac.predict.simulate(make_plan(LAYERS, 4, strategy, ()), MACHINE, JOB).mean.seconds
     others = ("kfac-opt", "kfac-lw", "comm-opt", "mem-opt", "owner-stepped", "late")
-    rivals = [mpikfac.NAMED[other].make(4) for other in others]
-    for rival in (*rivals, mpikfac.NAMED["hybrid"].make(4, workers=2)):
+    rivals = [mpikfac.plan.NAMED[other].make(4) for other in others]
+    for rival in (*rivals, mpikfac.plan.NAMED["hybrid"].make(4, workers=2)):
         plan = make_plan(LAYERS, 4, rival, ())
-        assert found <= mpikfac.simulate(plan, MACHINE, JOB).mean.seconds
-    assert mpikfac.NAMED[name].same
+        assert found <= mpikfac.predict.simulate(plan, MACHINE, JOB).mean.seconds
+    assert mpikfac.plan.NAMED[name].same
 
 
 def test_only_what_the_solver_can_do_is_chosen_from():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import CheckpointWriter, UserError, latest_checkpoint, read_checkpoint
+from mpikfac import CheckpointWriter, UserError
+from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 DEVICES = [

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         share_cores(comm, None)
         wrong = checked(comm, options)
-    return mpikfac.leaving(int(wrong))
+    return mpikfac.comm.leaving(int(wrong))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -89,10 +89,10 @@ def checked(comm: Any, options: argparse.Namespace) -> bool:
     """
     alone, doing = comm.Split(comm.rank), f"check {options.model}"
     findings: dict[str, Finding] = {}
-    with mpikfac.together(comm, doing):
+    with mpikfac.comm.together(comm, doing):
         asked = subject(options.model, options.input, options.classes, options.tokens)
     asked.model.load_state_dict(comm.bcast(asked.model.state_dict()))
-    with mpikfac.together(comm, doing):
+    with mpikfac.comm.together(comm, doing):
         if comm.rank == 0:
             findings = findings_of(asked, alone, options.batch)
     found = differences(comm, alone, asked, options.batch) if comm.size > 1 else {}
@@ -116,7 +116,7 @@ def checked(comm: Any, options: argparse.Namespace) -> bool:
 
 def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
     """Every module with parameters of its own: how it is covered, or why not."""
-    layers, _ = mpikfac.cover(asked.model, asked.coverage)
+    layers, _ = mpikfac.layers.cover(asked.model, asked.coverage)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
     covered, others = [("layer", "module", "factors")], {}
     for name, module in asked.model.named_modules():
@@ -216,7 +216,7 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
 
 def plans(asked: Subject, ranks: int) -> list[str]:
     """What strategies keep and send."""
-    layers, others = mpikfac.covered_shapes(asked.model, asked.coverage)
+    layers, others = mpikfac.layers.covered_shapes(asked.model, asked.coverage)
     rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
     for name in STRATEGIES:
         strategy, solver = strategy_of(name, ranks, "inverse")

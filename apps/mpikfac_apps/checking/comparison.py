@@ -62,7 +62,7 @@ def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
     Collective over: comm.
     """
     model, batch = asked.copied(), asked.batch(examples, seed=0)
-    layers, _ = mpikfac.cover(model, asked.coverage)
+    layers, _ = mpikfac.layers.cover(model, asked.coverage)
     uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
     alone = [reference.as_module(layer) for layer in layers]
@@ -116,7 +116,7 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
 
 def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]:
     """All modules, those that share weights included, of layers that have other names."""
-    layers, _ = mpikfac.cover(model, asked.coverage)
+    layers, _ = mpikfac.layers.cover(model, asked.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
     return [name_of[id(module)] for layer in left for module in layer.modules]
@@ -127,7 +127,7 @@ def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[s
     found = {}
     for side in form.sides:
         (factor,) = form.side(side)
-        matrix = mpikfac.unfold_triangle(averages[factor.name])
+        matrix = mpikfac.numerics.unfold_triangle(averages[factor.name])
         if side in form.diagonal:
             matrix = matrix.view(form.groups, -1).diag_embed()
         found[side] = matrix.view(form.groups, *matrix.shape[-2:])

@@ -165,7 +165,7 @@ def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[st
 def _refusal(model: nn.Module, covers: Mapping[type[nn.Module], Any], skip: Collection[str]) -> str:
     """Why the model cannot be covered, but for the modules in `skip`; "" if it can."""
     try:
-        mpikfac.cover(model, mpikfac.Coverage(list(skip), covers))
+        mpikfac.layers.cover(model, mpikfac.Coverage(list(skip), covers))
     except ValueError as error:
         return str(error)
     return ""

@@ -40,7 +40,7 @@ class Guard:
         self._directory = Path(options.run_dir)
         self._lock: Lock | None = None
         leads = comm.rank == 0
-        with mpikfac.together(comm, f"run_dir={options.run_dir}"):
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             end = end_of_job(options.max_time, os.environ, BEGAN) if leads else None
             if leads:
                 self._take_directory(options.resume)

@@ -25,7 +25,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from mpikfac import COMMUNICATION
+from mpikfac.trace import COMMUNICATION
 
 LONGER = 10  # times the limit of a step: for the first one, and for what is no step
 TICK = 0.1  # seconds between two looks at the clock

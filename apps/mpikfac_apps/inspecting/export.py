@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the files; 2 after printing why one cannot be written."""
     options = parse(argv)
     try:
-        checkpoint = mpikfac.read_checkpoint(checkpoint_at(options.path))
+        checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
         wanted = ((options.weights, weights), (options.factors, factors))
         contents = {file: read(checkpoint) for file, read in wanted if file}
         for file, content in contents.items():

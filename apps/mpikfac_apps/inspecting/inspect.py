@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints what a checkpoint holds; 1 if it is damaged, 2 if there is none."""
     options = parse(argv)
     try:
-        checkpoint = mpikfac.read_checkpoint(checkpoint_at(options.path))
+        checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
         if options.picture and not spectra.layers(checkpoint):
             raise ValueError(f"{checkpoint.path} has no factors to draw; it is not of K-FAC")
         faults = faults_of(checkpoint)

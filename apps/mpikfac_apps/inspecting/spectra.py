@@ -51,8 +51,8 @@ class Spectrum:
             damped = (a + damping) * (g + damping)
         else:
             means = self.a.mean(), self.g.mean()
-            a += mpikfac.tikhonov_share(means[0] / means[1], damping)
-            g += mpikfac.tikhonov_share(means[1] / means[0], damping)
+            a += mpikfac.solvers.tikhonov_share(means[0] / means[1], damping)
+            g += mpikfac.solvers.tikhonov_share(means[1] / means[0], damping)
             damped = a * g
         return (damped[1] / damped[0]).item()
 
@@ -77,7 +77,7 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
     layer_and_side = (name.rpartition(".") for name in checkpoint)
     found = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
     packed = {side: checkpoint[f"{FACTORS}{layer}.{side}"] for side in sorted(found, key=natural)}
-    return {side: mpikfac.unfold_triangle(factor) for side, factor in packed.items()}
+    return {side: mpikfac.numerics.unfold_triangle(factor) for side, factor in packed.items()}
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:

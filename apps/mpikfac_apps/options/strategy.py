@@ -11,27 +11,22 @@ from torch import nn
 
 from mpikfac import (
     KINDS,
-    NAMED,
     NORMS,
     Clip,
     Coverage,
     Damping,
     Estimator,
-    Job,
     LayerShape,
     LevenbergMarquardt,
     Strategy,
-    choose,
-    covered_shapes,
-    forms,
-    forward_only,
-    load_machine,
     named,
     schedule,
-    tuned,
     usual_rule,
 )
-from mpikfac.solvers import named_solver
+from mpikfac.layers import covered_shapes
+from mpikfac.plan import NAMED, forward_only
+from mpikfac.predict import Job, choose, load_machine, tuned
+from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.options import KfacOptions, Options
 
 CHOICES = (  # of a strategy

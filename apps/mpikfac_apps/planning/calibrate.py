@@ -52,12 +52,12 @@ def main(argv: list[str] | None = None) -> int:
         if options is None:
             return 0
         machine = measured(comm, options)
-        with mpikfac.together(comm, f"out={options.out}"):
+        with mpikfac.comm.together(comm, f"out={options.out}"):
             if comm.rank == 0:
                 options.out.write_text(machine.to_json())
     if comm.rank == 0:
         print(f"{options.out}: {machine.name}")
-    return mpikfac.leaving(0)
+    return mpikfac.comm.leaving(0)
 
 
 def parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
@@ -90,7 +90,7 @@ def names(text: str) -> list[str]:
     return text.split(",")
 
 
-def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
+def measured(comm: Any, options: argparse.Namespace) -> mpikfac.predict.Machine:
     """The machine, as these ranks see it.
 
     Collective over: comm.
@@ -101,12 +101,16 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
     visit(comm, networks)
     orders = sorted({order for network in networks for order in network.orders})
-    inverse = ladder(comm, orders, lambda a: mpikfac.damped_inverse(a, 0.03))
-    eigen = ladder(comm, orders, mpikfac.eigenbasis)
+    inverse = ladder(comm, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
+    eigen = ladder(comm, orders, mpikfac.solvers.eigenbasis)
     visit(comm, networks)
-    levels = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1]
-    across = [mpikfac.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes > 1]
-    machine = mpikfac.Machine(
+    levels = [
+        mpikfac.predict.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1
+    ]
+    across = [
+        mpikfac.predict.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes > 1
+    ]
+    machine = mpikfac.predict.Machine(
         name=f"{comm.size} ranks on {', '.join(sorted(set(hosts)))}",
         inside=(levels or across)[-1],
         between=across[-1] if across else None,
@@ -124,12 +128,14 @@ def measured(comm: Any, options: argparse.Namespace) -> mpikfac.Machine:
 
 def groups(comm: Any) -> Iterator[tuple[int, int]]:
     """Sizes of communicators and the distance of their ranks: rows and columns of grids."""
-    for size in mpikfac.divisors(comm.size)[1:]:
+    for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
 
 
-def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> list[mpikfac.Sample]:
+def message_samples(
+    comm: Any, hosts: list[str], size: int, distance: int
+) -> list[mpikfac.predict.Sample]:
     """Each collective, while all groups of `size` ranks, `distance` apart, do it at once.
 
     Collective over: comm.
@@ -140,12 +146,12 @@ def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> li
     if distance > 1 and nodes == 1:
         return []  # like neighbours
     sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
-    grid = mpikfac.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
+    grid = mpikfac.comm.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
     kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
     kinds += [("Send", None)] if size == 2 else []
     kinds += ENCODED if size == comm.size else []
     return [
-        mpikfac.Sample(
+        mpikfac.predict.Sample(
             primitive,
             size,
             nodes,
@@ -157,13 +163,13 @@ def message_samples(comm: Any, hosts: list[str], size: int, distance: int) -> li
     ]
 
 
-def encoding(codec: str | None) -> mpikfac.Codec | None:
+def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
     """The codec, with error feedback where training has it."""
-    return None if codec is None else mpikfac.Codec(codec, feedback=codec != "bfloat16")
+    return None if codec is None else mpikfac.plan.Codec(codec, feedback=codec != "bfloat16")
 
 
 def curve(
-    comm: Any, grid: mpikfac.Grid, primitive: str, codec: mpikfac.Codec | None
+    comm: Any, grid: mpikfac.comm.Grid, primitive: str, codec: mpikfac.plan.Codec | None
 ) -> tuple[tuple[float, float], ...]:
     """Bytes and seconds of a collective of all groups, up to where it takes long.
 
@@ -180,7 +186,7 @@ def curve(
 
 
 def collective(
-    grid: mpikfac.Grid, primitive: str, elements: int, codec: mpikfac.Codec | None
+    grid: mpikfac.comm.Grid, primitive: str, elements: int, codec: mpikfac.plan.Codec | None
 ) -> tuple[int, Callable[[], object]]:
     """Bytes of a collective over about so many elements, and its work, done as in training.
 
@@ -197,7 +203,7 @@ def collective(
     stage = f"{STAGE} {len(flat)}"  # what encoding loses is kept for each
     roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
     messages = [
-        mpikfac.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
+        mpikfac.plan.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
         for root in roots
     ]
     turns = itertools.cycle(messages)
@@ -214,7 +220,7 @@ def there_and_back(pair: Any, buffer: Any) -> None:
         pair.Send(buffer, dest=0)
 
 
-def hidden_part(comm: Any, machine: mpikfac.Machine, network: Network) -> float:
+def hidden_part(comm: Any, machine: mpikfac.predict.Machine, network: Network) -> float:
     """Which part of a message's seconds the network's steps do not feel if it is sent beside them.
 
     The one with which the model has the difference that is measured between steps that send beside
@@ -229,11 +235,11 @@ def hidden_part(comm: Any, machine: mpikfac.Machine, network: Network) -> float:
         return 1.0
     layers, others = models.shapes_of(network.name)
     plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
-    job = mpikfac.Job(network.name, network.batch, basis_every=10**6)
+    job = mpikfac.predict.Job(network.name, network.batch, basis_every=10**6)
 
     def difference(hidden: float) -> float:
         chosen = dataclasses.replace(machine, hidden=hidden)
-        steps = [mpikfac.simulate(plan, chosen, job).factors.seconds for plan in plans]
+        steps = [mpikfac.predict.simulate(plan, chosen, job).factors.seconds for plan in plans]
         return steps[0] - steps[1]
 
     low, high = -10.0, 1.0  # the difference falls from one to the other
@@ -332,7 +338,7 @@ class Network:
         images = torch.randn(self.batch, channels, size, size)
         return kfac, images, torch.randint(classes, (self.batch,))
 
-    def seconds(self, comm: Any) -> mpikfac.Network:
+    def seconds(self, comm: Any) -> mpikfac.predict.Network:
         """Medians of all steps so far, on the rank where they are longest.
 
         Collective over: comm.
@@ -356,7 +362,7 @@ class Network:
         }
         everyone = comm.allgather(mine)
         slowest = {part: max(seconds[part] for seconds in everyone) for part in mine}
-        return mpikfac.Network(self.name, self.batch, **slowest)
+        return mpikfac.predict.Network(self.name, self.batch, **slowest)
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -18,7 +18,7 @@ KINDS_OF_STEP = (
 SOLVERS = ("inverse", "eigen", "ekfac", "unsplit-inverse")
 
 
-def orders_of(factors: Sequence[mpikfac.FactorShape]) -> str:
+def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
     """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none.
 
     Of low rank, "64:8" with the eigenvectors that are kept.
@@ -26,18 +26,18 @@ def orders_of(factors: Sequence[mpikfac.FactorShape]) -> str:
     return "+".join(map(order_of, factors)) or "-"
 
 
-def order_of(factor: mpikfac.FactorShape) -> str:
+def order_of(factor: mpikfac.plan.FactorShape) -> str:
     """One factor of `orders_of`."""
     order = str(factor.order) if factor.rank is None else f"{factor.order}:{factor.rank}"
     return f"{factor.count} x {order}" if factor.count > 1 else order
 
 
-def most_loaded(plan: mpikfac.Plan) -> int:
+def most_loaded(plan: mpikfac.plan.Plan) -> int:
     """The rank with the longest decompositions; 0 if there are none."""
     return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
-def looked_at(plan: mpikfac.Plan) -> list[int]:
+def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
     """All ranks of a small job; of a large one some, the same each time, and the most loaded."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
@@ -48,7 +48,7 @@ def looked_at(plan: mpikfac.Plan) -> list[int]:
 
 def near_root(ranks: int) -> int:
     """The divisor whose square is nearest to the number of ranks."""
-    return min(mpikfac.divisors(ranks), key=lambda count: abs(count**2 - ranks))
+    return min(mpikfac.plan.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 
 def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:

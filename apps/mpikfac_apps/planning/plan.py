@@ -55,7 +55,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--model", required=True, help=", ".join(models.MODELS))
     add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
     add("--ranks", type=count, required=True, help="ranks that train")
-    add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.NAMED)} (comm-opt)")
+    add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.plan.NAMED)} (comm-opt)")
     add("--workers", type=count, help="ranks that precondition a layer")
     add("--reduction", choices=("everyone", "owners", "none"))
     add("--update", choices=("everyone", "owner"))
@@ -82,7 +82,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
+def plan_of(options: argparse.Namespace) -> mpikfac.plan.Plan:
     """The plan that training with these options would make."""
     found = models.shapes_of(options.model, options.classes, options.skip, options.norms)
     forms = {"largest": options.largest, "rank": options.rank}
@@ -97,7 +97,7 @@ def plan_of(options: argparse.Namespace) -> mpikfac.Plan:
     return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
 
 
-def heading(model: str, plan: mpikfac.Plan) -> list[str]:
+def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     """What is planned, in words."""
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
@@ -114,7 +114,7 @@ def heading(model: str, plan: mpikfac.Plan) -> list[str]:
     ]
 
 
-def grid(plan: mpikfac.Plan) -> list[str]:
+def grid(plan: mpikfac.plan.Plan) -> list[str]:
     """The grid of ranks; a picture where it is small enough to see."""
     lines = [
         f"Grid: {number(plan.grid.workers, 'row')} x {number(plan.grid.columns, 'column')}; "
@@ -131,7 +131,7 @@ def grid(plan: mpikfac.Plan) -> list[str]:
     return lines
 
 
-def owners(plan: mpikfac.Plan) -> list[str]:
+def owners(plan: mpikfac.plan.Plan) -> list[str]:
     """Who decomposes the factors of each layer."""
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
@@ -143,19 +143,19 @@ def owners(plan: mpikfac.Plan) -> list[str]:
     return ["Owners of factors", *table(rows)]
 
 
-def owners_of(plan: mpikfac.Plan, factors: Sequence[mpikfac.FactorShape]) -> str:
+def owners_of(plan: mpikfac.plan.Plan, factors: Sequence[mpikfac.plan.FactorShape]) -> str:
     """Ranks that decompose the factors of a side."""
     return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
 
 
-def brief_owners(plan: mpikfac.Plan) -> Iterator[str]:
+def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
     """Each layer and its owners, in two words."""
     for layer in plan.layers:
         a, g = (owners_of(plan, layer.side(side)) for side in "AG")
         yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
 
 
-def balance(plan: mpikfac.Plan) -> list[str]:
+def balance(plan: mpikfac.plan.Plan) -> list[str]:
     """How evenly decompositions are spread, and what bounds the gain of spreading them."""
     works = {name: f.work() for name, f in plan.factors.items() if not f.solver.vector}
     if not works:
@@ -177,7 +177,7 @@ def balance(plan: mpikfac.Plan) -> list[str]:
     ]
 
 
-def memory(plan: mpikfac.Plan) -> list[str]:
+def memory(plan: mpikfac.plan.Plan) -> list[str]:
     """What the ranks keep for K-FAC beside the model."""
     held = [plan.memory(rank) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
@@ -187,7 +187,7 @@ def memory(plan: mpikfac.Plan) -> list[str]:
     return [f"Memory of a rank, MiB{sample_note(plan)}", *table(rows)]
 
 
-def messages(plan: mpikfac.Plan) -> list[str]:
+def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """The heading of the tables of collectives."""
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
@@ -195,7 +195,7 @@ def messages(plan: mpikfac.Plan) -> list[str]:
     ]
 
 
-def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
+def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
     """The collectives of one kind of step, in order."""
     steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
     if not any(steps):
@@ -212,13 +212,13 @@ def traffic(plan: mpikfac.Plan, title: str, statistics: bool, refresh: bool) -> 
     return [title, *table(rows, left=3)]
 
 
-def kind_of(message: mpikfac.Message) -> tuple[str, str, str]:
+def kind_of(message: mpikfac.plan.Message) -> tuple[str, str, str]:
     """What messages of one row of the table share."""
     codec = f" ({message.codec.name})" if message.codec else ""
     return message.stage, message.primitive + codec, message.over
 
 
-def sample_note(plan: mpikfac.Plan) -> str:
+def sample_note(plan: mpikfac.plan.Plan) -> str:
     """Says so where not all ranks are looked at."""
     looked = len(looked_at(plan))
     return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""

@@ -19,7 +19,7 @@ from mpikfac_apps.planning.facts import SOLVERS, strategy_of
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import count, mib, number, show, table
 
-STRATEGIES = ["sgd", *mpikfac.NAMED]  # "sgd" is plain data parallelism
+STRATEGIES = ["sgd", *mpikfac.plan.NAMED]  # "sgd" is plain data parallelism
 BOUNDED = ("delayed", "event-driven")
 
 
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     """Prints a table for each number of ranks; 2 after printing what is wrong."""
     options = parse(argv)
     try:
-        machine = mpikfac.load_machine(options.machine)
+        machine = mpikfac.predict.load_machine(options.machine)
         rows = predictions(options, machine)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options, checked one by one."""
     parser = Parser(prog="mpikfac simulate", description=__doc__.partition("\n")[0])
-    add, published = parser.add_argument, ", ".join(mpikfac.published_machines())
+    add, published = parser.add_argument, ", ".join(mpikfac.predict.published_machines())
     add("--machine", required=True, help=f"a file of mpikfac calibrate, or one of: {published}")
     add("--model", required=True, help=", ".join(models.MODELS))
     add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
@@ -74,7 +74,9 @@ def names(text: str) -> list[str]:
     return chosen
 
 
-def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[dict[str, Any]]:
+def predictions(
+    options: argparse.Namespace, machine: mpikfac.predict.Machine
+) -> list[dict[str, Any]]:
     """A row for each strategy and number of ranks; why, where nothing can be said of it.
 
     Raises:
@@ -84,7 +86,7 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
     first_order = models.shapes_of(
         options.model, options.classes, [layer.name for layer in covered[0]]
     )
-    job = mpikfac.Job(
+    job = mpikfac.predict.Job(
         options.model,
         options.batch_per_rank,
         options.factor_every,
@@ -98,11 +100,13 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
                 strategy, solver = strategy_of(name, ranks, options.solver)
-                forms = mpikfac.forms(solver)
-                strategy = mpikfac.tuned(strategy, layers, others, ranks, machine, job, forms)
+                forms = mpikfac.solvers.forms(solver)
+                strategy = mpikfac.predict.tuned(
+                    strategy, layers, others, ranks, machine, job, forms
+                )
                 plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
                 row |= {"workers": strategy.workers}
-                row |= mpikfac.simulate(plan, machine, job).as_dict()
+                row |= mpikfac.predict.simulate(plan, machine, job).as_dict()
             except ValueError as error:
                 row |= {"left_out": str(error)}
             rows.append(row)
@@ -111,7 +115,7 @@ def predictions(options: argparse.Namespace, machine: mpikfac.Machine) -> list[d
     return rows
 
 
-def heading(options: argparse.Namespace, machine: mpikfac.Machine) -> list[str]:
+def heading(options: argparse.Namespace, machine: mpikfac.predict.Machine) -> list[str]:
     """What is predicted, in words."""
     lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "

@@ -17,7 +17,7 @@ WIDTH = 96
 def main(argv: list[str] | None = None) -> int:
     """Prints the list."""
     Parser(prog="mpikfac strategies", description=__doc__.partition("\n")[0]).parse_args(argv)
-    show([introduction(), *map(paragraph, mpikfac.NAMED)])
+    show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
     return 0
 
 
@@ -35,7 +35,7 @@ def introduction() -> list[str]:
 
 def paragraph(name: str) -> list[str]:
     """One strategy."""
-    way = mpikfac.NAMED[name]
+    way = mpikfac.plan.NAMED[name]
     kind = "the same estimator" if way.same else "another estimator"
     settings = {**way.choices, **way.settings} or {"workers": "as asked"}
     choices = ", ".join(f"{key}={value}" for key, value in settings.items())

@@ -75,4 +75,4 @@ def shapes_of(
     with torch.device("meta"):  # shapes without numbers
         model = build(name, classes, channels)
     covers = {**mpikfac.KINDS, **(mpikfac.NORMS if norms else {})}
-    return mpikfac.covered_shapes(model, mpikfac.Coverage(skip, covers))
+    return mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip, covers))

@@ -126,7 +126,7 @@ def _variants(
         steps = "AdamW" if options.optimizer == "adamw" else "SGD"
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
-            named = mpikfac.NAMED.get(options.kfac.strategy)
+            named = mpikfac.plan.NAMED.get(options.kfac.strategy)
             what = f"{named.what} [{named.source}]" if named else "What the machine is best at"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
@@ -151,7 +151,7 @@ def _given(cell: Measured) -> dict[str, Any]:
     return given
 
 
-def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, float]:
+def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
     """Predicted seconds of a step by the cells' labels, where the machine has times of them."""
     found = {}
     for cell in cells:
@@ -159,8 +159,10 @@ def predicted(machine: mpikfac.Machine, cells: Sequence[Measured]) -> dict[str, 
         every = options.kfac.factor_every, basis_every(options, ranks)
         training = training_ranks(options, ranks)
         with suppress(ValueError):  # no times of that network or batch
-            job = mpikfac.Job(options.model, (options.batch or 0) // training, *every)
-            found[cell.cell.label] = mpikfac.simulate(cell.cell.plan, machine, job).mean.seconds
+            job = mpikfac.predict.Job(options.model, (options.batch or 0) // training, *every)
+            found[cell.cell.label] = mpikfac.predict.simulate(
+                cell.cell.plan, machine, job
+            ).mean.seconds
     return found
 
 

@@ -232,7 +232,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
 
 
 def _kinds(
-    plan: mpikfac.Plan, factor_every: int, basis_every: int
+    plan: mpikfac.plan.Plan, factor_every: int, basis_every: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
     """Of each step of an interval: whether it makes factors, decomposes them, and which share."""
     stagger = plan.strategy.refresh.stagger

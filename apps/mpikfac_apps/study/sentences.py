@@ -122,7 +122,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
 
 def _other_estimator(options: Options) -> bool:
     kfac = options.kfac
-    named = mpikfac.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
+    named = mpikfac.plan.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
     known = named is not None and not named.same
     return options.optimizer == "kfac" and (known or kfac.reduction == "none")
 

@@ -41,7 +41,7 @@ STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
-    **{name: {"kfac.strategy": name} for name in mpikfac.NAMED},
+    **{name: {"kfac.strategy": name} for name in mpikfac.plan.NAMED},
     "hybrid": {"kfac.strategy": "hybrid", "kfac.fraction": 0.5},
 }
 """Options of the strategies that a study may name without saying what they are."""
@@ -69,7 +69,7 @@ class Cell:
     chosen: Mapping[str, Any]
     arguments: tuple[str, ...]
     options: Options
-    plan: mpikfac.Plan
+    plan: mpikfac.plan.Plan
 
     @property
     def directory(self) -> str:
@@ -102,7 +102,7 @@ class Study:
 
     name: str
     launcher: str
-    machine: mpikfac.Machine | None
+    machine: mpikfac.predict.Machine | None
     target: float | None
     cells: tuple[Cell, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -118,7 +118,7 @@ def read(path: Path) -> Study:
     try:
         text = path.read_text()
         asked = _checked(_loaded(text))
-        machine = mpikfac.load_machine(str(asked["machine"])) if asked["machine"] else None
+        machine = mpikfac.predict.load_machine(str(asked["machine"])) if asked["machine"] else None
         cells, left_out = _expanded(asked)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
@@ -272,7 +272,7 @@ def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run_of(
     asked: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
-) -> tuple[tuple[str, ...], Options, mpikfac.Plan]:
+) -> tuple[tuple[str, ...], Options, mpikfac.plan.Plan]:
     """Arguments, options and plan of a run; its metrics and trace are over whole intervals.
 
     Raises:
@@ -287,7 +287,7 @@ def _run_of(
     return tuple(arguments), options, _plan_of(options, ranks)
 
 
-def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
+def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     """The plan by which a run communicates.
 
     Raises:
@@ -298,10 +298,10 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.Plan:
         model = models.build(options.model, options.data.classes or 10, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
-        layers, others = mpikfac.covered_shapes(model, mpikfac.Coverage(skip=every))
+        layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))
         strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
         return mpikfac.make_plan(layers, ranks, strategy, others)
-    layers, others = mpikfac.covered_shapes(model, coverage(options.kfac))
+    layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.kfac, training, options.parts)
     _, strategy = for_machine(options, model, training, strategy, settings)

@@ -102,7 +102,7 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
     return mpikfac.find_checkpoint(comm, root(options))
 
 
-def megabytes(plan: mpikfac.Plan) -> float:
+def megabytes(plan: mpikfac.plan.Plan) -> float:
     """About what a checkpoint takes: weights, momentum, triangles of factors, bases, scales."""
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
@@ -150,7 +150,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> None:
     if batch % ranks and not options.shrink:
         raise ValueError(
             f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
-            f"start one of {mpikfac.divisors(batch)} ranks"
+            f"start one of {mpikfac.plan.divisors(batch)} ranks"
         )
     if given != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled by {began_on}" if options.scale_lr else ""

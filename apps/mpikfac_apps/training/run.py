@@ -35,7 +35,9 @@ class Run:
     Collective over: world, as are all its methods.
     """
 
-    def __init__(self, team: mpikfac.Team, options: Options, guard: Guard, place: Place) -> None:
+    def __init__(
+        self, team: mpikfac.comm.Team, options: Options, guard: Guard, place: Place
+    ) -> None:
         self.team, self.comm, self.options, self.guard = team, team.comm, options, guard
         self.device, comm = place.device, team.comm
         kept_log = run_directory.start_log() if comm.rank == 0 else None
@@ -58,7 +60,7 @@ class Run:
         self.troubles = 0
         metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
-        with mpikfac.together(comm, f"run_dir={options.run_dir}"):
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
                 about = environment(place.hosts, self.device)
                 self.record = run_directory.Record(options, about, kept_log, metrics_bytes)
@@ -68,7 +70,7 @@ class Run:
     def _load_data(self) -> None:
         comm, options, device = self.comm, self.options, self.device
         chosen = options.data
-        with mpikfac.together(comm, "reading data"):
+        with mpikfac.comm.together(comm, "reading data"):
             found = datasets.load(
                 chosen.name, chosen.path, chosen.train_images, chosen.size, chosen.classes
             )
@@ -76,7 +78,7 @@ class Run:
                 raise ValueError(
                     f"batch={options.batch} is more than the {len(found.train_images)} images"
                 )
-        mpikfac.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy())})
+        mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy())})
         self.normalise = batches.Normalise(found.train_images, device)
         self.batches = batches.Batches(
             found.train_images.to(device),
@@ -98,7 +100,7 @@ class Run:
         model = model.to(self.device, memory_format=torch.channels_last)
         self.lr = learning_rate(options, len(self.batches), self.began_on)
         self.model, self.optimizer = model, make_optimizer(options, model)
-        with mpikfac.together(comm, "options"):
+        with mpikfac.comm.together(comm, "options"):
             if options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
@@ -226,7 +228,7 @@ class Run:
         if self.options.optimizer == "kfac":
             self.trainer.close()
         if self.comm.rank == 0:
-            mpikfac.note_end(checkpoints.root(self.options))
+            mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         self.comm.Barrier()  # while ranks are watched: no one would end MPI's wait for a stuck one
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
@@ -324,7 +326,7 @@ class Run:
 
     def _follow(self, checkpoint: Any) -> None:
         """Takes over from the checkpoint what a restart may not change."""
-        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+        with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             saved = json.loads(checkpoint["run/data"])
             checkpoints.follow(self.options, saved, self.comm.size)
             self.began_on = saved["ranks"]
@@ -336,7 +338,7 @@ class Run:
     def _restore(self, checkpoint: Any) -> int:
         """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
         kept = 0
-        with mpikfac.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+        with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             self.trainer.load_state_dict(checkpoint)
             self.meter.load(checkpoint["run/counted"], checkpoint["run/reported"])
             self.speed.seconds = checkpoint["run/seconds"]
@@ -345,7 +347,7 @@ class Run:
                 kept = checkpoint["run/metrics_bytes"]
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
-                    mpikfac.note_start(checkpoint)
+                    mpikfac.checkpoint.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
         return kept
 

@@ -24,7 +24,7 @@ def go_on(run: Run) -> tuple[Any, Options]:
 
     Collective over: the ranks that are left.
     """
-    left = mpikfac.survivors(run.comm, run.trainer.communicators)
+    left = mpikfac.comm.survivors(run.comm, run.trainer.communicators)
     run.saver.abandon()
     if left.rank == 0:
         lost = run.comm.size - left.size
@@ -36,7 +36,7 @@ def go_on(run: Run) -> tuple[Any, Options]:
     save_what_is_left(run)
     root, found = checkpoints.root(run.options), None
     if left.rank == 0:
-        found = mpikfac.latest_checkpoint(root)
+        found = mpikfac.checkpoint.latest_checkpoint(root)
     anew = run.options.resume == "never"  # in the same directory
     resume = "auto" if left.bcast(found) or anew else run.options.resume
     return left, dataclasses.replace(run.options, resume=resume)

@@ -63,7 +63,7 @@ class Recording:
             return
         recorded = mpikfac.timeline.Recorded(self._steps, self.trace.events)
         self._steps = {}
-        ranks = self.comm.gather(recorded.later(mpikfac.clock_offset(self.comm)))
+        ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
         if self.comm.rank == 0:
             self._write(ranks)
 

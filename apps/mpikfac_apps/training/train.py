@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     comm = mpikfac.world()
     with mpikfac.ending(comm):
         options = read_options(comm, lambda: parse(argv, comm.size))
-    return 0 if options is None else mpikfac.leaving(train(comm, options))
+    return 0 if options is None else mpikfac.comm.leaving(train(comm, options))
 
 
 def train(comm: Any, options: Options) -> int:
@@ -68,14 +68,14 @@ def settle(comm: Any, options: Options) -> Place:
     Collective over: comm.
     """
     hosts = share_cores(comm, options.threads)
-    with mpikfac.together(comm, "options"):
+    with mpikfac.comm.together(comm, "options"):
         device = mpikfac.device(comm, options.device)
         if options.shrink:
-            mpikfac.check_survivable()
+            mpikfac.comm.check_survivable()
     return Place(device, hosts)
 
 
-def assist(comm: Any, team: mpikfac.Team, device: torch.device) -> None:
+def assist(comm: Any, team: mpikfac.comm.Team, device: torch.device) -> None:
     """Decomposes for the ranks that train, until they are done.
 
     The watchdog and signals are left to them: this rank may have nothing to do for long.
@@ -88,7 +88,7 @@ def assist(comm: Any, team: mpikfac.Team, device: torch.device) -> None:
 
 
 def run_training(
-    team: mpikfac.Team, options: Options, place: Place
+    team: mpikfac.comm.Team, options: Options, place: Place
 ) -> tuple[int | None, Any, Options]:
     """One training run; the exit code, or None if ranks were lost, and with what to go on then.
 
@@ -105,6 +105,6 @@ def run_training(
         try:
             return run.train(), comm, options
         except Exception as error:
-            if not (options.shrink and mpikfac.lost_a_rank(comm, error)):
+            if not (options.shrink and mpikfac.comm.lost_a_rank(comm, error)):
                 raise
             return None, *go_on(run)
