@@ -1,6 +1,6 @@
-"""What the cells of a study have measured, as far as there are files of it, and what was planned.
+"""Read the measurements of a study's cells from their files, and compute the planned bytes.
 
-A run directory may be missing, or hold a run that was cut off: then so much is missing here.
+A run directory may be missing, or hold an interrupted run. Values without a file are None or empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ GROUPS = {
     "gradient messages": ("reduce gradients", "publish gradients", "publish weights", "clip"),
     "optimizer": ("optimizer",),
 }
-"""Stages of a step by the name under which a report shows them; all else is "other"."""
+"""Stages of a step by name in a report; all remaining stages are "other"."""
 WAITING, OTHER = "waiting", "other"
 # What says where things are computed and how they travel, or what is written about it: it changes
 # no number but by rounding. An option or a choice of a strategy that is not named here does.
@@ -56,26 +56,29 @@ RESOLVED = {
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell and what is known of it.
+    """A cell and the measurements of the cell.
 
     Attributes:
-        run: its run directory.
-        result: how it ended; None if it has not.
-        environment: host, versions and command, as the run noted them; empty if it did not.
-        curve: empty before the first epoch has ended.
-        train_loss: mean over the first epoch, None before it has ended.
-        step_seconds: mean of each interval between two lines of metrics.
+        run: the run directory of the cell.
+        result: the end of the run; None before the end.
+        environment: host, versions and command, as the run noted them; empty if the run noted
+            nothing.
+        curve: the test accuracy over time; empty before the first epoch has ended.
+        train_loss: mean over the first epoch, None before the first epoch has ended.
+        step_seconds: mean seconds per step of each interval between two lines of metrics.
         communication: share of the time in collectives, waiting included; None if not measured.
         stages: means over the traced steps, by rank and stage; empty without a trace of whole
-            intervals between two decompositions.
-        traced_seconds: of such a step, the mean over steps and ranks; None without a trace.
-        counted: bytes that a rank handed to MPI in such a step, the mean; None without a trace of
-            whole intervals, or if messages cross its edges.
-        interval: steps after which what is sent repeats.
+            intervals between two refreshes.
+        traced_seconds: seconds of a traced step, the mean over steps and ranks; None without a
+            trace.
+        counted: bytes that a rank handed to MPI in a traced step, the mean over ranks; None without
+            a trace of whole intervals, or if messages overlap the beginning or end of the trace.
+        interval: steps after which the sequence of messages repeats.
         wire: bytes that a rank sends per step if collectives are rings, from the plan: the mean
-            over ranks and over an interval between two decompositions.
-        handed: bytes that a rank hands to MPI per step, from the plan, likewise.
-        memory: bytes of arenas on the rank that holds most, from the plan.
+            over ranks and over `interval` steps.
+        handed: bytes that a rank hands to MPI per step, from the plan: the mean over ranks and over
+            `interval` steps.
+        memory: bytes of arenas on the rank with the largest arenas, from the plan.
     """
 
     cell: Cell
@@ -96,35 +99,35 @@ class Measured:
 
     @property
     def complete(self) -> bool:
-        """Whether the run came to its end."""
+        """True if the run has ended without an error."""
         return self.result is not None and self.result.code == 0
 
     @property
     def state(self) -> str:
-        """How far it got: what has begun is running, or was stopped before its end."""
+        """Run state: "complete", "failed", "begun" (running or stopped early) or "not run"."""
         if self.result is None or self.result.code == STOPPED:
             return "begun" if self.environment else "not run"
         return "complete" if self.complete else "failed"
 
     @property
     def step(self) -> float | None:
-        """Seconds of a step: the median over intervals."""
+        """Seconds of a step: the median over intervals; None without metrics."""
         return median(self.step_seconds) if self.step_seconds else None
 
     @property
     def images_per_second(self) -> float | None:
-        """Of all ranks, at that pace."""
+        """Images per second of all ranks, at the median step time; None without metrics."""
         batch = self.cell.options.batch
         return batch / self.step if batch and self.step else None
 
     @property
     def accuracy(self) -> float | None:
-        """Test accuracy (0 to 1) at the end."""
+        """Test accuracy (0 to 1) at the end; None before the first epoch has ended."""
         return self.curve.accuracy[-1] if self.curve.accuracy else None
 
     @property
     def crowded(self) -> bool:
-        """Whether ranks shared cores on the machine that the study was run on."""
+        """True if ranks shared cores on the machine of the study."""
         hosts = self.environment.get("ranks_per_host", {})
         cores = self.result.cores if self.result else None
         return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
@@ -148,7 +151,7 @@ class Measured:
 
 
 def read(study: Study, directory: Path) -> list[Measured]:
-    """What there is of each cell of a study in its directory."""
+    """Return the measurements of each cell of a study, from the study's directory."""
     return [_measured(cell, directory / "cells" / cell.directory) for cell in study.cells]
 
 
@@ -178,7 +181,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """What a file holds; empty if there is none, or half of one."""
+    """Return the content of a JSON file; empty if the file is missing or incomplete."""
     try:
         found = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):
@@ -195,7 +198,7 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
-    """Bytes per step of traced steps; None unless they hold whole messages of whole intervals."""
+    """Return bytes per traced step; None unless whole intervals hold whole messages."""
     ranks = means.get("ranks", ())
     # What is sent beside the training crosses the edges of the steps that are traced.
     beside = (
@@ -214,7 +217,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
 
 
 def _planned(cell: Cell) -> dict[str, Any]:
-    """Bytes per step and in memory; of a large job from some of its ranks."""
+    """Return bytes per step and in memory; of a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
     every = kfac.factor_every, basis_every(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *every))
@@ -234,7 +237,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
 def _kinds(
     plan: mpikfac.plan.Plan, factor_every: int, basis_every: int
 ) -> Iterator[tuple[bool, bool, int | None]]:
-    """Of each step of an interval: whether it makes factors, decomposes them, and which share."""
+    """Return for each step: factors are due, a refresh is due, the share to refresh (or None)."""
     stagger = plan.strategy.refresh.stagger
     turn = basis_every // stagger
     for step in range(math.lcm(factor_every, basis_every)):
@@ -244,9 +247,10 @@ def _kinds(
 
 
 def estimators(cells: Sequence[Cell]) -> dict[str, str]:
-    """A letter for each variant: those that compute the same numbers share one.
+    """Return a letter for each variant; variants that compute the same numbers share a letter.
 
-    Letters are for any one number of ranks, as what BatchNorm sees depends on it.
+    Letters compare cells on the same number of ranks: statistics of BatchNorm depend on the number
+    of ranks.
     """
     letters: dict[str, str] = {}
     kinds: dict[str, str] = {}
@@ -257,7 +261,7 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _numbers(cell: Cell) -> dict[str, Any]:
-    """All that the numbers of a run depend on, beside the seed and the number of ranks."""
+    """Return the options that change a run's numbers, without the seed and the number of ranks."""
     given = flattened(dataclasses.asdict(cell.options))
     numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:

@@ -1,6 +1,6 @@
-"""A study as a value: the runs that a file asks for, each with all of its options checked.
+"""Read a study from a file: list all runs of the study and check every option of the runs.
 
-Every combination of the values in `matrix` is a cell: one run of the training program.
+Every combination of the values in `matrix` is a cell. A cell is one run of the training program.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMED: dict[str, dict[str, Any]] = {
     **{name: {"kfac.strategy": name} for name in mpikfac.plan.NAMED},
     "hybrid": {"kfac.strategy": "hybrid", "kfac.fraction": 0.5},
 }
-"""Options of the strategies that a study may name without saying what they are."""
+"""Options of the strategies that a study may name without an entry in `strategies`."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,13 @@ class Cell:
 
     Attributes:
         axes: values of the matrix beside strategy and ranks, by option.
-        variant: strategy and those axes in which the study's cells differ, but for the seed.
-        label: the cell's name in tables: variant, ranks and, if there are several, the seed.
-        chosen: options that its strategy and its axes set.
-        arguments: the command line of all its options, but for the study's own.
-        options: the same, checked.
-        plan: how it communicates.
+        variant: the strategy, and the axes with several values in the study, without the seed.
+        label: the cell's name in tables: variant, ranks and, in a study with several seeds, the
+            seed.
+        chosen: options that the strategy and the axes of the cell set.
+        arguments: the command line with all options of the cell, without the study's own options.
+        options: the parsed and checked arguments.
+        plan: the messages of the run.
     """
 
     strategy: str
@@ -73,10 +74,11 @@ class Cell:
 
     @property
     def directory(self) -> str:
-        """A name that changes with any option: whatever is there belongs to this cell.
+        """A name that changes with any option, so files in the directory belong to the cell alone.
 
-        Cells without K-FAC that differ in its settings are one run, but for `kfac.basis_every`,
-        which its metrics go by.
+        Cells without K-FAC that differ only in settings of K-FAC are the same run.
+        `kfac.basis_every` is an exception: the intervals of the metrics depend on
+        `kfac.basis_every`.
         """
         given, usual = (flattened(dataclasses.asdict(o)) for o in (self.options, Options()))
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
@@ -91,13 +93,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """What a file asks for.
+    """A study as its file describes the study.
 
     Attributes:
-        machine: to predict step times for; None for no predictions.
-        target: test accuracy (0 to 1) whose time is reported; None: what every cell reached.
-        left_out: labels of combinations that cannot run on their number of ranks, and why.
-        text: the file.
+        machine: the machine to predict step times for; None for no predictions.
+        target: test accuracy (0 to 1) whose time is reported; None for the accuracy that all
+            complete cells reached.
+        left_out: labels of combinations that cannot run on their number of ranks, and the reasons.
+        text: the text of the file.
     """
 
     name: str
@@ -110,10 +113,10 @@ class Study:
 
 
 def read(path: Path) -> Study:
-    """The study of a file.
+    """Return the study that a file describes.
 
     Raises:
-        ValueError: something is wrong; one line that says what and where.
+        ValueError: the file is wrong; a single line names the wrong value and the place.
     """
     try:
         text = path.read_text()
@@ -134,7 +137,7 @@ def read(path: Path) -> Study:
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Options with dotted keys, from mappings within mappings."""
+    """Return options with dotted keys, from mappings within mappings."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -145,7 +148,7 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A name as a part of a path."""
+    """Return a name that can be a part of a path."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "study"
 
 
@@ -158,7 +161,7 @@ def _loaded(text: str) -> Any:
 
 
 def _checked(asked: Any) -> dict[str, Any]:
-    """What the file says, all keys there and of the right kind."""
+    """Return the content of the file with all keys and with values of the right kind."""
     if not isinstance(asked, dict):
         raise ValueError("the file must hold lines of the form `key: value`")
     for key in asked:
@@ -202,7 +205,7 @@ def _check_option(where: str, key: str) -> None:
 
 
 def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The matrix with strategy and ranks first, every value checked that can be by itself."""
+    """Return the matrix, strategy and ranks first, after a check of every single value."""
     axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
     for key, values in axes.items():
         if not isinstance(values, list) or not values:
@@ -229,10 +232,10 @@ def _hint(name: object, known: Mapping[str, Any] | Sequence[str]) -> str:
 
 
 def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str]]]:
-    """The cells, and what was left out.
+    """Return the cells, and the combinations that cannot run.
 
     Raises:
-        ValueError: options that no number of ranks of the study can use.
+        ValueError: no number of ranks in the study can use some options.
     """
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
@@ -256,14 +259,14 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
 
 
 def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each strategy with each combination of the axes beside the ranks."""
+    """Return each strategy with each combination of the axes beside the ranks."""
     others = {key: values for key, values in matrix.items() if key not in ("strategy", "ranks")}
     for strategy, *values in itertools.product(matrix["strategy"], *others.values()):
         yield strategy, dict(zip(others, values))
 
 
 def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a strategy: what is known by its name, where the study does not say otherwise."""
+    """Return options of a strategy; options of the study replace options known by name."""
     known = dict(NAMED.get(strategy, {}))
     if "kfac.workers" in own:
         known.pop("kfac.fraction", None)
@@ -273,10 +276,10 @@ def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
 def _run_of(
     asked: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
 ) -> tuple[tuple[str, ...], Options, mpikfac.plan.Plan]:
-    """Arguments, options and plan of a run; its metrics and trace are over whole intervals.
+    """Return arguments, options and plan of a run; metrics and trace cover whole intervals.
 
     Raises:
-        ValueError: the training program would refuse them.
+        ValueError: the training program would refuse the options.
     """
     given = asked["options"] | chosen
     arguments = [f"--config={asked['base']}"] if asked["base"] else []
@@ -288,10 +291,10 @@ def _run_of(
 
 
 def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
-    """The plan by which a run communicates.
+    """Return the plan of a run's messages.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no plan exists for the options.
     """
     channels = 1 if options.data.name == "digits" else 3
     with torch.device("meta"):  # shapes without numbers
@@ -309,13 +312,13 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
 
 
 def shown_interval(options: Options, ranks: int) -> int:
-    """Steps of a line of metrics and of a trace: whole intervals between two decompositions."""
+    """Return the steps per line of metrics and per trace, a multiple of the refresh interval."""
     every = basis_every(options, ranks)
     return every * max(1, math.ceil(LEAST_SHOWN / every))
 
 
 def basis_every(options: Options, ranks: int) -> int:
-    """Steps between two decompositions, by option, strategy or, without K-FAC, as usual."""
+    """Return the steps between two refreshes: the option, or the strategy's or usual number."""
     if options.optimizer != "kfac":
         return options.kfac.basis_every or USUAL["basis_every"]
     training = training_ranks(options, ranks)
@@ -337,5 +340,5 @@ def _labels(
 
 
 def short(key: str) -> str:
-    """An option's name without its group."""
+    """Return an option's name without the group."""
     return key.rpartition(".")[2]

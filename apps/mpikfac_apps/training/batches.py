@@ -1,7 +1,7 @@
-"""Which images a rank sees, in which order, and how they are changed on the way.
+"""Choose the images of a rank: the share of each batch, the order and the augmentation.
 
-Order and augmentation follow from (seed, epoch, position in the epoch) alone: the global batches
-are the same for every number of ranks, and each rank takes its contiguous share of them.
+Order and augmentation follow from (seed, epoch, position in the epoch) alone. The global batches
+are the same for every number of ranks, and each rank takes a contiguous share of every batch.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MARGIN = 4  # black pixels around an image before it is cropped
+MARGIN = 4  # black pixels around an image before cropping
 
 
 def mixed(*numbers: int) -> int:
-    """A seed that depends on every one of `numbers` (each >= 0)."""
+    """Return a seed that depends on all `numbers` (each >= 0)."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 class Normalise:
-    """Bytes to floats of mean 0 and variance 1 per channel, over the images first given."""
+    """Turn bytes into floats of mean 0 and variance 1 per channel over the given images."""
 
     def __init__(self, images: Tensor, device: torch.device) -> None:
         levels = torch.arange(256, dtype=torch.float64)
@@ -42,13 +42,13 @@ class Normalise:
 
 
 class Batches:
-    """This rank's share of every global batch of an epoch; the last, partial batch is dropped.
+    """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
 
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
         batch: images of all ranks together in one step; a multiple of `ranks`.
-        augment: pad by 4 black pixels, crop anywhere, and mirror one in two.
+        augment: pad by 4 black pixels, crop anywhere, and mirror half of the images.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Batches:
         self._epoch = -1
 
     def __len__(self) -> int:
-        """Steps per epoch."""
+        """Return the steps per epoch."""
         return len(self.images) // self.batch
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
-        """Images (bytes) and labels of this rank's share of global batch `index` of `epoch`."""
+        """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`."""
         if epoch != self._epoch:
             self._draw(epoch)
         first = index * self.batch + self.start
@@ -98,7 +98,7 @@ class Batches:
 
 
 def augmented(images: Tensor, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
-    """Each image moved by (`top`, `left`) - 4 pixels, black coming in, and mirrored where asked."""
+    """Move each image by (`top`, `left`) - 4 pixels, fill with black, and mirror if `mirror`."""
     n, _, height, width = images.shape
     padded = F.pad(images, (MARGIN,) * 4)
     windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, 9, 9, h, w], not copied
@@ -107,11 +107,11 @@ def augmented(images: Tensor, top: Tensor, left: Tensor, mirror: Tensor) -> Tens
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """A rank's contiguous part for evaluation; the parts of all ranks hold every image once."""
+    """Return a rank's contiguous part for evaluation; the parts together hold every image once."""
     first, last = (len(images) * r // ranks for r in (rank, rank + 1))
     return images[first:last], labels[first:last]
 
 
 def parts(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`size` images at a time, the last part perhaps smaller."""
+    """Return `size` images at a time; the last part may be smaller."""
     return zip(images.split(size), labels.split(size))

@@ -1,4 +1,4 @@
-"""When a training run writes its state, what becomes of failures, and how it goes on from one."""
+"""Write checkpoints of a training run, survive failures to write, and find a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Saver:
-    """Writes checkpoints beside the training; a failure costs that checkpoint, not the run.
+    """Write checkpoints during the training; the run survives a failure to write a checkpoint.
 
-    Collective over: comm, as are all its methods.
+    Collective over: comm, as are all methods.
 
     Attributes:
-        step: of the last checkpoint that was begun or gone on from; -1 if it failed.
+        step: the step of the last checkpoint begun or resumed from; -1 if the checkpoint failed.
     """
 
     step = -1
@@ -36,19 +36,19 @@ class Saver:
 
     @property
     def pending(self) -> bool:
-        """Whether a checkpoint is being written; the same on all ranks, not collective."""
+        """True while a checkpoint is being written; the same on all ranks, not collective."""
         return self._writer.pending
 
     @property
     def written(self) -> bool:
-        """Whether this rank has done its part of what is pending; not collective."""
+        """True if the rank has written its part of the pending checkpoint; not collective."""
         return self._writer.written
 
     def save(self, items: Mapping[str, Any], step: int, last: bool = False) -> None:
-        """Begins a checkpoint; the last one of a run is on disk when this returns.
+        """Begin a checkpoint; the last checkpoint of a run is on disk when the method returns.
 
         Raises:
-            UserError: the last one cannot be written.
+            UserError: the last checkpoint cannot be written.
         """
         self.settle(last and self.step == step)
         if self.step == step:
@@ -64,7 +64,7 @@ class Saver:
             self.settle(last)
 
     def settle(self, last: bool = False) -> None:
-        """Waits for all ranks' parts of what is pending, and makes it count."""
+        """Wait until all ranks have written the pending checkpoint, and commit the checkpoint."""
         try:
             path = self._writer.commit()
         except mpikfac.UserError as error:
@@ -76,7 +76,7 @@ class Saver:
             log.info("wrote %s in %.1f s", path, seconds)
 
     def abandon(self) -> None:
-        """Forgets what is pending, whose other parts may be missing; not collective."""
+        """Forget the pending checkpoint, as parts of lost ranks may be missing; not collective."""
         self._writer.abandon()
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
@@ -88,12 +88,12 @@ class Saver:
 
 
 def open_checkpoint(comm: Any, options: Options) -> Any:
-    """The checkpoint to go on from, or None.
+    """Return the checkpoint to resume from, or None to start at step 0.
 
     Collective over: comm.
 
     Raises:
-        UserError: there is none that is good.
+        UserError: the checkpoint of `resume` is damaged, or all checkpoints of the run are damaged.
     """
     if options.resume == "never":
         return None
@@ -103,7 +103,7 @@ def open_checkpoint(comm: Any, options: Options) -> Any:
 
 
 def megabytes(plan: mpikfac.plan.Plan) -> float:
-    """About what a checkpoint takes: weights, momentum, triangles of factors, bases, scales."""
+    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales."""
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
@@ -114,14 +114,14 @@ def megabytes(plan: mpikfac.plan.Plan) -> float:
 
 
 def root(options: Options) -> Path:
-    """Where a run's checkpoints are."""
+    """Return the folder of a run's checkpoints."""
     return Path(options.run_dir) / "checkpoints"
 
 
 def identity(options: Options) -> dict[str, Any]:
-    """What a step number and the weights mean; these must not change in a restart."""
+    """Return the options that define the meaning of step number and weights, fixed for restarts."""
     chosen = dataclasses.asdict(options.data)
-    del chosen["path"]  # where the files are may change
+    del chosen["path"]  # a restart may read the files from elsewhere
     return {
         "model": options.model,
         **{f"data.{key}": value for key, value in chosen.items()},
@@ -132,10 +132,10 @@ def identity(options: Options) -> dict[str, Any]:
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> None:
-    """Makes `options` those of the saved run, as far as they may not change.
+    """Change `options` to the options of the saved run that a restart must keep.
 
     Raises:
-        ValueError: they differ, or the batch does not suit so many ranks.
+        ValueError: the options differ, or the batch does not suit the number of ranks.
     """
     given = options.batch
     if options.batch_per_rank:
@@ -158,5 +158,5 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> None:
 
 
 def in_yaml(value: object) -> str:
-    """A value as one writes it on the command line."""
+    """Return a value as written on the command line."""
     return value if isinstance(value, str) else json.dumps(value)

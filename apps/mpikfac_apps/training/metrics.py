@@ -1,4 +1,4 @@
-"""What is measured while training: loss and accuracy over all ranks, and where time goes."""
+"""Measure loss and accuracy over all ranks, and the speed of training."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ class Meter:
     """Loss and accuracy over the images of all ranks, each image counted once.
 
     Attributes:
-        loss: mean loss when it was last asked for.
+        loss: the mean loss that `recent` or `everything` returned last.
     """
 
     def __init__(self, comm: Any, device: torch.device) -> None:
         self.comm = comm
         self.loss = math.nan
-        # Loss summed over images, right answers, images: on this rank, and on all when last asked.
+        # Summed loss, right answers, images: on this rank now, and on all ranks at the last call.
         self._here = torch.zeros(3, dtype=torch.float64, device=device)
         self._reported = torch.zeros(3, dtype=torch.float64)
 
     def add(self, summed_loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Counts a batch, unless its loss is not finite; nothing leaves the device."""
+        """Count a batch, unless the batch's loss is non-finite; nothing leaves the device."""
         right = (scores.argmax(1) == labels).sum()
         images = torch.full_like(right, len(labels))
         sums = torch.stack([summed_loss.detach().double(), right, images])
         self._here += torch.where(sums[0].isfinite(), sums, 0.0)
 
     def recent(self) -> float:
-        """Mean loss since this or `everything` was last called.
+        """Return the mean loss since the last call of `recent` or `everything`.
 
         Collective over: world.
         """
@@ -46,7 +46,7 @@ class Meter:
         return self.loss
 
     def everything(self) -> tuple[float, float]:
-        """Mean loss and accuracy since the last call; starts anew.
+        """Return mean loss and accuracy since the last call of `everything`, and reset the counts.
 
         Collective over: world.
         """
@@ -56,14 +56,14 @@ class Meter:
         return self.loss, accuracy
 
     def state(self) -> dict[str, Tensor]:
-        """What was counted, on all ranks together.
+        """Return the counts of all ranks together.
 
         Collective over: world.
         """
         return {"run/counted": self._total(), "run/reported": self._reported}
 
     def leave_out_lost(self, left: Any) -> None:
-        """Goes on with the ranks that are left: what others counted is missing from the means.
+        """Continue with the ranks that are left; the means then miss the counts of lost ranks.
 
         Collective over: left.
         """
@@ -71,7 +71,7 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Goes on from a `state`, which rank 0 takes over for all."""
+        """Continue from a `state`; rank 0 takes over the counts of all ranks."""
         if self.comm.rank == 0:
             self._here.copy_(counted)
         self._reported = reported
@@ -89,7 +89,7 @@ class Speed:
     """Time in training steps, on this rank; evaluation and checkpoints do not count.
 
     Attributes:
-        seconds: since the run began, restarts included.
+        seconds: seconds of steps since the run began, restarts included.
     """
 
     def __init__(self, batch: int, trace: mpikfac.Trace) -> None:
@@ -100,18 +100,18 @@ class Speed:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """The body is one step."""
+        """Time the body as a step."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
         self._steps += 1
 
     def mark(self) -> None:
-        """From here on `rates` counts."""
+        """Start the interval that `rates` measures."""
         self._marked = self._now()
 
     def rates(self) -> tuple[float, float]:
-        """Images of all ranks per second, and the share of time in communication, since `mark`."""
+        """Return images of all ranks per second, and the share of communication, since `mark`."""
         steps, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
         return steps * self.batch / seconds, talking / seconds
 

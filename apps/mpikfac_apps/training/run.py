@@ -1,4 +1,4 @@
-"""One training run: its parts, the loop over its steps, its records and its checkpoints."""
+"""Train once: build the parts, loop over the steps, write records and checkpoints."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.traced_steps import Recording
 
-# What a rank tells the others at each step, beside its gradients.
+# Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
 CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
 
 log = logging.getLogger("mpikfac.train")
 
 
 class Run:
-    """One training run: its parts, the loop over its steps, and its checkpoints.
+    """A training run: the parts, the loop over the steps, and the checkpoints.
 
-    Collective over: world, as are all its methods.
+    Collective over: world, as are all methods.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Run:
         self.team, self.comm, self.options, self.guard = team, team.comm, options, guard
         self.device, comm = place.device, team.comm
         kept_log = run_directory.start_log() if comm.rank == 0 else None
-        self.began_on = comm.size  # ranks; a restart on others keeps batch and learning rate
+        self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
         if checkpoint is not None:
             self._follow(checkpoint)
-        options.batch_per_rank = None  # from here on, `batch` says it
+        options.batch_per_rank = None  # from now on, `batch` holds the number
         self._load_data()
         self._build_trainer()
         guard.stage = lambda: self.trainer.trace.current
@@ -113,7 +113,7 @@ class Run:
     # -- training --------------------------------------------------------------------------------
 
     def train(self) -> int:
-        """Takes the steps that are left, or those until it is asked to stop; the exit code."""
+        """Take all remaining steps, or fewer after a request to stop; return the exit code."""
         first, per_epoch = self.trainer.steps, len(self.batches)
         log.info("%s", self._summary())
         recording = Recording(self.comm, self.options, self.trainer, self.steps)
@@ -138,13 +138,13 @@ class Run:
                 self._end_epoch(epoch + 1)
             if stop := self._follow_votes():
                 break
-        recording.write()  # of a run that was stopped before
+        recording.write()  # if the run stopped before the last traced step
         if progress:
             progress.close()
         return self._end(stop)
 
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
-        """One training step on this rank's share of a batch, in parts if the options say so."""
+        """Take a training step on the rank's share of a batch, in parts if the options say so."""
         self.set_rate(step)
         count = self.trainer.plan.of(self.comm.rank).parts
         first = self.comm.rank * max(1, count)
@@ -161,7 +161,7 @@ class Run:
             self._adapt(torch.stack(losses).mean().item(), step, first, parts)
 
     def _adapt(self, before: float, step: int, first: int, parts: list[tuple[Tensor, ...]]) -> None:
-        """Lets the damping follow what the step did to the loss of its own images."""
+        """Adapt the damping to the change of the loss that the step made on its own images."""
         kept = [buffer.clone() for buffer in self.model.buffers()]
         losses = []
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -173,16 +173,16 @@ class Run:
         self.trainer.adapt(before, torch.stack(losses).mean().item())
 
     def _seed(self, step: int, number: int) -> None:
-        """Seeded anew for each part of a batch, random number generators need not be saved."""
+        """Seed each part of a batch anew; states of random number generators need no checkpoint."""
         torch.manual_seed(batches.mixed(self.options.seed, step, number))
 
     def set_rate(self, step: int) -> None:
-        """Gives the optimizer the learning rate of a step."""
+        """Set the learning rate of a step in the optimizer."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
 
     def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Forward and backward pass; the mean loss."""
+        """Return the mean loss after a forward and backward pass."""
         stage = self.trainer.trace.stage
         self.optimizer.zero_grad()
         with stage("forward"):
@@ -195,10 +195,10 @@ class Run:
         self.meter.add(loss * len(labels), scores, labels)
         return loss.detach()
 
-    # -- what ranks tell each other --------------------------------------------------------------
+    # -- votes of the ranks ----------------------------------------------------------------------
 
     def _vote(self) -> None:
-        """What this rank is asked for, and how far its writing is, travels with the next step."""
+        """Hand the votes to the next step: requests to this rank, and progress of writing."""
         asked, troubles = self.guard.requests, self.trainer.nonfinite.counts.total()
         due = asked.checkpoint and not self.saver.pending
         decompositions = self.trainer.trace.calls["decompositions"]
@@ -206,7 +206,7 @@ class Run:
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
 
     def _follow_votes(self) -> bool:
-        """Does what any rank was asked for; whether the run is to stop."""
+        """Fulfil the requests of all ranks; return whether the run has to stop."""
         every, ranks = self.options.checkpoint_every, self.comm.size
         votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
         self.troubles = votes[TROUBLES]
@@ -219,7 +219,7 @@ class Run:
         return False
 
     def _end(self, stopped: bool) -> int:
-        """Writes the last checkpoint; the exit code."""
+        """Write the last checkpoint, and return the exit code."""
         steps, seconds = self.trainer.steps, self.speed.seconds
         stopped = stopped and steps < self.steps
         self.guard.requests.ignore_signals()
@@ -229,7 +229,7 @@ class Run:
             self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
-        self.comm.Barrier()  # while ranks are watched: no one would end MPI's wait for a stuck one
+        self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank for ever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
@@ -238,7 +238,7 @@ class Run:
         return self.options.stop_code
 
     def evaluate(self) -> tuple[float, float]:
-        """Mean loss and accuracy over all test images, each counted once."""
+        """Return mean loss and accuracy over all test images, each image counted once."""
         meter = Meter(self.comm, self.device)
         self.model.eval()
         with torch.no_grad():
@@ -257,7 +257,7 @@ class Run:
         kfac = isinstance(self.trainer, mpikfac.KFAC)
         clip = {"kl_scale": self.trainer.kl_scale.item()} if kfac else {}
         more = clip | ({"troubles": self.troubles} if self.troubles else {})
-        if self.trainer.plan.strategy.refresh.tolerance:  # else they follow from the options
+        if self.trainer.plan.strategy.refresh.tolerance:  # else the options say
             mean = self.trainer.votes[DECOMPOSITIONS].item()
             more["decompositions"] = round(mean * self.comm.size)
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
@@ -312,7 +312,7 @@ class Run:
         self.saver.save(items | self.about(), self.trainer.steps, last)
 
     def about(self) -> dict[str, Any]:
-        """What rank 0 adds to a checkpoint."""
+        """Return rank 0's own items for a checkpoint."""
         if self.comm.rank != 0:
             return {}
         metrics = run_directory.metrics_bytes(self.options.run_dir)
@@ -325,7 +325,7 @@ class Run:
         }
 
     def _follow(self, checkpoint: Any) -> None:
-        """Takes over from the checkpoint what a restart may not change."""
+        """Take over the options in the checkpoint that a restart must keep."""
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             saved = json.loads(checkpoint["run/data"])
             checkpoints.follow(self.options, saved, self.comm.size)
@@ -336,7 +336,7 @@ class Run:
                 )
 
     def _restore(self, checkpoint: Any) -> int:
-        """Goes on from the checkpoint; the bytes of metrics.jsonl to keep."""
+        """Restore the state from the checkpoint, and return the bytes of metrics.jsonl to keep."""
         kept = 0
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             self.trainer.load_state_dict(checkpoint)
@@ -353,7 +353,7 @@ class Run:
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW if the options say so; else SGD, also for K-FAC's directions."""
+    """Return AdamW if the options say so; otherwise SGD, also for the directions of K-FAC."""
     parameters, lr, decay = model.parameters(), options.lr, options.weight_decay
     if options.optimizer == "adamw":
         betas = options.momentum, 0.999

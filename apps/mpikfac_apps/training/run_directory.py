@@ -1,4 +1,4 @@
-"""What a run leaves behind, written by rank 0: settings, environment, log, metrics, progress.
+"""Write the run directory on rank 0: settings, environment, log, metrics, progress.
 
 RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensorboard/]
 [stages.json  trace.json.gz]
@@ -31,21 +31,21 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Screen(logging.Handler):
-    """Prints records above the progress bar."""
+    """Print log records above the progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints one record."""
-        with suppress(OSError):  # on a full disk, say
+        """Print a record."""
+        with suppress(OSError):  # for example on a full disk
             tqdm.write(self.format(record), file=sys.stdout)
-            sys.stdout.flush()  # the log of a batch job is read while it runs
+            sys.stdout.flush()  # users read the log of a running batch job
 
 
 def start_log() -> logging.handlers.MemoryHandler:
-    """Sends the log to the screen; the handler returned keeps it for the file that comes later."""
+    """Send the log to the screen; the returned handler keeps the log for the later file."""
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
     kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
-    library.handlers[:] = [Screen(), kept]  # none of an earlier run in this process
+    library.handlers[:] = [Screen(), kept]  # without handlers of an earlier run in the process
     return kept
 
 
@@ -53,8 +53,8 @@ class Record:
     """The open run directory.
 
     Args:
-        kept_log: from `start_log`; from now on it goes to the directory's log.txt.
-        kept_bytes: of an earlier metrics.jsonl, those up to the checkpoint that the run goes on
+        kept_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
+        kept_bytes: length of the part of an earlier metrics.jsonl up to the checkpoint to resume
             from; the rest is cut off.
     """
 
@@ -70,12 +70,12 @@ class Record:
         text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
         (path / "config.yaml").write_text(text)
         (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
-        logging.raiseExceptions = False  # no traceback for each line that finds the disk full
+        logging.raiseExceptions = False  # no traceback per line on a full disk
         file = logging.FileHandler(path / "log.txt")
         file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
         kept_log.setTarget(file)
         kept_log.flush()
-        # Open as long as the run.
+        # The file stays open until the run ends.
         self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
         self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
         self._unwritten = b""
@@ -86,7 +86,7 @@ class Record:
             self._board = SummaryWriter(path / "tensorboard")
 
     def row(self, step: int, **values: float) -> None:
-        """Adds a line to metrics.jsonl, numbers rounded to 6 digits; a full disk gets it later."""
+        """Add a line to metrics.jsonl, rounded to 6 digits; lines wait in memory on a full disk."""
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
         waiting, begin = self._unwritten, self._metrics.tell()
         self._unwritten += json.dumps({"step": step, **short}).encode() + b"\n"
@@ -94,7 +94,7 @@ class Record:
             if self._metrics.write(self._unwritten) == len(self._unwritten):
                 self._unwritten = b""
             else:
-                self._metrics.truncate(begin)  # half a line is of no use to a restart
+                self._metrics.truncate(begin)  # a restart cannot read half a line
         if self._unwritten and not waiting:
             log.warning("metrics.jsonl cannot be written; its lines wait in memory")
         if self._board:
@@ -103,7 +103,7 @@ class Record:
 
 
 def metrics_bytes(run_dir: str) -> int:
-    """Bytes of the run's metrics.jsonl, all of them on disk unless that fails."""
+    """Return the bytes of the run's metrics.jsonl, after an attempt to flush the file to disk."""
     with open(Path(run_dir) / "metrics.jsonl", "ab") as metrics:
         with suppress(OSError):
             os.fsync(metrics.fileno())
@@ -111,10 +111,10 @@ def metrics_bytes(run_dir: str) -> int:
 
 
 class Progress:
-    """How far a run is: a bar on a terminal, elsewhere a line in the log every 30 s.
+    """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:
-        first: steps that were done before.
+        first: steps that earlier starts completed.
         last: steps of the whole run.
     """
 
@@ -126,7 +126,7 @@ class Progress:
             self.bar = tqdm(total=last, initial=first, unit="step", ncols=100)
 
     def advance(self, describe: Callable[[], str]) -> None:
-        """Counts a step, and shows `describe()` if it is time to."""
+        """Count a step, and show `describe()` if a display is due."""
         self.done += 1
         now = time.perf_counter()
         due = now - self.shown >= (BAR_EVERY if self.bar is not None else LINE_EVERY)
@@ -141,16 +141,16 @@ class Progress:
             log.info("%s, %s to go", describe(), tqdm.format_interval(rest))
 
     def close(self) -> None:
-        """Leaves the bar as it is."""
+        """Close the bar; the last state stays on the terminal."""
         if self.bar is not None:
             self.bar.close()
 
 
 def on_terminal() -> bool:
-    """Whether somebody watches stderr.
+    """Return whether stderr leads to a terminal.
 
-    Under mpirun a rank's own streams do not tell: Open MPI makes stderr a pipe, and stdout a
-    terminal even in batch. What counts there is where mpirun's stderr leads.
+    Under mpirun, the rank's own streams give no answer: Open MPI makes stderr a pipe, and stdout a
+    terminal even in a batch job. Under mpirun, the stderr of mpirun itself decides.
     """
     if sys.stderr.isatty() or not any(name in os.environ for name in LAUNCHER_VARIABLES):
         return sys.stderr.isatty()

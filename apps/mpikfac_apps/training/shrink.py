@@ -1,4 +1,4 @@
-"""When a rank dies and MPI survives it (ULFM): how the ranks that are left go on."""
+"""Continue training on the remaining ranks after a rank has died and MPI survives (ULFM)."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ log = logging.getLogger("mpikfac.train")
 
 
 def go_on(run: Run) -> tuple[Any, Options]:
-    """The ranks that are left, and the options with which they start again.
+    """Return the ranks that are left, and the options for their new start.
 
-    Their own state is written as a checkpoint if it is whole: else they go back to the last one.
+    The state in memory is written as a checkpoint if the state is complete. Otherwise the ranks
+    resume from the last checkpoint.
 
     Collective over: the ranks that are left.
     """
@@ -43,19 +44,20 @@ def go_on(run: Run) -> tuple[Any, Options]:
 
 
 def save_what_is_left(run: Run) -> None:
-    """Writes the state after a step of which the ranks still hold all, if there is one.
+    """Write a checkpoint if the ranks that are left hold the complete state of a step.
 
-    The oldest that one of them is at: others may have gone on with what a broken collective handed
-    out. What several hold is compared; a rank that is left alone has nobody to compare with.
+    The oldest step of all ranks is written: ranks at a later step may have used the output of a
+    broken collective. Items held by several ranks are compared. A single surviving rank has no rank
+    to compare with.
 
     Collective over: run.comm.
     """
     trainer, comm = run.trainer, run.comm
-    trainer.discard()  # running statistics of the step that was not finished
+    trainer.discard()  # running statistics of the unfinished step
     steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
     step, items = min(steps), {}
     if steps[comm.rank] == step < math.inf:
-        run.set_rate(step)  # some may have begun the next step
+        run.set_rate(step)  # some ranks may have begun the next step
         items = trainer.state_dict()
     names = {name for held in comm.allgather(list(items)) for name in held}
     lost = "what was lost is in no other memory"

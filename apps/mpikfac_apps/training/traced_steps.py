@@ -1,4 +1,4 @@
-"""Records the stages of some steps of a run, and writes them down when they are over.
+"""Record the stages of some steps of a run, and write the stages to files after the last step.
 
 RUN/trace.json.gz opens in https://ui.perfetto.dev or chrome://tracing, RUN/stages.json has means.
 """
@@ -18,13 +18,13 @@ import mpikfac
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 
-WARM_UP = 2  # steps of a start that find memory and caches cold
+WARM_UP = 2  # steps of a start with cold memory and caches
 
 log = logging.getLogger("mpikfac.train")
 
 
 class Recording:
-    """Records `trace_steps` steps after the first two of this start.
+    """Record `trace_steps` steps after the first two steps of a start.
 
     Args:
         last: steps of the whole run.
@@ -44,7 +44,7 @@ class Recording:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The body is this step."""
+        """Record the body if the step is chosen."""
         if step not in self.chosen:
             yield
             return
@@ -55,7 +55,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Writes what was recorded, once.
+        """Write the recorded steps, once.
 
         Collective over: world.
         """
@@ -68,7 +68,7 @@ class Recording:
             self._write(ranks)
 
     def _write(self, ranks: list[mpikfac.timeline.Recorded]) -> None:
-        """Prints the table, and writes the files unless there are those of more steps."""
+        """Print the table, and write the files unless existing files hold more steps."""
         means = mpikfac.timeline.stage_means(ranks, self.columns)
         lines = table(mpikfac.timeline.stage_table(means))
         first, last = means["steps"][0], means["steps"][-1]
@@ -85,7 +85,7 @@ class Recording:
 
 
 def _steps(path: Path) -> int:
-    """Of how many steps the means in a file are; 0 if there are none."""
+    """Return the number of steps behind the means in a file; 0 without means."""
     try:
         return len(json.loads(path.read_text())["steps"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Trains a CNN with K-FAC, SGD or AdamW on as many ranks as it is started with.
+"""Train a CNN with K-FAC, SGD or AdamW on all ranks of the MPI job.
 
     mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
 
@@ -26,12 +26,12 @@ from mpikfac_apps.training.shrink import go_on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains as the command line says; 0 when the run is complete, `stop_code` if it was stopped.
+    """Train as the command line says; return 0 after a complete run, `stop_code` after a stop.
 
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about what the user can mend.
+        SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(comm: Any, options: Options) -> int:
-    """Trains, or decomposes for the ranks that train; the exit code.
+    """Train, or decompose for the ranks that train; return the exit code.
 
-    When ranks are lost, the ranks that are left start again, if the options allow it.
+    After a loss of ranks, the ranks that are left start again, if the options allow a new start.
 
     Collective over: comm.
     """
@@ -63,7 +63,7 @@ def train(comm: Any, options: Options) -> int:
 
 
 def settle(comm: Any, options: Options) -> Place:
-    """Shares the cores and GPUs of nodes among their ranks.
+    """Share the cores and GPUs of nodes among their ranks.
 
     Collective over: comm.
     """
@@ -76,9 +76,10 @@ def settle(comm: Any, options: Options) -> Place:
 
 
 def assist(comm: Any, team: mpikfac.comm.Team, device: torch.device) -> None:
-    """Decomposes for the ranks that train, until they are done.
+    """Decompose for the ranks that train, until the ranks end the training.
 
-    The watchdog and signals are left to them: this rank may have nothing to do for long.
+    The ranks that train run the watchdog and obey signals: a curvature rank may have no work for a
+    long time.
 
     Collective over: comm.
     """
@@ -90,10 +91,10 @@ def assist(comm: Any, team: mpikfac.comm.Team, device: torch.device) -> None:
 def run_training(
     team: mpikfac.comm.Team, options: Options, place: Place
 ) -> tuple[int | None, Any, Options]:
-    """One training run; the exit code, or None if ranks were lost, and with what to go on then.
+    """Train once; return None as exit code if ranks were lost.
 
     Returns:
-        The exit code, the ranks that are left, and the options with which these start again.
+        The exit code, the ranks that are left, and the options for their new start.
 
     Collective over: the team, and all curvature ranks.
     """
