@@ -15,8 +15,8 @@ import mpikfac
 
 ROOT = Path(__file__).parent.parent
 SHOWN = (
-    *("*.md", "docs/*.md", "docs/*.css", "docs/reports/*.html"),
-    *("benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
+    *("*.md", "docs/*.md", "docs/*.css", "docs/pictures/*.svg"),
+    *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
 

@@ -1,0 +1,58 @@
+"""The pages name existing files, and existing names of the library."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PLACES = [ROOT, *(ROOT / place for place in ("mpikfac", "apps", "apps/mpikfac_apps"))]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+NO_NAMES = {"git", "py", "pyi"}  # mpikfac.py would be a file
+
+
+def exists(name: str) -> bool:
+    """Return whether a dotted name starts at `mpikfac` and can be reached."""
+    try:
+        found = importlib.import_module("mpikfac")
+        for part in name.split(".")[1:]:
+            found = getattr(found, part)
+    except AttributeError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_library_exist(page):
+    """Oracle: the library."""
+    names = set(re.findall(r"\bmpikfac(?:\.[A-Za-z_]\w*)+", page.read_text()))
+    assert [name for name in names if not exists(name) and name.split(".")[1] not in NO_NAMES] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_of_the_code_exist(page):
+    """Oracle: the files. A path starts at the repository, the library or the programs."""
+    paths = set(re.findall(r"`((?:\w+/)+(?:\w+\.pyi?)?)`", page.read_text()))
+    top = {path.name for place in PLACES for path in place.iterdir()}
+    named = {path for path in paths if path.split("/")[0] in top}
+    assert [p for p in named if not any((place / p).exists() for place in PLACES)] == []
+
+
+def test_the_tables_of_rooms_name_all_rooms():
+    """Oracle: the folders."""
+    house = ARCHITECTURE.read_text().partition("## The house")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| \d \| ([^|]+) \|", house, re.MULTILINE)
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    rooms = {path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py")}
+    rooms |= {path.parent.name for path in (ROOT / "apps/mpikfac_apps").glob("*/__init__.py")}
+    assert {name for name in named if ".py" not in name} == rooms
+    files = {path.name for path in (ROOT / "mpikfac").glob("*.py")}
+    files |= {path.name for path in (ROOT / "apps/mpikfac_apps").glob("*.py")}
+    assert {name for name in named if name.endswith(".py")} == files - {
+        "__init__.py",
+        "__main__.py",
+    }
