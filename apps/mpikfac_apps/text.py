@@ -1,4 +1,4 @@
-"""Numbers, names and tables as text."""
+"""Format numbers, names and tables as text."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ NONE = "\N{EN DASH}"
 
 
 def count(text: str) -> int:
-    """The positive number that `text` says."""
+    """Return the positive number in `text`."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
     return int(text)
 
 
 def mib(size: float) -> str:
-    """Bytes in MiB, to a hundredth."""
+    """Return bytes in MiB, to a hundredth."""
     return "<0.01" if 0 < size < MIB / 100 else f"{size / MIB:.2f}"
 
 
 def number(of: int, what: str) -> str:
-    """ "1 rank", "2 ranks"."""
+    """Return a number and a noun, such as "1 rank" or "2 ranks"."""
     return f"{of} {what}" if of == 1 else f"{of} {what}s"
 
 
 def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
-    """Words in as many columns as asked."""
+    """Return lines of words in `per_line` columns."""
     cells = list(words)
     width = max(map(len, cells)) + 3
     lines = (cells[start : start + per_line] for start in range(0, len(cells), per_line))
@@ -37,38 +37,38 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
 
 
 def percent(share: float | None, digits: int = 1) -> str:
-    """A share of 1 as percent."""
+    """Return a share (0 to 1) as percent."""
     return NONE if share is None else f"{100 * share:.{digits}f} %"
 
 
 def ms(seconds: float | None) -> str:
-    """Seconds as milliseconds, to three digits at least."""
+    """Return seconds as milliseconds, to three digits at least."""
     if seconds is None:
         return NONE
     return f"{1e3 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
 
 
 def brief_mib(size: float) -> str:
-    """Bytes in MiB, to three digits at least."""
+    """Return bytes in MiB, to three digits at least."""
     return "0" if size == 0 else f"{size / MIB:,.0f}" if size >= 100 * MIB else f"{size / MIB:.3g}"
 
 
 def listed(names: Iterable[str]) -> str:
-    """ "a, b and c"."""
+    """Return names as a list, such as "a, b and c"."""
     *most, last = names
     return f"{', '.join(most)} and {last}" if most else last
 
 
 def show(sections: Sequence[Sequence[str]]) -> None:
-    """Prints sections of lines with an empty line between them."""
+    """Print sections of lines with an empty line between sections."""
     try:
         print("\n\n".join("\n".join(section) for section in sections), flush=True)
-    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Rows with aligned columns, the first `left` of them to the left."""
+    """Return lines of aligned columns; text of the first `left` columns begins at the left."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
         "  "

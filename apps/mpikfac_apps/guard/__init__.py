@@ -1,1 +1,1 @@
-"""The guard of a run: one run per directory, requests to stop, and a watchdog for hanging ranks."""
+"""Guard a run: one run per directory, requests to stop, and a watchdog for hanging ranks."""

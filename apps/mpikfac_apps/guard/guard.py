@@ -1,4 +1,4 @@
-"""What surrounds a run: one run per directory, an end in time, and none that hangs."""
+"""Guard a run: lock the directory, end the run in time, and end a run that hangs."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ BEGAN = time.time()
 
 
 class Guard:
-    """The lock, the requests and the watchdog of one run.
+    """The lock, the requests and the watchdog of a run.
 
     Attributes:
-        requests: what signals, control files and the clock ask of this rank.
+        requests: requests to this rank, from signals, control files and the clock.
     """
 
     requests: Requests
 
     def __init__(self, comm: Any, options: Options) -> None:
-        """Opens the run directory.
+        """Open the run directory.
 
         Collective over: comm.
 
         Raises:
-            UserError: another run is in the directory, or it cannot be written.
+            UserError: a second run uses the directory, or the directory cannot be written.
         """
         self.phase = "start-up", 0
-        self.stage: Callable[[], str] = lambda: ""  # the trainer's, once there is one
+        self.stage: Callable[[], str] = lambda: ""  # replaced by the trainer's stage
         self._directory = Path(options.run_dir)
         self._lock: Lock | None = None
         leads = comm.rank == 0
@@ -67,10 +67,10 @@ class Guard:
         watchdog.set_aside(self._directory / "hang")
 
     def enter(self, phase: str, step: int) -> None:
-        """Says what the run does from here on, which may take as long as that phase may.
+        """Note the beginning of a phase; the watchdog allows each phase its own time.
 
         Raises:
-            UserError: another run has taken the directory, and nothing more may be written to it.
+            UserError: a second run has taken the directory; writing has to end.
         """
         if self._lock and self._lock.lost:
             raise mpikfac.UserError(f"run_dir={self._directory} was taken over by another run")
@@ -78,28 +78,28 @@ class Guard:
         self._watchdog.enter(phase, step)
 
     def where(self) -> str:
-        """What the run is doing, such as `step 12, reduce gradients`."""
+        """Return the run's phase and stage, such as `step 12, reduce gradients`."""
         phase, step = self.phase
         place = f"step {step}" if phase == "step" else f"{phase} at step {step}"
         return ", ".join(filter(None, [place, self.stage()]))
 
     def inherit(self) -> None:
-        """Takes over from the rank that led the run and is gone, by making room for a new lock."""
+        """Remove the lost rank 0's lock, to let a new rank 0 take the directory."""
         (self._directory / "lock").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the directory free; what is empty in it, or is it, goes."""
+        """Release the directory, and remove empty folders and an empty run directory."""
         self._watchdog.close()
         self.requests.close()
         if self._lock:
             self._lock.release()
         for empty in ("hang", "control", "."):
-            with suppress(OSError):  # the last rank finds them empty, if they are
+            with suppress(OSError):  # folders are empty for the last rank, if at all
                 (self._directory / empty).rmdir()
 
 
 def check_directory(run_dir: Path, resume: str) -> None:
-    """Raises ValueError if a run would be mixed with what is in its directory already."""
+    """Raise ValueError if the directory holds files of an earlier run, unless the run resumes."""
     found = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and found:
         raise ValueError("it is not empty; give another one, or resume=auto to go on with it")

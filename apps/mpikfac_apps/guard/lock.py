@@ -1,11 +1,11 @@
-"""One run per directory: `RUN/lock` says which, and is touched while that run lives.
+"""Allow one run per directory: `RUN/lock` names the run; a living run touches the file.
 
-The file is a hard link, which is made at once with its content, also on NFS. What replaces or
-removes it must first make the one link `lock.TOKEN`, with the token of the run that is in `lock`:
-of several runs that find a dead holder only one succeeds, and none removes a lock that has changed
-since it was judged.
+The file is a hard link. A hard link appears at once with its content, also on NFS. A run that
+replaces or removes `lock` must first make the link `lock.TOKEN`, with the token of the run named in
+`lock`. If several runs find a dead holder, only a single run succeeds in making the link. No run
+removes a lock that has changed since the run read the lock.
 
-All of it is for one rank. Collective over: none.
+All functions run on one rank. Collective over: none.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class Holder:
 
     Attributes:
         token: unique to the run.
-        pids: where `pid` means this process: the boot of a machine, and its namespace of processes.
-        born: ticks from boot to the start of the process, as pids are used again.
+        pids: identity of the boot and of the process namespace; pids compare only within one
+            namespace.
+        born: ticks from boot to the start of the process, because the system reuses pids.
         job: the scheduler's name of the job, or "".
-        attempt: another one once the scheduler has started that job again.
+        attempt: changes when the scheduler starts the same job again.
     """
 
     token: str
@@ -51,13 +52,13 @@ class Holder:
 
 
 class Lock:
-    """The directory is this run's until `release`, or until its process is gone.
+    """The right of a run to a directory, until `release` or the end of the process.
 
     Attributes:
-        lost: whether the lock was removed or taken by another run; known 10 s later.
+        lost: True if the lock was removed or taken by a second run; known within 10 s.
 
     Raises:
-        ValueError: another run has the directory; says which, and what to do.
+        ValueError: a second run has the directory; the message names the run and a remedy.
         OSError: the file cannot be written.
     """
 
@@ -77,19 +78,19 @@ class Lock:
         self._heart.start()
 
     def release(self) -> None:
-        """Removes the lock, if it is still this run's."""
+        """Remove the lock if the lock still names this run."""
         self._released.set()
         self._heart.join()
         right = _right_to_replace(self._path, self._holder)
-        with suppress(OSError):  # what stays names a process that is gone
-            os.utime(self._path)  # and with it the right
+        with suppress(OSError):  # a lock that stays names a dead process
+            os.utime(self._path)  # also touches the link `right`
             os.link(self._path, right)
             if self._is_named_in(right):
                 self._path.unlink()
             right.unlink()
 
     def _take(self, path: Path, draft: Path) -> None:
-        """Gives the draft the name `path`, or raises ValueError if a living run has it."""
+        """Link the draft as `path`; raise ValueError if a living run has the path."""
         while True:
             with suppress(FileExistsError):
                 os.link(draft, path)
@@ -99,14 +100,14 @@ class Lock:
             except FileNotFoundError:  # released just now
                 time.sleep(0.01)
                 continue
-            if holder == self._holder:  # a file server made the link, but its answer was lost
+            if holder == self._holder:  # the file server's answer to link() was lost
                 return
-            # The file server dated both: the clocks of the hosts may differ.
+            # The file server set both times: the clocks of hosts may differ.
             silent = draft.stat().st_mtime - touched
             if not _is_gone(holder, self._holder, silent):
                 raise ValueError(_refusal(path, holder, silent))
             right = _right_to_replace(path, holder)
-            self._take(right, draft)  # a run that died with the right is replaced in the same way
+            self._take(right, draft)  # also replaces a run that died with the right
             with suppress(FileNotFoundError):
                 if _read(path)[0] == holder:
                     os.replace(right, path)
@@ -115,7 +116,7 @@ class Lock:
 
     def _beat(self) -> None:
         while not self.lost and not self._released.wait(TOUCH_EVERY):
-            with suppress(OSError):  # storage that fails may be back at the next beat
+            with suppress(OSError):  # failing storage may work again at the next beat
                 self.lost = not self._is_named_in(self._path)
                 if not self.lost:
                     os.utime(self._path)
@@ -130,8 +131,8 @@ class Lock:
 def _this_run(environ: Mapping[str, str]) -> Holder:
     token = uuid.uuid4().hex
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Two runs within one Slurm job are told from its restart by Slurm's count; where there is no
-    # count, a job that is met again was restarted.
+    # Slurm's restart count tells a restarted job from a second run in the same job. Without a
+    # count, a second run with the same job name is a restart.
     counted = environ.get("SLURM_JOB_ID")
     return Holder(
         token=token,
@@ -146,7 +147,7 @@ def _this_run(environ: Mapping[str, str]) -> Holder:
 
 
 def _born(pid: int) -> str:
-    """When the process was started, in ticks since boot; "" if it is gone."""
+    """Return the start time of a process in ticks since boot; "" after the end of the process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -183,7 +184,7 @@ def _write(path: Path, holder: Holder) -> None:
 
 
 def _read(path: Path) -> tuple[Holder, float]:
-    """Whom the file names, and when it was last touched."""
+    """Return the run that the file names, and the time of the last touch."""
     with open(path) as file:
         text, touched = file.read(), os.fstat(file.fileno()).st_mtime
     try:

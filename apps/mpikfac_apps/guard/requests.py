@@ -1,9 +1,9 @@
-"""Who asks a run for a checkpoint or for its end: signals, control files, and the clock.
+"""Receive requests for a checkpoint or for the end: from signals, control files and the clock.
 
     touch RUN/control/checkpoint    write a checkpoint at the next step and go on
     touch RUN/control/stop          write a checkpoint at the next step and end
 
-What one rank is asked, the caller agrees on over all ranks. Collective over: none.
+Requests reach a single rank; the caller tells all ranks. Collective over: none.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
 
 def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float) -> float | None:
-    """Unix time when the job is over: `max_minutes` from now or Slurm's limit, if one is known.
+    """Return the unix time of the job's end: after `max_minutes` or Slurm's limit; None if unknown.
 
     Raises:
         ValueError: SLURM_JOB_END_TIME is no time after `now`.
@@ -44,21 +44,22 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
 
 
 def ignore_signals() -> None:
-    """The signals that ask for the end do nothing from here on."""
+    """Ignore the signals that ask for the end, from now on."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 class Requests:
-    """What this rank is asked for; to be polled once a step.
+    """Requests to this rank; poll the properties once a step.
 
-    SIGTERM, SIGUSR1 and SIGUSR2 ask for the end. From here on they set a flag and nothing else.
+    SIGTERM, SIGUSR1 and SIGUSR2 ask for the end. After construction, the signals only set a flag.
 
     Args:
-        control: the directory of control files, which is made; None: nobody looks for any.
-        end: unix time when the job is killed; the end is asked for while there is time for two
-            checkpoints as slow as the slowest, the longest pause between two polls, and `RESERVE`.
-        every_minutes: between two checkpoints.
+        control: the directory of control files, which the constructor makes; None for no control
+            files.
+        end: unix time when the job is killed. The end is requested early enough for two checkpoints
+            as slow as the slowest checkpoint, the longest pause between two polls, and `RESERVE`.
+        every_minutes: minutes between two checkpoints.
     """
 
     def __init__(
@@ -68,51 +69,51 @@ class Requests:
         self._control = control
         self._end = math.inf if end is None else now + end - time.time()
         self._every = math.inf if every_minutes is None else 60 * every_minutes
-        self._stop = self._checkpoint = ""  # who asked
+        self._stop = self._checkpoint = ""  # source of the request
         self._saved, self._looked, self._polled = now, -math.inf, math.inf
         self._slowest = self._pause = 0.0
         if control is not None:
             control.mkdir(parents=True, exist_ok=True)
         self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         for number in SIGNALS:
-            # Python lets signals interrupt system calls, which MPI and HDF5 need not expect.
+            # Python lets signals interrupt system calls; MPI and HDF5 may not expect interruptions.
             signal.siginterrupt(number, False)
 
     @property
     def stop(self) -> bool:
-        """Whether the run is to write a checkpoint and end."""
+        """True if the run must write a checkpoint and end."""
         self._poll()
         return self._stop != ""
 
     @property
     def checkpoint(self) -> bool:
-        """Whether a checkpoint is due, until it is `saved`."""
+        """True while a checkpoint is due, until `saved` is called."""
         self._poll()
         return self._checkpoint != ""
 
     @property
     def reason(self) -> str:
-        """Who asked first, such as "SIGTERM", "control/stop" or "end of job in 95 s"."""
+        """The first request's source, such as "SIGTERM", "control/stop" or "end of job in 95 s"."""
         return self._stop or self._checkpoint
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint took so long, written or failed; the next is due when it is asked for."""
+        """Note the seconds of a checkpoint, written or failed; the next interval begins."""
         self._checkpoint = ""
         self._saved = time.monotonic()
         self._slowest = max(self._slowest, seconds)
 
     def ignore_signals(self) -> None:
-        """Signals do nothing from here on, also while the interpreter ends, when no handler runs.
+        """Ignore signals, also at the end of the interpreter, when no handler runs.
 
-        A late one would else kill a run that has done what it was asked.
+        A late signal would otherwise kill a run that has fulfilled its requests.
         """
         ignore_signals()
         self._former.clear()
 
     def close(self) -> None:
-        """Brings the former handlers back, unless signals are ignored."""
+        """Restore the former handlers, unless signals are ignored."""
         for number, handler in self._former.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: not installed from Python
+            signal.signal(number, handler or signal.SIG_DFL)  # None: not installed by Python
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._ask_to_stop(signal.Signals(number).name)
@@ -142,10 +143,10 @@ class Requests:
 
 
 def _take(control: Path) -> set[str]:
-    """Removes the control files; the names of those that were there. Failing storage has none."""
+    """Remove the control files, and return the removed names; nothing if storage fails."""
     taken = set()
     with suppress(OSError):
-        # To list a directory asks a file server anew; to look for a name may ask a cache.
+        # A listing is always fresh; a look-up of a name may be answered by a file server's cache.
         for name in {"checkpoint", "stop"}.intersection(os.listdir(control)):
             os.unlink(control / name)
             taken.add(name)

@@ -1,12 +1,13 @@
-"""Ends a job that makes no progress, and leaves every rank's stack.
+"""End a job that makes no progress, and write every rank's stacks to files.
 
-    RUN/hang/rank-2.txt     where rank 2 was, in one line of JSON, and the stacks of its threads
-    RUN/hang/summary.txt    the line that was printed for all
+    RUN/hang/rank-2.txt     the place of rank 2, in one line of JSON, and the stacks of all threads
+    RUN/hang/summary.txt    the printed line about all ranks
 
-At the limit a thread of Python writes the report of its rank; a second later the first of the ranks
-prints where they all were. A rank whose Python cannot run, because the GIL is held, is left to a
-thread of C (faulthandler's), which needs no GIL to write the stacks and to leave. When one rank has
-left, the launcher ends the others, stopped ones too. No rank waits for another one here.
+At the limit, a Python thread of each rank writes the rank's report. A second later, the first rank
+to try prints the places of all ranks. If the GIL is held, a rank's Python cannot run. A C thread
+(of faulthandler) then writes the stacks and exits, because the C thread needs no GIL. After the
+first exit, the launcher ends all remaining ranks, stopped ranks too. No rank waits for a second
+rank in this module.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from typing import Any
 
 from mpikfac.trace import COMMUNICATION
 
-LONGER = 10  # times the limit of a step: for the first one, and for what is no step
+LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
 TICK = 0.1  # seconds between two looks at the clock
-# Seconds after the limit: ranks that wait for each other reach theirs nearly at once.
-SUMMARY = 1.0  # the reports are there
-UNABLE = 1.4, 1.7  # in between: ranks whose Python cannot run write their stacks and leave
-LEAVE = 2.2  # all ranks leave
+# Seconds after the limit: ranks that wait for each other reach their limits at nearly one time.
+SUMMARY = 1.0  # the reports are complete
+UNABLE = 1.4, 1.7  # in between, ranks with a blocked Python write stacks and exit
+LEAVE = 2.2  # all ranks exit
 
 
 def set_aside(directory: Path) -> None:
-    """Renames the reports of an earlier start, if there are any.
+    """Rename the reports of an earlier start, if any.
 
-    For one rank, before any makes its `Watchdog`.
+    Call the function on one rank, before any rank makes a `Watchdog`.
     """
     if any(path.stat().st_size for path in directory.glob("*")):
         ended = time.localtime(directory.stat().st_mtime)
@@ -48,12 +49,12 @@ def set_aside(directory: Path) -> None:
 
 
 class Watchdog:
-    """Ends a job that makes no progress, and leaves every rank's stack; a crash leaves it, too.
+    """End a job that makes no progress, and write all stacks; a crash writes the rank's stacks too.
 
     Args:
-        directory: of the reports, the same on all ranks.
-        limit: seconds that a step may take; None: for ever.
-        stage: names what runs now.
+        directory: folder of the reports, the same on all ranks.
+        limit: seconds that a step may take; None for no limit.
+        stage: returns the name of the running stage.
 
     Raises:
         OSError: this rank's file cannot be made.
@@ -70,11 +71,11 @@ class Watchdog:
         self._directory, self._rank, self._ranks = directory, rank, ranks
         self._limit, self._stage = limit, stage
         self._stepped = self._ending = False
-        self._lock = threading.Lock()  # progress comes in time, or too late
-        self._last = 0.0  # when the thread of C comes in
+        self._lock = threading.Lock()  # progress comes either in time or too late
+        self._last = 0.0  # time at which the C thread acts
         self._closed = threading.Event()
         directory.mkdir(parents=True, exist_ok=True)
-        # Descriptors, as a thread of C writes to them.
+        # File descriptors, because a C thread writes to them.
         self._report = os.open(self._path(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self._nowhere = os.open(os.devnull, os.O_WRONLY)
         faulthandler.enable(self._report)
@@ -83,7 +84,7 @@ class Watchdog:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
     def enter(self, phase: str, step: int) -> None:
-        """From now on all ranks are in this phase, "step" or a longer one, of this step."""
+        """Begin a phase of a step on all ranks: "step", or a longer phase."""
         with self._lock:
             if self._limit is None or self._ending:
                 return
@@ -93,28 +94,29 @@ class Watchdog:
             self._where = phase, step, seconds
             now = time.monotonic()
             self._deadline = now + seconds
-            # To set it takes 40 us, and more on a busy core: so not in each of many short steps.
+            # Setting the timer takes 40 us, and more on a busy core: too long for each of many
+            # short steps.
             if not UNABLE[0] <= self._last - self._deadline <= UNABLE[1]:
                 self._last = self._deadline + UNABLE[1]
                 faulthandler.dump_traceback_later(self._last - now, exit=True, file=self._report)
 
     def close(self) -> None:
-        """Ends the watch, and removes this rank's file unless something was written to it."""
+        """End the watch, and remove this rank's file unless the file has content."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.enable(2)  # from here on a crash leaves its stack on stderr
+        faulthandler.enable(2)  # from now on a crash prints its stack to stderr
         if not os.fstat(self._report).st_size:
             self._path(self._rank).unlink(missing_ok=True)
         os.close(self._report)
         os.close(self._nowhere)
         with suppress(OSError):
-            self._directory.rmdir()  # by the last of the ranks
+            self._directory.rmdir()  # the last rank succeeds
 
     def _watch(self) -> None:
         while not self._closed.wait(TICK):
             with self._lock:
                 self._ending = time.monotonic() >= self._deadline
-                if self._ending:  # whatever happens to this thread from here on
+                if self._ending:  # exit even if this thread gets stuck
                     faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
             if self._ending:
                 self._tell()
@@ -126,12 +128,12 @@ class Watchdog:
         try:
             file = open(self._directory / "summary.txt", "x")  # noqa: SIM115 (to name the cause)
         except FileExistsError:
-            return  # another rank was the first
+            return  # a second rank was first
         with file:
             seconds = self._where[2]
             places = summary([self._read(rank) for rank in range(self._ranks)])
             line = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}\n"
-            os.write(2, f"mpikfac: {line}".encode())  # sys.stderr might be locked by what hangs
+            os.write(2, f"mpikfac: {line}".encode())  # sys.stderr may be locked for ever
             file.write(line)
 
     def _write_report(self) -> None:
@@ -140,10 +142,10 @@ class Watchdog:
         about = {"host": platform.node(), "pid": os.getpid(), **place}
         os.write(self._report, json.dumps(about).encode() + b"\n")
         faulthandler.dump_traceback(self._report)
-        os.fsync(self._report)  # else other hosts may not see it
+        os.fsync(self._report)  # else the file may be invisible on other hosts
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        """What the rank reported, if it could."""
+        """Return a rank's report; None if the rank could not write."""
         try:
             with open(self._path(rank)) as file:
                 return json.loads(file.readline())
@@ -155,7 +157,7 @@ class Watchdog:
 
 
 def summary(reports: Sequence[Mapping[str, Any] | None]) -> str:
-    """Where the ranks were: those that computed, those that are silent, those that waited."""
+    """Return the ranks' places: first computing ranks, then silent ranks, then waiting ranks."""
     found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, report in enumerate(reports):
         if report is None:
@@ -174,7 +176,7 @@ def _place(phase: str, step: int, stage: str, **_: object) -> str:
 
 
 def _named(ranks: list[int], reports: Sequence[Mapping[str, Any] | None]) -> str:
-    """Such as "rank 2 on node5" or "ranks 0-3, 5"."""
+    """Return names such as "rank 2 on node5" or "ranks 0-3, 5"."""
     if len(ranks) == 1:
         report = reports[ranks[0]]
         return f"rank {ranks[0]}" + (f" on {report['host']}" if report else "")

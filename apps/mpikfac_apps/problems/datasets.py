@@ -1,7 +1,7 @@
-"""Data sets as whole tensors of bytes, read from their published files.
+"""Read data sets from their published files, as whole tensors of bytes.
 
-`digits` comes with the program, `synthetic` is made up, and `cifar10` is read in either of its two
-official layouts. Nothing that is read is ever executed.
+`digits` comes with the program, `synthetic` is random, and `cifar10` is read from any of the two
+official layouts. The readers never execute anything in a file.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def load(
     size: int | None = None,
     classes: int | None = None,
 ) -> Dataset:
-    """The data set called "digits", "cifar10" or "synthetic".
+    """Return the data set "digits", "cifar10" or "synthetic".
 
     Args:
-        name: which one.
-        path: cifar10: the directory of its files, or the one above.
-        train_images: only the first so many; synthetic: how many to make.
+        name: the name of the data set.
+        path: cifar10: the directory of the files, or the parent directory.
+        train_images: number of training images to take from the start; synthetic: number to make.
         size: synthetic: pixels of a side.
         classes: synthetic: number of classes.
 
     Raises:
-        ValueError: a file or an argument is wrong; the text names it and what would be right.
+        ValueError: a file or an argument is wrong; the text names the wrong value and a remedy.
         OSError: a file cannot be read.
     """
     if name == "synthetic":
@@ -73,7 +73,7 @@ def load(
 
 
 def digits() -> Dataset:
-    """1,797 handwritten digits of 8x8 pixels; every fifth of each class, 360 in all, for test."""
+    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for test (360)."""
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         images = torch.from_numpy(file["images"])[:, None]
         labels = torch.from_numpy(file["labels"]).long()
@@ -83,7 +83,7 @@ def digits() -> Dataset:
 
 
 def synthetic(images: int, size: int = 32, classes: int = 10, channels: int = 3) -> Dataset:
-    """Noise around one 4x4 pattern per class: for trying things out; a quarter more is for test."""
+    """Return noise around a 4x4 pattern per class, for experiments; 1 in 5 is for test."""
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
     labels = torch.randint(classes, (total,), generator=generator)
@@ -92,13 +92,13 @@ def synthetic(images: int, size: int = 32, classes: int = 10, channels: int = 3)
     pixels = torch.randint(
         128, (total, channels, size, size), generator=generator, dtype=torch.uint8
     )
-    for i in range(0, total, 1024):  # in parts, since a copy of everything may not fit in memory
+    for i in range(0, total, 1024):  # in parts, because a whole copy may not fit in memory
         pixels[i : i + 1024] += pattern[labels[i : i + 1024]]
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
 
 
 def cifar10(path: Path, images: int | None = None) -> Dataset:
-    """CIFAR-10 from its binary or its python layout; reads the files that hold `images` images."""
+    """Return CIFAR-10 from the binary or python layout; read only files for `images` images."""
     layouts = {
         "cifar-10-batches-bin": (read_binary, ".bin"),
         "cifar-10-batches-py": (read_python, ""),
@@ -124,7 +124,7 @@ def cifar10(path: Path, images: int | None = None) -> Dataset:
 
 
 def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels `[10000, 3072]` and labels `[10000]` of one file of records: label, then pixels."""
+    """Return pixels `[10000, 3072]` and labels `[10000]` from records: a label, then pixels."""
     raw = np.frombuffer(path.read_bytes(), dtype=np.uint8)
     expected = CIFAR_RECORDS * (1 + CIFAR_PIXELS)
     if len(raw) != expected:
@@ -134,7 +134,7 @@ def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
-    """The labels as int64, if each is one of CIFAR-10's classes."""
+    """Return the labels as int64, after a check of their range."""
     wrong = np.flatnonzero((labels < 0) | (labels >= CIFAR_CLASSES))
     if len(wrong):
         raise ValueError(
@@ -144,7 +144,7 @@ def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
 
 
 def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Pixels `[10000, 3072]` and labels `[10000]` of one pickle, read without executing it."""
+    """Return pixels `[10000, 3072]` and labels `[10000]` of a pickle; nothing is executed."""
     try:
         content = DataOnlyUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         _, shape, dtype, by_columns, raw = content[b"data"].state
@@ -168,7 +168,7 @@ def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Inert:
-    """Stands in for what a pickle builds: keeps what it is given, and does nothing."""
+    """A stand-in for objects of a pickle: stores the given values, and does nothing."""
 
     state: object = None
 
@@ -180,9 +180,10 @@ class Inert:
 
 
 class DataOnlyUnpickler(pickle.Unpickler):
-    """Reads a pickle of plain data and numpy arrays; the latter come out as `Inert`.
+    """Read a pickle of plain data and numpy arrays; arrays become `Inert` objects.
 
-    A pickle is a program that may call whatever it can name. Here it can name `Inert` only.
+    A pickle is a program that can call everything it can name. With this reader, a pickle can name
+    `Inert` only.
     """
 
     ALLOWED = (
@@ -192,7 +193,7 @@ class DataOnlyUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> type[Inert]:
-        """`Inert`, for each of the few names that a batch of images has reason to give."""
+        """Return `Inert` for the few names that a batch of images needs."""
         if (module, name) not in self.ALLOWED:
             raise ValueError(f"it asks for {module}.{name}, which images and labels never need")
         return Inert

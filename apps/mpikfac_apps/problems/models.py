@@ -15,10 +15,10 @@ from mpikfac_apps.problems.vit import VisionTransformer
 
 
 def build(name: str, classes: int, channels: int = 3) -> nn.Module:
-    """A freshly initialised network from images `[batch, channels, h, w]` to `[batch, classes]`.
+    """Return a new network from images `[batch, channels, h, w]` to `[batch, classes]`.
 
     Raises:
-        ValueError: no network has that name; the text lists those that exist.
+        ValueError: no network has the name; the text lists the known names.
     """
     if name not in MODELS:
         raise ValueError(f"model={name!r} is unknown; try one of {', '.join(MODELS)}")
@@ -30,7 +30,7 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
-    """Two convolutions and two linear layers, for 8x8 pixels."""
+    """Return a network of two convolutions and two linear layers, for 8x8 pixels."""
     return nn.Sequential(
         conv(channels, 16, 3),
         nn.BatchNorm2d(16),
@@ -65,10 +65,13 @@ IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
 def shapes_of(
     name: str, classes: int | None = None, skip: Sequence[str] = (), norms: bool = False
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """A network's layers, with `norms` these too, and names and shapes of all else that travels.
+    """Return a network's layers, and names and shapes of all further tensors that travel.
+
+    Args:
+        norms: cover normalisation layers too.
 
     Raises:
-        ValueError: no network has that name, or `skip` names no layer of it.
+        ValueError: no network has the name, or `skip` names no layer of the network.
     """
     classes = classes or (1000 if name in IMAGENET else 10)
     channels = 1 if name == "digits_cnn" else 3

@@ -1,8 +1,8 @@
 """ResNets for 32x32 pixels and for ImageNet.
 
-Those of depth 6n+2 are those of the paper's CIFAR-10 section with parameter-free shortcuts (option
-A) [He et al., CVPR 2016]; the others are its ImageNet networks with the stride in the 3x3
-convolution ("v1.5"), whose parameters are named as in torchvision.
+ResNets of depth 6n+2 are the networks of the paper's CIFAR-10 section with parameter-free shortcuts
+(option A) [He et al., CVPR 2016]. The remaining ResNets are the paper's ImageNet networks with the
+stride in the 3x3 convolution ("v1.5"); parameters have the names of torchvision.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 
 def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
-    """A convolution that keeps the image size (before its stride), without bias."""
+    """Return a convolution that keeps the image size (before the stride), without bias."""
     return nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
 
 
 class PadShortcut(nn.Module):
-    """Option A: every `stride`-th pixel, with zeros for the channels that are new."""
+    """Option A: every `stride`-th pixel, with zeros for the new channels."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -28,7 +28,7 @@ class PadShortcut(nn.Module):
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """Option B: a 1x1 convolution."""
+    """Return option B: a 1x1 convolution."""
     return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
 
@@ -73,7 +73,7 @@ Block = type[BasicBlock] | type[Bottleneck]
 
 
 def stage(block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut) -> nn.Module:
-    """Blocks at one image size; the first strides and has a shortcut where shapes change."""
+    """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
     rest = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
@@ -81,7 +81,7 @@ def stage(block: Block, inputs: int, width: int, blocks: int, stride: int, short
 
 
 class CifarResNet(nn.Module):
-    """Depth 6n+2: three stages of n basic blocks, 16, 32 and 64 channels wide."""
+    """A ResNet of depth 6n+2: three stages of n basic blocks, 16, 32 and 64 channels wide."""
 
     def __init__(self, depth: int, classes: int, channels: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class CifarResNet(nn.Module):
 
 
 class ImageNetResNet(nn.Module):
-    """A 7x7 stem and four stages; made for 224x224 pixels, and at home from 32x32."""
+    """A 7x7 stem and four stages; made for 224x224 pixels, usable from 32x32 pixels."""
 
     def __init__(self, block: Block, blocks: list[int], classes: int, channels: int) -> None:
         super().__init__()

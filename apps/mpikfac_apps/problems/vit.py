@@ -1,4 +1,4 @@
-"""A small vision transformer, made of linear layers that K-FAC sees one by one."""
+"""A small vision transformer, made of separate linear layers, for K-FAC."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads; query, key and value are one linear layer."""
+    """Self-attention of several heads; a single linear layer makes query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and two linear layers, each beside a shortcut and behind a normalisation."""
+    """Attention and two linear layers, both beside a shortcut and behind a normalisation."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches as tokens, blocks, and the mean token's class scores [Beyer et al. 2022]."""
+    """A transformer of patches as tokens; class scores of the mean token [Beyer et al. 2022]."""
 
     def __init__(
         self, classes: int, channels: int, size: int, patch: int, width: int, depth: int, heads: int

@@ -1,1 +1,1 @@
-"""Studies: many training runs of one file, their results, and the report about them."""
+"""Studies: many training runs from a single file, their results, and a report."""

@@ -1,8 +1,8 @@
-"""Compares finished or running runs: a table, and curves by epoch and by seconds.
+"""Compare finished or running runs: a table, and curves by epoch and by seconds.
 
     mpikfac compare runs/a runs/b --target 0.97 --png curves.png
 
-Seconds are those spent in training steps; evaluation and checkpoints are left out.
+Seconds count training steps only; evaluation and checkpoints are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpikfac_apps.text import show, table
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table and writes the curves; 2 if a run cannot be read."""
+    """Print the table and write the curves; return 2 if a run cannot be read."""
     parser = Parser(prog="mpikfac compare", description=__doc__.partition("\n")[0])
     parser.add_argument("runs", nargs="+", type=Path, help="run directories")
     parser.add_argument("--target", type=float, help="test accuracy to reach, such as 0.97")
@@ -38,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(run: Path) -> Curve:
-    """The curve of a run directory.
+    """Return the curve of a run directory.
 
     Raises:
-        ValueError: it holds no metrics of a whole epoch, or a line is not JSON.
+        ValueError: the metrics hold no whole epoch, or a line is not JSON.
     """
     curve = curves.curve(curves.read(run))
     if not curve.epochs:
@@ -50,7 +50,7 @@ def read(run: Path) -> Curve:
 
 
 def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
-    """The table: one row per run."""
+    """Return the table: one row per run."""
     lines = [["run", "epochs", "seconds", "final", "best"]]
     if target is not None:
         lines[0] += [f"epochs to {target:.4g}", f"seconds to {target:.4g}"]
@@ -65,7 +65,7 @@ def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
 
 
 def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
-    """Test accuracy by epoch and by seconds, side by side."""
+    """Draw test accuracy by epoch and by seconds, side by side, into a file."""
     import matplotlib
 
     matplotlib.use("Agg")

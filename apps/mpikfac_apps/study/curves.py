@@ -1,4 +1,4 @@
-"""What the metrics of a run say: its lines, and test accuracy along the way."""
+"""Read a run's metrics: the lines of the file, and test accuracy after each epoch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Curve:
-    """Test accuracy (0 to 1) of a run after each epoch, and when that was."""
+    """Test accuracy (0 to 1) of a run after each epoch, and the steps and seconds until then."""
 
     steps: list[int] = field(default_factory=list)
     epochs: list[float] = field(default_factory=list)
@@ -19,7 +19,7 @@ class Curve:
     accuracy: list[float] = field(default_factory=list)
 
     def reached(self, target: float) -> tuple[float, float] | None:
-        """Epochs and seconds of training until the first evaluation at or above `target`."""
+        """Return epochs and seconds of training until the first evaluation at or above `target`."""
         for epochs, seconds, accuracy in zip(self.epochs, self.seconds, self.accuracy):
             if accuracy >= target:
                 return epochs, seconds
@@ -27,10 +27,10 @@ class Curve:
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """Lines of a run's metrics.jsonl; a last one that is cut off is left out.
+    """Return the lines of a run's metrics.jsonl; an incomplete last line is left out.
 
     Raises:
-        ValueError: there is no such file, or another line is no JSON.
+        ValueError: the file is missing, or a complete line is not JSON.
     """
     path = run / "metrics.jsonl"
     if not path.exists():
@@ -46,7 +46,7 @@ def read(run: Path) -> list[dict[str, Any]]:
 
 
 def curve(rows: Iterable[Mapping[str, Any]]) -> Curve:
-    """The curve of a run's lines; empty before the first epoch has ended."""
+    """Return the curve of a run's lines; the curve is empty before the end of the first epoch."""
     ends = [row for row in rows if "test_accuracy" in row]
     columns = ("step", "epoch", "seconds", "test_accuracy")
     return Curve(*([row[column] for row in ends] for column in columns))

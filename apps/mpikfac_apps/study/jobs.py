@@ -1,8 +1,8 @@
-"""Runs the cells of a study, one after the other, and notes how each ended.
+"""Run the cells of a study, one after the other, and note the end of each cell.
 
 STUDY/cells/CELL/run/          the run directory of the training program
-STUDY/cells/CELL/output.txt    what it printed
-STUDY/cells/CELL/result.json   how it ended; there once it has
+STUDY/cells/CELL/output.txt    the output of the program
+STUDY/cells/CELL/result.json   the end of the job; missing until the job has ended
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ PATIENCE = 60.0  # seconds that a job may take to end
 
 @dataclass(frozen=True)
 class Result:
-    """How a cell's last start ended.
+    """The end of a cell's last start.
 
     Attributes:
         code: exit code; 0 when the run is complete.
-        why: of a failure, the line that says most.
+        why: of a failure, the line of output that explains most.
         seconds: from start to end of the job, start-up and evaluations included.
-        cores: those that the study's own process could use; None of a job that Slurm queued.
-        others: share of this machine's cores that other work took meanwhile; likewise.
+        cores: cores that the study's own process could use; None for a job that Slurm queued.
+        others: share of the machine's cores that foreign work used during the job; None for a job
+            that Slurm queued.
     """
 
     code: int
@@ -44,18 +45,18 @@ class Result:
 
 
 def result(directory: Path) -> Result | None:
-    """How the cell in this directory ended; None if it has not."""
+    """Return the result of the cell in a directory; None if the cell has not ended."""
     path = directory / "result.json"
     return Result(**json.loads(path.read_text())) if path.exists() else None
 
 
 def run(cell: Cell, directory: Path, launcher: str) -> Result:
-    """Runs a cell, from its newest checkpoint if it was interrupted, and notes how it ended.
+    """Run a cell, from the newest checkpoint after an interruption, and note the result.
 
-    What interrupts this process ends the job, too; the cell then has no result.
+    An interruption of the study's process also ends the job; the cell then has no result.
 
     Raises:
-        ValueError: there is no launcher.
+        ValueError: no launcher is found.
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "result.json").unlink(missing_ok=True)
@@ -75,10 +76,10 @@ def run(cell: Cell, directory: Path, launcher: str) -> Result:
 
 
 def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
-    """The command line of a cell's job.
+    """Return the command line of a cell's job.
 
     Raises:
-        ValueError: there is no launcher.
+        ValueError: no launcher is found.
     """
     own = (f"--run_dir={directory / 'run'}", "--resume=auto", f"--stop_code={STOPPED}")
     program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac_apps", "train", *cell.arguments, *own]
@@ -94,22 +95,22 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 
 
 def _mpirun() -> tuple[str, list[str]]:
-    """The launcher and its flags: those of the environment, or the one that belongs to Python."""
+    """Return launcher and flags: from the environment, or the mpirun beside Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
     found = os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if not found:
         raise ValueError("no mpirun is beside python or on PATH; load an MPI, or name it in MPIRUN")
     flags = os.environ.get("MPIRUN_FLAGS")
-    if flags is None:  # a study may ask for more ranks than there are cores
+    if flags is None:  # a study may have more ranks than the machine has cores
         version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
         flags = "--oversubscribe" if "Open MPI" in version else ""
     return found, flags.split()
 
 
 def _job(words: list[str], output: Path) -> int:
-    """The exit code of a job, which is ended if this process is interrupted."""
-    defaults = {"OMP_NUM_THREADS": "1"}  # or ranks would start a thread per core each
-    if os.geteuid() == 0:  # Open MPI wants to be told twice
+    """Return the exit code of a job; an interruption of this process ends the job."""
+    defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
+    if os.geteuid() == 0:  # Open MPI asks for two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     queued = words[0] == "sbatch"
     with (
@@ -121,7 +122,7 @@ def _job(words: list[str], output: Path) -> int:
             stdout=subprocess.PIPE if queued else file,
             stderr=file,
             text=True,
-            start_new_session=queued,  # or Ctrl-C would end sbatch before it says the job's number
+            start_new_session=queued,  # or Ctrl-C ends sbatch without a number
         ) as job,
     ):
         try:
@@ -132,8 +133,8 @@ def _job(words: list[str], output: Path) -> int:
 
 
 def _end(job: subprocess.Popen[str]) -> None:
-    """Ends a job, and waits until it has ended: the next start must not meet it."""
-    if job.stdout:  # of sbatch, which says "number" or "number;cluster" and waits for that job
+    """End a job, and wait for its end: the next start must not overlap with the job."""
+    if job.stdout:  # sbatch prints "number" or "number;cluster", then waits for the job
         number, _, cluster = job.stdout.readline().strip().partition(";")
         of = [f"--clusters={cluster}"] if cluster else []
         if number:
@@ -147,7 +148,7 @@ def _end(job: subprocess.Popen[str]) -> None:
 
 
 def _others_seconds() -> float:
-    """Seconds that the machine's cores have worked, but for the jobs that this process ended."""
+    """Return seconds of work of the machine's cores, without the ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
     own = os.times()
@@ -155,9 +156,9 @@ def _others_seconds() -> float:
 
 
 def _missing(run: Path, options: Options) -> str:
-    """What a run's metrics lack of its end; "" if nothing.
+    """Return a message about incomplete metrics of a run that ended with code 0; "" if complete.
 
-    An exit code of 0 is not enough: it is that of an srun that could not launch, too.
+    An exit code of 0 does not prove a complete run: an srun that cannot launch also returns 0.
     """
     try:
         last = [{"step": 0, "epoch": 0.0}, *curves.read(run)][-1]
@@ -170,7 +171,7 @@ def _missing(run: Path, options: Options) -> str:
 
 
 def _why(output: Path, code: int) -> str:
-    """What the program said last about its end; launchers add lines of their own."""
+    """Return the program's last message; launchers add lines of their own."""
     if code == STOPPED:
         return "it was asked to stop before its end"
     lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]

@@ -1,7 +1,7 @@
-"""The pictures of a study's report, each as the bytes of an SVG file.
+"""Draw the pictures of a study's report, each as the bytes of an SVG file.
 
-Every function takes complete cells and leaves out those that lack what it shows; it returns None if
-none is left.
+Every function takes complete cells, and leaves out cells without the data for the picture. A
+function returns None if no cell is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mpikfac_apps.study.results import GROUPS, OTHER, WAITING, Measured
 from mpikfac_apps.text import MIB, number
 
 WIDTH = 11.0  # inches, of every picture
-# Computing in cold colours, messages in warm ones.
+# Cold colours are computing, warm colours are messages.
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#4292c6",
@@ -51,7 +51,7 @@ SHOWN = 6  # timelines
 
 
 def breakdown(all_cells: Sequence[Measured]) -> bytes | None:
-    """Where the time of a step goes: a bar for each variant, a panel for each number of ranks."""
+    """Draw the time of a step by stage: a bar per variant, a panel per number of ranks."""
     cells = [cell for cell in all_cells if cell.breakdown]
     if not cells:
         return None
@@ -86,7 +86,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def timeline(all_cells: Sequence[Measured]) -> bytes | None:
-    """A step with and one without a refresh of some cells on most ranks, every rank a line."""
+    """Draw a step with and a step without a refresh of cells on most ranks; a rank is a line."""
     shown = []
     for cell in _typical(all_cells):
         steps = _traced_steps(_trace(cell.run))
@@ -117,7 +117,7 @@ def timeline(all_cells: Sequence[Measured]) -> bytes | None:
 
 
 def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
-    """On most ranks: the variants in the study's order, or some that range from fast to slow."""
+    """Return cells on most ranks: all variants in the study's order, or some from fast to slow."""
     traced = [cell for cell in all_cells if _trace_file(cell.run)]
     if not traced:
         return []
@@ -135,14 +135,14 @@ def _typical(all_cells: Sequence[Measured]) -> list[Measured]:
 
 
 def _trace_file(run: Path) -> Path | None:
-    """The run's timeline, if it has one."""
+    """Return the run's timeline file; None if missing."""
     return next(
         (path for path in (run / "trace.json.gz", run / "trace.json") if path.exists()), None
     )
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """Slices of the run's timeline; none if the file is not whole."""
+    """Return slices of the run's timeline; nothing if the file is missing or damaged."""
     path = _trace_file(run)
     if path is None:
         return []
@@ -155,7 +155,7 @@ def _trace(run: Path) -> list[dict[str, Any]]:
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
-    """The events of each step on all ranks, from the moment on at which the first begins it."""
+    """Return the events of each step on all ranks; time 0 is the first begin of the step."""
     spans: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
         if event["name"].startswith("step "):
@@ -175,7 +175,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
 
 
 def _within(event: Mapping[str, Any], spans: Mapping[int, tuple[float, float]]) -> bool:
-    """Whether an event lies in its rank's own step, judged by its middle as times are rounded."""
+    """Return whether an event's middle lies in its rank's step; rounding may move the ends."""
     start, end = spans.get(event["pid"], (0.0, 0.0))
     return start <= event["ts"] + event["dur"] / 2 < end
 
@@ -185,7 +185,7 @@ def _curvature(step: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]], ranks: int) -> None:
-    """One line per rank; what lies inside another stage is drawn over it, threads beside below."""
+    """Draw one line per rank: inner stages over outer stages, background threads below."""
     for event in sorted(step, key=lambda event: -event["dur"]):
         beside = event.get("tid", 1) > 1
         colour = COLOURS.get(event["name"]) or STAGE_COLOURS.get(event["name"], COLOURS[OTHER])
@@ -200,7 +200,7 @@ def _lanes(panel: Axes, step: Sequence[Mapping[str, Any]], ranks: int) -> None:
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> bytes | None:
-    """Test accuracy by epochs, seconds and bytes sent: a row for each number of ranks."""
+    """Draw test accuracy by epochs, seconds and bytes sent: a row for each number of ranks."""
     cells = [cell for cell in all_cells if cell.curve.steps]
     if not cells:
         return None
@@ -239,7 +239,7 @@ def _three_curves(row: Sequence[Axes], cell: Measured, style: Mapping[str, Any])
 
 
 def scaling(all_cells: Sequence[Measured]) -> bytes | None:
-    """Images per second by the number of ranks, and what of a rank's pace on fewest is left."""
+    """Draw images per second by number of ranks, and efficiency against the fewest ranks."""
     paces = _paces(all_cells)
     if not paces:
         return None
@@ -268,7 +268,7 @@ def scaling(all_cells: Sequence[Measured]) -> bytes | None:
 
 
 def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
-    """Images per second by ranks, the mean over seeds, of variants on several numbers of ranks."""
+    """Return the mean images per second over seeds by ranks, of variants on several rank counts."""
     found: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
         if cell.images_per_second:
@@ -282,7 +282,7 @@ def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
 
 
 def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> bytes | None:
-    """Measured against predicted seconds of a step; predictions by the cells' labels."""
+    """Draw measured against predicted seconds of a step; predictions by the cells' labels."""
     pairs = [
         (cell, predictions[cell.cell.label], cell.step)
         for cell in cells
@@ -309,7 +309,7 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> by
         return _svg(figure)
 
 
-# -- what pictures share -------------------------------------------------------------------------
+# -- helpers of several pictures -----------------------------------------------------------------
 
 
 def _ranks(cells: Sequence[Measured]) -> list[int]:
@@ -321,14 +321,14 @@ def _variants(cells: Sequence[Measured]) -> list[str]:
 
 
 def _plain(axis: Axis) -> None:
-    """Ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    """Set ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axis.set_minor_locator(NullLocator())
 
 
 def _style(variant: str, cells: Sequence[Measured]) -> dict[str, Any]:
-    """Colour and marker of a variant, the same in all pictures of a study."""
+    """Return colour and marker of a variant, the same in all pictures of a study."""
     variants = _variants(cells)
     place = variants.index(variant)
     colours = matplotlib.colormaps["tab10" if len(variants) <= 10 else "tab20"]
@@ -351,4 +351,4 @@ def _legend(figure: Figure, cells: Sequence[Measured]) -> None:
 def _svg(figure: Figure) -> bytes:
     file = io.BytesIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
-    return re.sub(rb"\n +", b"\n", file.getvalue())  # a twelfth of the file is indentation
+    return re.sub(rb"\n +", b"\n", file.getvalue())  # indentation would be a twelfth of the file

@@ -1,4 +1,4 @@
-"""The report of a study: one HTML file with its pictures inside, readable without a server."""
+"""Write the report of a study: one HTML file with all pictures inside; no server is needed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
-    """Writes `report.html` from what the cells in a study's directory hold; its path."""
+    """Write `report.html` from the cells in a study's directory; return the path of the file."""
     cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
     target = study.target or _common_accuracy(cells)
@@ -75,7 +75,7 @@ def _table(
     letters: Mapping[str, str],
     predictions: Mapping[str, float],
 ) -> list[tuple[str, list[list[str]]]]:
-    """Rows of all cells, under the number of ranks that they ran on."""
+    """Return rows of all cells, under their number of ranks."""
     groups: dict[int, list[list[str]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
@@ -102,13 +102,13 @@ def _table(
 
 
 def _name(cell: Measured) -> str:
-    """A cell's name under the number of its ranks, and its state if it is not complete."""
+    """Return a cell's name without the number of ranks, with the state of an incomplete cell."""
     name = cell.cell.label.replace(f" on {number(cell.cell.ranks, 'rank')}", "")
     return name if cell.complete else f"{name} ({cell.state})"
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Shares of a step in collectives and, of a step, waiting in them for other ranks."""
+    """Return the share of a step in collectives, and the part spent waiting for other ranks."""
     parts = cell.breakdown
     if not parts or not cell.traced_seconds:
         return cell.communication, None
@@ -119,7 +119,7 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def _variants(
     cells: Sequence[Measured], letters: Mapping[str, str]
 ) -> list[tuple[str, str, str, list[str]]]:
-    """Each variant: the letter of its numbers, what it is, and the options that make it."""
+    """Return each variant's name, the letter of its numbers, an explanation, and its options."""
     rows = {}
     for cell in cells:
         options, variant = cell.cell.options, cell.cell.variant
@@ -135,7 +135,7 @@ def _variants(
 
 
 def _shared(cells: Sequence[Measured]) -> list[str]:
-    """Options that all cells have in common, where they are not the program's own."""
+    """Return options that all cells share and that differ from the program's defaults."""
     usual = flattened(dataclasses.asdict(Options()))
     options = [_given(cell) for cell in cells]
     return [
@@ -152,13 +152,13 @@ def _given(cell: Measured) -> dict[str, Any]:
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
-    """Predicted seconds of a step by the cells' labels, where the machine has times of them."""
+    """Return predicted seconds of a step by label, for cells whose times the machine file holds."""
     found = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
         every = options.kfac.factor_every, basis_every(options, ranks)
         training = training_ranks(options, ranks)
-        with suppress(ValueError):  # no times of that network or batch
+        with suppress(ValueError):  # the machine file lacks the network or batch
             job = mpikfac.predict.Job(options.model, (options.batch or 0) // training, *every)
             found[cell.cell.label] = mpikfac.predict.simulate(
                 cell.cell.plan, machine, job
@@ -170,11 +170,11 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
 
 
 def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
-    """What was run, where and with what, as names and values."""
+    """Return names and values: the runs, the hosts, the versions and the states of cells."""
     known = [cell.environment for cell in cells if cell.environment]
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-    jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells may share a run
+    jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
     yield "time of jobs, each one's last start", f"{sum(jobs.values()) / 60:.1f} min"
     if known:
         begun = sorted(about["started"] for about in known)
@@ -194,7 +194,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
 
 
 def _common_accuracy(cells: Sequence[Measured]) -> float | None:
-    """What all complete cells reached, rounded down to a tenth of a percent."""
+    """Return the accuracy that all complete cells reached, rounded down to a tenth of a percent."""
     best = [max(cell.curve.accuracy) for cell in cells if cell.complete and cell.curve.accuracy]
     return int(min(best) * 1000) / 1000 if best else None
 
@@ -205,7 +205,7 @@ def _common_accuracy(cells: Sequence[Measured]) -> float | None:
 def _pictures(
     cells: Sequence[Measured], target: float | None, predictions: Mapping[str, float]
 ) -> Iterator[dict[str, str]]:
-    """Title, caption and data of each picture of these cells; why there is none where so."""
+    """Return title, caption and data of each picture, or the reason for a missing picture."""
     batch = {cell.cell.options.batch for cell in cells}
     kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
     traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"

@@ -1,4 +1,4 @@
-"""What the numbers of a study say, in sentences."""
+"""Write sentences about the numbers of a study."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.study.results import Measured
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
-BUSY = 0.1  # share of the cores that other work may take without a word
+BUSY = 0.1  # share of the cores that foreign work may use without a warning
 
 
 def findings(
     cells: Sequence[Measured], target: float | None, letters: Mapping[str, str]
 ) -> Iterator[str]:
-    """What the numbers say, in sentences; fewer where there are fewer numbers."""
+    """Return sentences about the numbers; fewer numbers give fewer sentences."""
     done = [cell for cell in cells if cell.complete and cell.step]
     if not done:
         yield "No cell is complete yet."
@@ -52,7 +52,7 @@ def findings(
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
-    """The quickest and the slowest variant, by the median over seeds."""
+    """Name the quickest and the slowest variant, by the median over seeds."""
     paces: dict[str, list[float]] = {}
     for cell in kfac:
         paces.setdefault(cell.cell.variant, []).append(cell.step or 0.0)
@@ -97,7 +97,7 @@ def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
 
 
 def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
-    """How far cells that are to compute the same are apart."""
+    """Compare the losses of cells that compute the same numbers."""
     alike: dict[Any, list[float]] = {}
     for cell in done:
         if cell.train_loss is not None:
@@ -122,7 +122,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
 
 def _other_estimator(options: Options) -> bool:
     kfac = options.kfac
-    named = mpikfac.plan.NAMED.get(kfac.strategy)  # "auto" takes none of another estimator
+    named = mpikfac.plan.NAMED.get(kfac.strategy)  # "auto" chooses no different estimator
     known = named is not None and not named.same
     return options.optimizer == "kfac" and (known or kfac.reduction == "none")
 
@@ -147,7 +147,7 @@ def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
-    """Complete first-order training that is like `cell` otherwise."""
+    """Return complete training with SGD on as many ranks with the same axes; None if missing."""
     for other in cells:
         alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
         if alike and other.cell.options.optimizer == "sgd" and other.complete:
@@ -156,7 +156,7 @@ def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
 
 
 def distinct(values: Iterable[Any]) -> str:
-    """Return different values, of a dict its keys, separated by commas."""
+    """Return the distinct values, of a dict the keys, separated by commas."""
     flat: dict[str, None] = {}
     for value in values:
         for word in value if isinstance(value, dict) else [value]:

@@ -1,10 +1,10 @@
-"""Runs a study, every combination of some options of the training program, and reports on it.
+"""Run a study, every combination of some options of the training program, and write a report.
 
     mpikfac study jobs/studies/digits.yaml
 
-The cells are run one after the other. A study that was interrupted goes on where it was; complete
-cells are not run again, and a cell whose options have changed is another one. A cell that was asked
-to stop, as the allocation that the study runs in ends soon, ends the study.
+The cells run in turn. An interrupted study resumes with the interrupted cell. Complete cells do not
+run again, and a cell with changed options is a new cell. If a cell is asked to stop because the
+study's allocation ends soon, the study ends too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs what is to be run and writes the report.
+    """Run the cells that are not complete, and write the report.
 
     Returns:
         1 if a cell failed, 2 if the study is wrong, 75 if the study was stopped before its end.
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The options of a command line."""
+    """Return the options of a command line."""
     parser = Parser(prog="mpikfac study", description=__doc__.partition("\n")[0])
     parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="see docs/study.md")
     parser.add_argument("--run-dir", type=Path, help="where it all goes (runs/NAME)")
@@ -55,11 +55,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def run(study: Study, directory: Path) -> int:
-    """Runs the cells that are not complete; the exit code.
+    """Run the cells that are not complete; return the exit code.
 
     Raises:
-        ValueError: there is no launcher, or another study is using the directory.
-        KeyboardInterrupt: it was interrupted; no job is left.
+        ValueError: no launcher is found, or a second study is using the directory.
+        KeyboardInterrupt: the study was interrupted; no job is left.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     lock = Lock(directory)
@@ -83,6 +83,6 @@ def _run(study: Study, directory: Path) -> int:
             how = "stopped; the same command goes on"
         print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
         if ended.code == STOPPED and study.launcher == "mpirun":
-            return STOPPED  # the next ones would be asked to stop, too
+            return STOPPED  # the next cells would be asked to stop, too
         code = 1 if ended.code else code
     return code
