@@ -1,1 +1,1 @@
-"""The check of a user's model: the layers that K-FAC covers, and their numbers against autograd."""
+"""Check a user's model: the layers covered by K-FAC, and the layers' numbers against autograd."""

@@ -1,11 +1,11 @@
-"""Checks what K-FAC makes of a model: which layers it covers, and their numbers against autograd.
+"""Check the layers of a model covered by K-FAC, and compare the layers' numbers with autograd.
 
     mpikfac check resnet20
     mpikfac check my_models.py:build --input 3,32,32
     mpikfac check my_models.py:translator --input 16 --tokens 1000
     mpirun -n 2 python -m mpi4py apps/check.py resnet20      # strategies against one process, too
 
-A file may say in COVERS what `KFAC` is given as `covers`. Exit code 1: a number is wrong.
+A file may set COVERS, the value of `covers` for `KFAC`. Exit code 1: a number is wrong.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ WIDTH = 96
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints what it finds; 1 if a number is wrong.
+    """Print the findings; return 1 if a number is wrong.
 
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about what the user can mend.
+        SystemExit: code 2 after one line about a mistake that the user can correct.
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
@@ -58,10 +58,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked one by one.
+    """Return the options, checked one by one.
 
     Raises:
-        ValueError: what is wrong with them.
+        ValueError: an option is wrong; the message names the option.
     """
     parser = Strict(prog="mpikfac check", description=__doc__.partition("\n")[0])
     add = parser.add_argument
@@ -75,17 +75,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def shape(text: str) -> tuple[int, ...]:
-    """Positive numbers, separated by commas."""
+    """Return positive numbers from text with commas."""
     return tuple(map(count, text.split(",")))
 
 
 def checked(comm: Any, options: argparse.Namespace) -> bool:
-    """Prints all sections on rank 0; whether a number is wrong.
+    """Print all sections on rank 0; return whether a number is wrong.
 
     Collective over: comm.
 
     Raises:
-        UserError: a model that cannot be had or used as asked.
+        UserError: the model cannot be built, or cannot be used with the options.
     """
     alone, doing = comm.Split(comm.rank), f"check {options.model}"
     findings: dict[str, Finding] = {}
@@ -115,7 +115,7 @@ def checked(comm: Any, options: argparse.Namespace) -> bool:
 
 
 def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
-    """Every module with parameters of its own: how it is covered, or why not."""
+    """Return lines about every module with own parameters: covered, or not covered and why."""
     layers, _ = mpikfac.layers.cover(asked.model, asked.coverage)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
     covered, others = [("layer", "module", "factors")], {}
@@ -141,19 +141,19 @@ def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]
 
 
 def named(name: str, module: nn.Module) -> str:
-    """A module's name; of one that holds others, those of its own parameters."""
+    """Return a module's name; of a module with children, return the names of its own parameters."""
     own = [f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)]
     return ", ".join(own) if list(module.children()) else shown(name)
 
 
 def wrapped(names: Sequence[str]) -> list[str]:
-    """Names in lines."""
+    """Return names in lines."""
     ends = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
     return textwrap.wrap(", ".join(names), WIDTH, break_on_hyphens=False, **ends)
 
 
 def form(layer: mpikfac.LayerShape) -> str:
-    """Orders of a layer's factors: "A 27, G 16", of groups "A 16 x 9, G 16 x 1"."""
+    """Return orders of a layer's factors: "A 27, G 16", of groups "A 16 x 9, G 16 x 1"."""
     sides = []
     for side in layer.sides:
         factors = layer.side(side)
@@ -164,7 +164,7 @@ def form(layer: mpikfac.LayerShape) -> str:
 
 
 def why_not(name: str, module: nn.Module, asked: Subject) -> str:
-    """Why a module is not covered."""
+    """Return the reason for which a module is not covered."""
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
     if name in asked.refused:
@@ -178,7 +178,7 @@ def why_not(name: str, module: nn.Module, asked: Subject) -> str:
 
 
 def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
-    """Each covered layer's errors."""
+    """Return lines about the errors of each covered layer."""
     rows = [("layer", "vectors", *QUANTITIES, "")]
     for name, finding in findings.items():
         cells = [f"{finding.errors[q]:.0e}" if q in finding.errors else "-" for q in QUANTITIES]
@@ -193,7 +193,7 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
 
 
 def judged(finding: Finding) -> str:
-    """The verdict on a layer."""
+    """Return the verdict on a layer."""
     if not finding.vectors:
         return "no vectors"
     if finding.large:
@@ -202,7 +202,7 @@ def judged(finding: Finding) -> str:
 
 
 def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
-    """How far strategies are off one process."""
+    """Return lines about the difference between strategies and a single process."""
     if not found:
         return ["Strategies: start it under mpirun with 2 ranks or more to compare them"]
     rows = [("strategy", "difference", "")]
@@ -215,7 +215,7 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
 
 
 def plans(asked: Subject, ranks: int) -> list[str]:
-    """What strategies keep and send."""
+    """Return lines about the memory and messages of strategies."""
     layers, others = mpikfac.layers.covered_shapes(asked.model, asked.coverage)
     rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
     for name in STRATEGIES:
@@ -236,7 +236,7 @@ def plans(asked: Subject, ranks: int) -> list[str]:
 
 
 def verdict(findings: Mapping[str, Finding], found: Mapping[str, float]) -> list[str]:
-    """Whether all is well; what is not, by name."""
+    """Return the verdict on all layers and strategies; wrong layers and strategies by name."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
     wrong = layers + [name for name, off in found.items() if not good(off)]
     judged = sum(bool(finding.errors) for finding in findings.values()) + len(found)
@@ -244,5 +244,5 @@ def verdict(findings: Mapping[str, Finding], found: Mapping[str, float]) -> list
 
 
 def shown(name: str) -> str:
-    """A module's name; the model itself has none."""
+    """Return a module's name; "(model)" for the model itself."""
     return name or "(model)"

@@ -1,4 +1,4 @@
-"""What is found of a model's layers by autograd, dense solves, and training on several ranks."""
+"""Compare a model's layers with autograd, with dense solves, and with training on several ranks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner")
 PLAIN = "sgd"  # averaged gradients
 STEPS = 2
-LARGEST_ORDER = 5000  # of a factor that is computed densely
+LARGEST_ORDER = 5000  # order of a densely computed factor
 LARGEST_CALL = 2**26  # elements of all vectors a of a layer
-LARGEST_PRODUCT = 2500  # order of a Kronecker product that is written out
+LARGEST_PRODUCT = 2500  # order of a Kronecker product, computed in full
 
 
 @dataclass
 class Finding:
-    """What is found of a covered layer.
+    """The results for a covered layer.
 
     Attributes:
-        vectors: how many vectors it is estimated from; 0 if it took no part in the batch.
-        large: whether it is too large for the oracle.
-        errors: relative errors of what is compared.
+        vectors: number of vectors that the factors are estimated from; 0 for a layer outside of the
+            batch's computation.
+        large: True if the layer is too large for the oracle.
+        errors: relative errors of the compared quantities.
     """
 
     layer: Any
@@ -43,13 +44,13 @@ class Finding:
 
     @property
     def wrong(self) -> list[str]:
-        """What is wrong."""
+        """Names of the wrong quantities."""
         return [name for name, error in self.errors.items() if not good(error)]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What K-FAC makes of a batch: by layer its factors, gradient and direction."""
+    """The output of K-FAC for a batch: factors, gradient and direction by layer."""
 
     factors: Mapping[str, Mapping[str, Tensor]]
     gradients: Mapping[str, Tensor]
@@ -57,7 +58,7 @@ class Step:
 
 
 def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
-    """Each covered layer's numbers against autograd and dense solves, on one batch.
+    """Compare each covered layer's numbers with autograd and dense solves, on one batch.
 
     Collective over: comm.
     """
@@ -82,13 +83,13 @@ def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
 
 
 def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
-    """Of these layers, those of whose module all are among them: others are left out together."""
+    """Keep a layer only if `names` has all layers of the layer's module."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
 
 
 def survey(layer: Any, uses: Sequence[reference.Call]) -> Finding:
-    """How large a layer is, before anything is compared."""
+    """Return a finding with the size of a layer, without comparisons."""
     vectors = sum(layer.positions(call.g) for call in uses)
     elements = vectors * layer.shape.groups * layer.shape.inputs
     order = max(layer.shape.inputs, layer.shape.outputs)
@@ -96,7 +97,7 @@ def survey(layer: Any, uses: Sequence[reference.Call]) -> Finding:
 
 
 def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Container[str]) -> Step:
-    """Factors, gradients and directions of a batch, of the layers of these names.
+    """Return factors, gradients and directions of a batch, for layers in `names`.
 
     Collective over: comm.
     """
@@ -115,7 +116,7 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
 
 
 def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]:
-    """All modules, those that share weights included, of layers that have other names."""
+    """Return all modules of layers outside of `names`, modules with shared weights included."""
     layers, _ = mpikfac.layers.cover(model, asked.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
@@ -123,7 +124,7 @@ def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]
 
 
 def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
-    """A layer's factors `[groups, order, order]`, of those that it has."""
+    """Return a layer's existing factors `[groups, order, order]`."""
     found = {}
     for side in form.sides:
         (factor,) = form.side(side)
@@ -135,7 +136,7 @@ def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[s
 
 
 def autograd_errors(layer: Any, uses: Sequence[reference.Call], step: Step) -> dict[str, float]:
-    """Relative errors of factors and gradients, where these are sums of `g a^T` over examples."""
+    """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
     expected = reference.factors(layer, uses)
     found = step.factors[layer.name]
     errors = {side: error(found[side], matrix) for side, matrix in expected.items()}
@@ -149,31 +150,32 @@ def autograd_errors(layer: Any, uses: Sequence[reference.Call], step: Step) -> d
 
 
 def solve_error(name: str, solver: str, step: Step) -> float:
-    """How far a layer's direction is off that of the dense solve, relative."""
+    """Return the relative error of a layer's direction against the dense solve."""
     expected = reference.solve(solver, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 
 
 def error(found: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
-    """The largest difference, relative to `size`, or to the largest of what is expected."""
+    """Return the largest difference, relative to `size` or to the largest expected number."""
     off = (found - expected).abs().max().item()
     scale = (expected.abs().max() if size is None else size).item()
     return off / scale if off else 0.0
 
 
 def good(error: float) -> bool:
-    """Whether an error is one of rounding."""
+    """Return whether an error is small enough to be rounding."""
     return error <= TOLERANCE
 
 
-# -- the same on several ranks -------------------------------------------------------------------
+# -- training on several ranks -------------------------------------------------------------------
 
 
 def differences(comm: Any, alone: Any, asked: Subject, examples: int) -> dict[str, float]:
-    """How far each strategy's weights are off those of one process on the joined batches.
+    """Return each strategy's difference of weights to one process with the joined batch.
 
-    After some steps, the largest difference on any rank, relative to the largest change. Before
-    them, that of averaged gradients without K-FAC: where it is large, the model is to blame.
+    After some steps, the result is the largest difference on any rank, relative to the largest
+    change. The first entry is averaged gradients without K-FAC: if the first entry is large, the
+    model causes the differences.
 
     Collective over: comm.
     """
@@ -190,10 +192,10 @@ def differences(comm: Any, alone: Any, asked: Subject, examples: int) -> dict[st
 
 
 def trained(comm: Any, asked: Subject, name: str, examples: int) -> tuple[Tensor, Tensor]:
-    """All parameters after some steps on this rank's shards, and before.
+    """Return all parameters after and before some steps on the rank's shards.
 
-    Covered layers alone are in training mode: batch statistics and what is drawn at random would
-    differ from shard to shard.
+    Only covered layers are in training mode: batch statistics and random draws would differ between
+    shards.
 
     Collective over: comm.
     """
@@ -216,7 +218,7 @@ def trained(comm: Any, asked: Subject, name: str, examples: int) -> tuple[Tensor
 def distributed(
     comm: Any, asked: Subject, name: str, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> mpikfac.KFAC:
-    """K-FAC with the strategy of that name; the layers that it covers are in training mode.
+    """Return K-FAC with the strategy `name`; covered layers are in training mode.
 
     Collective over: comm.
     """

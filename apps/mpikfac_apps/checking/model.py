@@ -1,4 +1,4 @@
-"""The model that is checked: where it comes from, what it is given, what the library refuses."""
+"""Load a model to check: the module, the inputs, and the modules that the library refuses."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Subject:
-    """A model in float64, and how it is used.
+    """A model in float64, with inputs and coverage.
 
     Attributes:
-        coverage: what each type of module is covered by; leaves out what the library refuses.
-        refused: modules that the library refuses to cover, with its message.
+        coverage: covering classes by type of module; modules that the library refuses are skipped.
+        refused: modules that the library refuses to cover, with the library's message.
         inputs: shape of an example.
-        tokens: examples are made of whole numbers below this; None: of real numbers.
-        outputs: shape of what the model makes of one: classes, and positions if any.
+        tokens: examples consist of whole numbers below `tokens`; None for real numbers.
+        outputs: shape of the model's output for an example: classes, and positions if any.
     """
 
     model: nn.Module
@@ -43,11 +43,11 @@ class Subject:
     tokens: int | None
 
     def copied(self) -> nn.Module:
-        """Another model with the same weights, in training mode."""
+        """Return a copy of the model with the same weights, in training mode."""
         return copy.deepcopy(self.model).train()
 
     def batch(self, examples: int, seed: int) -> Batch:
-        """Random examples and labels."""
+        """Return random examples and labels."""
         generator = torch.Generator().manual_seed(seed)
         given = drawn((examples, *self.inputs), self.tokens, generator)
         classes, *positions = self.outputs
@@ -55,14 +55,14 @@ class Subject:
 
 
 def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:
-    """Random inputs of a model: whole numbers below `tokens`, or real ones."""
+    """Return random inputs of a model: whole numbers below `tokens`, or real numbers."""
     if tokens is not None:
         return torch.randint(tokens, shape, generator=generator)
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """The mean cross entropy, with the same draws (of dropout, for example) each time."""
+    """Return the mean cross entropy; random draws, for example of dropout, never change."""
     torch.manual_seed(0)
     return F.cross_entropy(model(batch[0]), batch[1])
 
@@ -70,10 +70,11 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 def subject(
     name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
 ) -> Subject:
-    """The network of that name, or what a function of a file returns, "models.py:build".
+    """Return the network `name`, or the result of a function in a file, "models.py:build".
 
     Raises:
-        ValueError: there is none, it is no module, or it takes no such input.
+        ValueError: no network has the name, the result is no module, or the module refuses the
+            input.
     """
     torch.manual_seed(0)
     file, colon, function = name.rpartition(":")
@@ -96,7 +97,7 @@ def subject(
 
 
 def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Module], Any]]:
-    """What the function returns, and the file's COVERS if it has some."""
+    """Return the function's result, and COVERS of the file (by default the library's kinds)."""
     if not path.is_file():
         raise ValueError(f"{path} is no file")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -118,7 +119,7 @@ def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Modu
 
 
 def _outputs(model: nn.Module, inputs: tuple[int, ...], tokens: int | None) -> tuple[int, ...]:
-    """Shape of what the model makes of an example."""
+    """Return the shape of the model's output for an example."""
     given = drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))
     with told(f"the model, given {list(inputs)},"), torch.no_grad():
         found = copy.deepcopy(model).train()(given)
@@ -130,10 +131,10 @@ def _outputs(model: nn.Module, inputs: tuple[int, ...], tokens: int | None) -> t
 
 @contextmanager
 def told(what: str) -> Iterator[None]:
-    """Whatever a user's code raises becomes one line.
+    """Turn any exception of a user's code into one line.
 
     Raises:
-        ValueError: it raised something.
+        ValueError: the code raised an exception.
     """
     try:
         yield
@@ -142,14 +143,14 @@ def told(what: str) -> Iterator[None]:
         raise ValueError(f"{what} raised {type(error).__name__}: {first}") from error
 
 
-# -- what the library refuses --------------------------------------------------------------------
+# -- modules that the library refuses ------------------------------------------------------------
 
 
 def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[str, str]:
-    """Modules that cannot be covered, each with the library's message.
+    """Return modules that cannot be covered, each with the library's message.
 
     Raises:
-        ValueError: a message that skipping no single module changes.
+        ValueError: the library refuses the model for a reason that no single module causes.
     """
     refused: dict[str, str] = {}
     names = [name for name, module in model.named_modules() if type(module) in covers]
@@ -163,7 +164,7 @@ def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[st
 
 
 def _refusal(model: nn.Module, covers: Mapping[type[nn.Module], Any], skip: Collection[str]) -> str:
-    """Why the model cannot be covered, but for the modules in `skip`; "" if it can."""
+    """Return the reason for refusing the model without the modules in `skip`; "" if accepted."""
     try:
         mpikfac.layers.cover(model, mpikfac.Coverage(list(skip), covers))
     except ValueError as error:

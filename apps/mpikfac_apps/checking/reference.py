@@ -1,7 +1,8 @@
-"""K-FAC by its definitions: vectors as modules themselves show them, products written out.
+"""Compute K-FAC by definition: vectors from the modules' own outputs, full Kronecker products.
 
-What a model's layers are checked against. Nothing here is fast or distributed; of the library it
-takes only which elements of weight, bias and outputs are a layer's matrices, as the layer says.
+The check compares a model's layers with the numbers of this module. Nothing in this module is fast
+or distributed. From the library, this module takes only the layer's map between elements of weight,
+bias and outputs and the layer's matrices.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import mpikfac
 
 
 class Call(NamedTuple):
-    """One use of a layer: its input, and the gradient of the mean loss at its output."""
+    """A use of a layer: the input, and the gradient of the mean loss at the output."""
 
     x: Tensor
     g: Tensor
 
 
 def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[Call]]:
-    """All uses of each layer in the pass that `loss` makes; leaves the gradients of parameters."""
+    """Return all uses of each layer in the pass of `loss`; gradients of parameters stay set."""
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, _: nn.Module, inputs: Any, named: Any, output: Tensor) -> Tensor:
@@ -36,7 +37,7 @@ def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[C
         output.retain_grad()
         x = inputs[0] if inputs else named["input"]
         seen.setdefault(name, []).append((x.detach().clone(), output))
-        return output.clone()  # an in-place activation behind the layer leaves the kept one alone
+        return output.clone()  # an in-place activation must not change the kept output
 
     by_name = {layer.name: layer for layer in layers}
     inside = {id(layer.parameters[0]): layer for layer in by_name.values() if in_attention(layer)}
@@ -60,7 +61,7 @@ def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[C
 
 @contextmanager
 def _linear_maps(inside: Mapping[int, Any], seen: dict[str, list[Any]]) -> Iterator[None]:
-    """Inside, uses of attentions' projections, by the identity of their weight, are `seen`."""
+    """Record uses of attentions' projections in `seen`; `inside` finds layers by id of weight."""
     plain = F.linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -90,12 +91,12 @@ def _linear_maps(inside: Mapping[int, Any], seen: dict[str, list[Any]]) -> Itera
 
 
 def in_attention(layer: Any) -> bool:
-    """Whether a layer is a projection that an attention computes without a module for it."""
+    """Return whether a layer is a projection inside an attention, without a module of its own."""
     return isinstance(layer.module, nn.MultiheadAttention)
 
 
 def as_module(layer: Any) -> Any:
-    """The layer, of a module that computes it alone: a projection is that of a `Linear`."""
+    """Return the layer of a separate module: a projection becomes a layer of a `Linear`."""
     if not in_attention(layer):
         return layer
     weight, *bias = layer.parameters
@@ -107,9 +108,9 @@ def as_module(layer: Any) -> Any:
 
 
 def _call(layer: Any, x: Tensor, g: Tensor) -> Call:
-    """A call; an example without a batch dimension is a batch of one.
+    """Return a call; an example without a batch dimension is a batch of one.
 
-    Inside an attention positions come before examples.
+    Inside an attention, positions come before examples.
     """
     if in_attention(layer):
         return Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1))
@@ -117,7 +118,7 @@ def _call(layer: Any, x: Tensor, g: Tensor) -> Call:
 
 
 def output_vectors(layer: Any, g: Tensor) -> Tensor:
-    """All `g`, or outputs, `[batch, shared, groups, outputs]`."""
+    """Return all `g`, or outputs, `[batch, shared, groups, outputs]`."""
     if not layer.spatial:
         return layer.outputs(g).unsqueeze(2)
     return g.reshape(len(g), layer.shape.groups, layer.shape.outputs, -1).movedim(3, 1)
@@ -125,9 +126,9 @@ def output_vectors(layer: Any, g: Tensor) -> Tensor:
 
 @torch.no_grad()
 def input_vectors(layer: Any, x: Tensor) -> Tensor:
-    """All `a` `[batch, shared, groups, inputs]`, as the layer's module shows them.
+    """Return all `a` `[batch, shared, groups, inputs]`, from outputs of the layer's module.
 
-    Its outputs are linear in its weight: where the rows of that are unit vectors, they are the
+    Outputs are linear in the weight. If the rows of the weight are unit vectors, outputs are the
     elements of `a`.
     """
     probe, shape = copy.deepcopy(layer), layer.shape
@@ -137,22 +138,22 @@ def input_vectors(layer: Any, x: Tensor) -> Tensor:
         probe.write_values(probe.parts(matrix.view(shape.gradient)))
         return output_vectors(layer, probe.module(x))
 
-    rest, found = outputs(), []  # of a bias that is not trained
+    rest, found = outputs(), []  # outputs of a frozen bias
     for start in range(0, shape.inputs, shape.outputs):
         rows = torch.arange(min(shape.outputs, shape.inputs - start))
         matrix.zero_()[:, rows, start + rows] = 1
         found.append((outputs() - rest)[..., : len(rows)])
     vectors = torch.cat(found, -1)
     if (padding := getattr(layer.module, "padding_idx", None)) is not None:
-        vectors[..., padding] = 0  # an embedding's, which has no gradient
+        vectors[..., padding] = 0  # the padding of an embedding has no gradient
     return vectors
 
 
 def factors(layer: Any, uses: Sequence[Call]) -> dict[str, Tensor]:
-    """A and G `[groups, order, order]`, of those that the layer has.
+    """Return the layer's factors A and G `[groups, order, order]`.
 
-    A is the mean of `a a^T`, G the sum of `g g^T` times the batch; of a normalisation, A is such a
-    sum, of examples' gradients.
+    A is the mean of `a a^T`, and G is the sum of `g g^T` times the batch. For a normalisation, A is
+    the sum of products of examples' gradients, times the batch.
     """
     if is_norm(layer):
         own = torch.cat([norm_gradients(layer, call) for call in uses])
@@ -166,7 +167,7 @@ def factors(layer: Any, uses: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def gradients(layer: Any, call: Call) -> Tensor:
-    """Each example's `sum(g a^T)` over positions `[batch, groups, outputs, inputs]`."""
+    """Return each example's `sum(g a^T)` over positions `[batch, groups, outputs, inputs]`."""
     if is_norm(layer):
         return norm_gradients(layer, call).unsqueeze(2)
     g, a = output_vectors(layer, call.g), input_vectors(layer, call.x)
@@ -174,7 +175,7 @@ def gradients(layer: Any, call: Call) -> Tensor:
 
 
 def gradients_alone(layer: Any, call: Call) -> Tensor:
-    """The same by autograd, of each example put through the module alone."""
+    """Return each example's gradient by autograd, from separate passes through the module."""
     own, found = copy.deepcopy(layer), []
     for x, g in zip(call.x.split(1), call.g.split(1)):
         parts = torch.autograd.grad(own.module(x), own.parameters, g)
@@ -185,7 +186,7 @@ def gradients_alone(layer: Any, call: Call) -> Tensor:
 
 
 def gradient_of(layer: Any) -> Tensor:
-    """The gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
+    """Return the gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
     shape = layer.shape
     matrix = torch.zeros(shape.gradient).to(layer.parameters[0])
     layer.read_gradient(layer.parts(matrix))
@@ -193,19 +194,19 @@ def gradient_of(layer: Any) -> Tensor:
 
 
 def is_norm(layer: Any) -> bool:
-    """Whether a layer is a normalisation: it scales and shifts, and multiplies by no matrix."""
+    """Return whether a layer is a normalisation: a scale and a shift, without a matrix."""
     return isinstance(layer.module, tuple(mpikfac.NORMS))
 
 
 @torch.no_grad()
 def norm_gradients(layer: Any, call: Call) -> Tensor:
-    """Each example's gradient of what is trained of scale and shift `[batch, units, 1 or 2]`."""
+    """Return each example's gradient of the trained scale and shift `[batch, units, 1 or 2]`."""
     module = copy.deepcopy(layer.module)
     for name, parameter in module.named_parameters():
         parameter.fill_(float(name == "weight"))
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units come last, elsewhere after the batch
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last, else after the batch
         sums = [one.reshape(len(one), -1, layer.shape.groups).sum(1) for one in trained]
     else:
         sums = [one.reshape(len(one), layer.shape.groups, -1).sum(2) for one in trained]
@@ -216,13 +217,13 @@ def norm_gradients(layer: Any, call: Call) -> Tensor:
 
 
 def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """`(G (x) A + damping I)^-1 gradient`, with the product written out."""
+    """Return `(G (x) A + damping I)^-1 gradient`, computed with the full Kronecker product."""
     matrix = torch.kron(g, a) + damping * torch.eye(gradient.numel(), dtype=gradient.dtype)
     return torch.linalg.solve(matrix, gradient.reshape(-1)).view_as(gradient)
 
 
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """The same with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
+    """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
     damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
     damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)
@@ -236,9 +237,9 @@ SOLVES: Mapping[str, Callable[..., Tensor]] = {
 
 
 def solve(solver: str, gradient: Tensor, sides: Mapping[str, Tensor], damping: float) -> Tensor:
-    """What that solver makes of a gradient `[groups, outputs, inputs]`, group by group.
+    """Return a solver's direction for a gradient `[groups, outputs, inputs]`, group by group.
 
-    The identity stands for a side that a layer lacks; all of the damping is the other's then.
+    The identity replaces a missing side of a layer; the existing side then gets the whole damping.
     """
     eye = partial(torch.eye, dtype=gradient.dtype)
     groups, outputs, inputs = gradient.shape

@@ -1,1 +1,1 @@
-"""Programs that read a checkpoint: its contents, its spectra, and an export as plain files."""
+"""Read a checkpoint: print the contents and spectra, and export plain files."""

@@ -1,9 +1,9 @@
-"""Writes weights and factors of a checkpoint as files that are read without mpikfac. No MPI.
+"""Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
 
     mpikfac export runs/a --weights model.pt --factors factors.npz
 
-`torch.load("model.pt", weights_only=True)` is the model's state_dict; `np.load("factors.npz")` has
-the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
+`torch.load("model.pt", weights_only=True)` returns the model's state_dict. `np.load("factors.npz")`
+returns the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODEL = "model/"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the files; 2 after printing why one cannot be written."""
+    """Write the files; return 2 after printing an error."""
     options = parse(argv)
     try:
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked one by one."""
+    """Return the options, checked one by one."""
     parser = Parser(prog="mpikfac export", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("path", type=Path, help="a checkpoint, or a run: its newest one")
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def weights_file(text: str) -> Path:
-    """The new file that `text` names, of a kind that can be written here."""
+    """Return the new file in `text`, after a check of the file's kind."""
     path = new_file(text, ".pt", ".safetensors")
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise argparse.ArgumentTypeError(
@@ -68,12 +68,12 @@ def weights_file(text: str) -> Path:
 
 
 def factors_file(text: str) -> Path:
-    """The new file that `text` names."""
+    """Return the new file in `text`."""
     return new_file(text, ".npz")
 
 
 def new_file(text: str, *kinds: str) -> Path:
-    """The path `text` of one of these kinds, if there is no such file yet."""
+    """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
     path = Path(text)
     if path.suffix not in kinds:
         raise argparse.ArgumentTypeError(f"{path} must end in {' or '.join(kinds)}")
@@ -83,17 +83,17 @@ def new_file(text: str, *kinds: str) -> Path:
 
 
 def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The model's state_dict."""
+    """Return the model's state_dict."""
     names = (name for name in checkpoint if name.startswith(MODEL))
-    # Cloned, as `torch.save` writes all of the memory that a tensor is a view of.
+    # Cloned, because `torch.save` writes the whole memory behind a view.
     return {name.removeprefix(MODEL): checkpoint[name].clone() for name in names}
 
 
 def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """The factors `[n, n]` by name, see `spectra.factors` for other forms.
+    """Return the factors `[n, n]` by name; `spectra.factors` describes further shapes.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the checkpoint has no factors.
     """
     layers = spectra.layers(checkpoint)
     if not layers:
@@ -106,10 +106,10 @@ def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """The file holds `content`, on disk; it is complete or absent.
+    """Write `content` to a file on disk; the file is complete or absent.
 
     Raises:
-        ValueError: it cannot be written.
+        ValueError: the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -126,21 +126,21 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def save_pt(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
-    """Writes a state_dict for `torch.load`."""
-    image = io.BytesIO()  # of a full disk, `torch.save` would say "unexpected pos"
+    """Write a state_dict for `torch.load`."""
+    image = io.BytesIO()  # on a full disk, `torch.save` says "unexpected pos"
     torch.save(tensors, image)
     file.write(image.getbuffer())
 
 
 def save_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
-    """Writes a state_dict for `safetensors.torch.load_file`."""
+    """Write a state_dict for `safetensors.torch.load_file`."""
     from safetensors.torch import save
 
     file.write(save(tensors, {"format": "pt"}))
 
 
 def save_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
-    """Writes arrays for `numpy.load`."""
+    """Write arrays for `numpy.load`."""
     np.savez(file, **arrays)
 
 

@@ -1,8 +1,8 @@
-"""Checks a checkpoint and prints what it holds, with the spectra of K-FAC's factors. No MPI.
+"""Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
 
     mpikfac inspect runs/a --picture spectra.png
 
-Exit code 1: the checkpoint is damaged, or of another format version.
+Exit code 1: the checkpoint is damaged, or has an unknown format version.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mpikfac_apps.cli import Parser, checkpoint_at
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.text import show, table
 
-ADAPTED = "kfac/damping"  # what a damping that is adapted has come to
+ADAPTED = "kfac/damping"  # present value of an adapted damping
 NONE = "eigen", 0.0, False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints what a checkpoint holds; 1 if it is damaged, 2 if there is none."""
+    """Print the contents of a checkpoint; return 1 for damage, 2 without a checkpoint."""
     options = parse(argv)
     try:
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options, checked one by one."""
+    """Return the options, checked one by one."""
     parser = Parser(prog="mpikfac inspect", description=__doc__.partition("\n")[0])
     parser.add_argument("path", type=Path, help="a checkpoint, or a run: its newest one")
     parser.add_argument("--picture", type=picture, metavar="FILE", help="spectra as .png or .svg")
@@ -65,14 +65,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def picture(text: str) -> Path:
-    """The file that `text` names."""
+    """Return the file in `text`."""
     if Path(text).suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{text} must end in .png or .svg")
     return Path(text)
 
 
 def faults_of(checkpoint: Any) -> dict[str, str]:
-    """What is wrong with each shard, empty if every item can be read back."""
+    """Return the fault of each shard; "" if every item of the shard can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
         if not faults[item["shard"]]:
@@ -84,7 +84,7 @@ def faults_of(checkpoint: Any) -> dict[str, str]:
 
 
 def heading(checkpoint: Any) -> list[str]:
-    """Which checkpoint it is."""
+    """Return lines with the path, step, format version, time and size of the checkpoint."""
     manifest = checkpoint.path / "manifest.json"
     version = json.loads(manifest.read_bytes())["version"]
     written = datetime.fromtimestamp(manifest.stat().st_mtime).astimezone()
@@ -96,7 +96,7 @@ def heading(checkpoint: Any) -> list[str]:
 
 
 def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
-    """Size and state of every file, and what is wrong with some."""
+    """Return lines with size and state of every file, and the faults of damaged files."""
     rows = [("file", "bytes", "BLAKE3 and items")]
     for file, shard in checkpoint.shards.items():
         rows.append((file, f"{shard['size']:,}", "damaged" if faults[file] else "ok"))
@@ -104,7 +104,7 @@ def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
 
 
 def contents(checkpoint: Any) -> list[str]:
-    """Items and bytes of every group."""
+    """Return lines with items and bytes of every group."""
     items, sizes = Counter(), Counter()
     for name, item in checkpoint.described().items():
         items[group(name)] += 1
@@ -114,7 +114,7 @@ def contents(checkpoint: Any) -> list[str]:
 
 
 def group(item: str) -> str:
-    """What an item belongs to: model, optimizer, factors, bases, run, ..."""
+    """Return the group of an item: model, optimizer, factors, bases, run, ..."""
     first, *more = item.split("/")
     return more[0] if first == "kfac" and len(more) > 1 else first
 
@@ -122,7 +122,7 @@ def group(item: str) -> str:
 def curvature(
     found: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
 ) -> list[str]:
-    """Every layer's spectra in numbers."""
+    """Return lines with every layer's spectra in numbers."""
     eigenvalues = ("mean", "largest", "smallest")
     rows = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
     for spectrum, condition in zip(found, conditions):
@@ -133,22 +133,23 @@ def curvature(
 
 
 def numbers(values: Tensor) -> tuple[str, ...]:
-    """Order of a factor, and its mean, largest and smallest eigenvalue; dashes for none."""
+    """Return order of a factor, and mean, largest and smallest eigenvalue; dashes for no factor."""
     if not len(values):
         return ("-",) * 4
     return str(len(values)), *(f"{value:.2e}" for value in (values.mean(), values[-1], values[0]))
 
 
 def solver_in(solvers: str, layer: str) -> str:
-    """The solver of a layer, of what a checkpoint says: "eigen, conv1: inverse" and so on."""
+    """Return the solver of a layer, from a checkpoint's text such as "eigen, conv1: inverse"."""
     run, *others = solvers.split(", ")
     return dict(other.split(": ") for other in others).get(layer, run)
 
 
 def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
-    """Solvers and damping of the run that a checkpoint lies in, and whether that is relative.
+    """Return solvers and damping of the checkpoint's run, and whether the damping is relative.
 
-    Eigenbases without damping if no run is there; the damping that was reached if it is adapted.
+    Without a run directory, the answer is eigenbases without damping. If the damping is adapted,
+    the answer is the damping in the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
     solver = checkpoint.get("kfac/solver")
@@ -161,6 +162,6 @@ def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
 
 
 def described(solver: str, damping: float, relative: bool) -> str:
-    """How factors are inverted, in words."""
+    """Describe the inversion of factors in words."""
     kind = "relative damping" if relative else "damping"
     return f"{kind} {damping:g} and solver {solver}" if damping else "no damping (none is known)"

@@ -1,4 +1,4 @@
-"""Eigenvalues of K-FAC's factors, how hard they are to invert, and a picture of both."""
+"""Compute and draw eigenvalues of K-FAC's factors, and condition numbers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ import mpikfac
 FACTORS = "kfac/factors/"
 NONE = torch.empty(0, dtype=torch.float64)
 COLUMNS = 200  # of the picture of a spectrum
-FLOOR = 1e-8  # of the picture: float32 factors hold nothing below it, relative to their largest
+FLOOR = 1e-8  # of the picture, relative to the largest: float32 holds nothing smaller
 
 
 @dataclass(frozen=True)
 class Spectrum:
     """A layer's eigenvalues in ascending order, of A `[inputs]` and of G `[outputs]`.
 
-    Those of all groups of a layer and of all blocks of a factor are taken together; there are none
-    of a factor that is the identity.
+    A spectrum joins the eigenvalues of all groups of a layer and of all blocks of a factor. A
+    factor that is the identity has no eigenvalues.
     """
 
     layer: str
@@ -34,11 +34,11 @@ class Spectrum:
     g: Tensor
 
     def condition(self, solver: str, damping: float, relative: bool = False) -> float:
-        """Largest by smallest eigenvalue of what this solver inverts for `A (x) G`.
+        """Return largest by smallest eigenvalue of the matrix that a solver inverts for `A (x) G`.
 
-        Of "ekfac", that of the products that its eigenvalues start as. Rounding leaves eigenvalues
-        below 0, which count as 0. For a layer of several groups it is that of all pairs of an A and
-        a G, an upper bound.
+        For "ekfac", the matrix has the products that the solver's eigenvalues start from. Rounding
+        leaves eigenvalues below 0, which count as 0. For a layer of several groups, the number
+        covers all pairs of an A and a G: an upper bound.
         """
         a, g = (v[[0, -1]].clamp(min=0) if len(v) else torch.ones(2) for v in (self.a, self.g))
         unit_a, unit_g = (v.mean() if len(v) and relative else 1.0 for v in (self.a, self.g))
@@ -58,21 +58,21 @@ class Spectrum:
 
 
 def layers(names: Iterable[str]) -> list[str]:
-    """The layers whose factors are among a checkpoint's items, in natural order."""
+    """Return the layers whose factors are among a checkpoint's items, in natural order."""
     found = (name.removeprefix(FACTORS) for name in names if name.startswith(FACTORS))
     return sorted({name.rpartition(".")[0] for name in found}, key=natural)
 
 
 def natural(name: str) -> list[str | int]:
-    """A key that sorts "layer2" before "layer10"."""
+    """Return a key that sorts "layer2" before "layer10"."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
-    """A layer's averages by name: A `[inputs, inputs]` and G `[outputs, outputs]`, if there are.
+    """Return a layer's existing averages by name: A `[inputs, inputs]` and G `[outputs, outputs]`.
 
-    `[count, n, n]` where the layer has groups or a factor is a diagonal; "A0", "A1" and so on are
-    blocks along the diagonal of A.
+    The shape is `[count, n, n]` if the layer has groups or a factor is a diagonal. "A0", "A1" and
+    so on are blocks along the diagonal of A.
     """
     layer_and_side = (name.rpartition(".") for name in checkpoint)
     found = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
@@ -81,13 +81,13 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
 
 
 def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
-    """All layers' spectra, with a bar on a terminal: an order of 4,608 takes seconds."""
+    """Return all layers' spectra; a terminal shows a bar, because order 4,608 takes seconds."""
     names = tqdm(layers(checkpoint), unit="layer", leave=False, disable=None)
     return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
 
 
 def sides(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Eigenvalues of A and of G of a layer's factors."""
+    """Return eigenvalues of A and of G of a layer's factors."""
     a, g = (
         [eigenvalues(factor) for name, factor in found.items() if name.startswith(side)]
         for side in "AG"
@@ -96,9 +96,9 @@ def sides(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def eigenvalues(factor: Tensor) -> Tensor:
-    """In ascending order `[n]`; NaN if the factor is not finite.
+    """Return eigenvalues in ascending order `[n]`; NaN for a non-finite factor.
 
-    In float64: the small ones of a float32 factor are below what float32 can tell from 0.
+    The computation is in float64: float32 cannot tell small eigenvalues of a float32 factor from 0.
     """
     if not factor.isfinite().all():
         return torch.full([factor.shape[:-1].numel()], torch.nan, dtype=torch.float64)
@@ -106,7 +106,7 @@ def eigenvalues(factor: Tensor) -> Tensor:
 
 
 def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
-    """A line per layer: spectra of A and G in colours, and condition numbers."""
+    """Draw a line per layer: spectra of A and G in colours, and condition numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,9 +142,9 @@ def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, pat
     edge = axes[2].get_yaxis_transform()
     axes[2].plot([0.97] * len(infinite), infinite, ">", transform=edge)
     axes[2].set(title="condition number", xscale="log", xlabel="(triangles: infinite)")
-    axes[2].xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())  # they overlap
+    axes[2].xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())  # minor labels overlap
     finite = [condition for condition in conditions if condition < math.inf]
-    if finite:  # at least two powers of ten, which have labels
+    if finite:  # labels need at least two powers of ten
         axes[2].set_xlim(10 ** math.floor(math.log10(min(finite))), 10 * max(finite))
     axes[2].grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)
@@ -154,7 +154,7 @@ def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, pat
 
 
 def profile(values: Tensor) -> Tensor:
-    """A spectrum as `COLUMNS` of its eigenvalues, the largest one first and equal to 1."""
+    """Return a spectrum as `COLUMNS` eigenvalues, the largest first and scaled to 1."""
     if not len(values):
         return torch.full([COLUMNS], torch.nan)
     chosen = torch.linspace(len(values) - 1, 0, COLUMNS).round().long()
