@@ -1,11 +1,11 @@
-"""How far a reader has to follow a step: calls and changes of file inside the library.
+"""Count calls and changes of file inside the library in a step: the path of a reader.
 
     mpirun -n 4 python -m mpi4py benchmarks/calls.py [linear|conv] [inverse|eigen|rank-one] [--list]
 
 Counts the Python functions of mpikfac, in all rooms, that a training step with new factors and
-bases enters, and how often 2 consecutive functions lie in different files. The step is the second
-step: everything that is bound once is bound. Every further layer is the difference between models
-of 3 layers and of 2 layers; on the rank that owns the layer, and on the other ranks at most.
+bases enters, and the changes of file between consecutive functions. The step is the second step,
+after everything is bound. Every further layer is the difference between models of 3 layers and of 2
+layers: on the rank that owns the layer, and the largest count on the remaining ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def told(what: str, calls: int, files: int) -> None:
 
 
 def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
-    """Return file and name of every library function that a step enters; the last layer's owner."""
+    """Return file and name of all library functions of a step, and the last layer's owner."""
     comm = mpikfac.world()
     torch.manual_seed(0)
     model = nn.Sequential(*(LAYERS[kind]() for _ in range(layers)))
@@ -60,7 +60,7 @@ def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        # Comprehensions and lambdas are not places that a reader goes to.
+        # Readers do not go to comprehensions and lambdas.
         if event == "call" and LIBRARY in Path(code.co_filename).parents and code.co_name[0] != "<":
             calls.append((str(Path(code.co_filename).relative_to(LIBRARY)), code.co_name))
 
@@ -68,7 +68,7 @@ def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
     model(x).square().mean().backward()
     kfac.step()
     optimizer.zero_grad()
-    with torch.autograd.set_multithreading_enabled(False):  # hooks run, and are seen, here
+    with torch.autograd.set_multithreading_enabled(False):  # `note` sees hooks of one thread
         sys.setprofile(note)
         model(x).square().mean().backward()
         kfac.step()

@@ -1,11 +1,11 @@
-"""What checkpoints of ResNet-50 with factors and inverses cost, against plain writes and copies.
+"""Time checkpoints of ResNet-50 with factors and inverses, against plain writes and copies.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/checkpoint.py --root DIRECTORY
 
-A plain write is a rank's share of the bytes as one `write` and `fsync`, on all ranks at once, to a
-new file, as checkpoints are. Training is steps without refreshes; it loses what the same number of
-steps takes longer while a checkpoint is written beside them. Seconds are those of the slowest rank,
-medians over the repetitions.
+A plain write is a rank's share of the bytes as a single `write` and `fsync`, on all ranks at once,
+to a new file, as for checkpoints. Training means steps without refreshes. The cost to training is
+the extra time of the same number of steps while a checkpoint is written. Seconds are seconds of the
+slowest rank, medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Body = Callable[[], Any]
 
 
 def main() -> None:
-    """Prints the table.
+    """Print the table.
 
     Collective over: world.
     """
@@ -56,13 +56,13 @@ def main() -> None:
 
 
 def make_training(options: argparse.Namespace, comm: MPI.Intracomm) -> tuple[mpikfac.KFAC, Body]:
-    """A trainer that has factors and inverses, and a step of it that refreshes neither.
+    """Return a trainer with factors and inverses, and a step that refreshes neither.
 
     Collective over: comm.
     """
     torch.manual_seed(0)
     model = models.build(options.model, classes=1000).to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # stays finite
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)  # weights stay finite
     often = {"factor_every": 10**6, "basis_every": 10**6}
     trainer = mpikfac.KFAC(model, optimizer, comm, damping=0.03, **often)
     images = torch.randn(options.batch, 3, options.size, options.size)
@@ -78,7 +78,7 @@ def make_training(options: argparse.Namespace, comm: MPI.Intracomm) -> tuple[mpi
 
 
 def measure_saving(comm: MPI.Intracomm, items: Any, root: Path, repeat: int) -> int:
-    """Prints how `save_checkpoint` compares with plain writes; bytes of this rank's share.
+    """Print `save_checkpoint` against plain writes; return the bytes of this rank's share.
 
     Collective over: comm.
     """
@@ -109,7 +109,7 @@ def measure_saving(comm: MPI.Intracomm, items: Any, root: Path, repeat: int) -> 
 def measure_writer(
     comm: MPI.Intracomm, trainer: Any, step: Body, root: Path, share: int, repeat: int
 ) -> None:
-    """Prints what training loses to a `CheckpointWriter`.
+    """Print the cost of a `CheckpointWriter` to training.
 
     Collective over: comm.
     """
@@ -137,7 +137,7 @@ def measure_writer(
 
 
 def resume(comm: MPI.Intracomm, trainer: Any, root: Path) -> None:
-    """The trainer goes on from the newest checkpoint.
+    """Resume the trainer from the newest checkpoint.
 
     Collective over: comm.
     """
@@ -145,16 +145,16 @@ def resume(comm: MPI.Intracomm, trainer: Any, root: Path) -> None:
 
 
 def write(path: Path, content: Any) -> None:
-    """A plain write and fsync."""
+    """Write and fsync a new file."""
     with open(path, "wb", buffering=0) as file:
         done = 0
-        while done < len(content):  # Linux takes 2 GiB at a time
+        while done < len(content):  # Linux writes at most 2 GiB per call
             done += file.write(content[done:])
         os.fsync(file.fileno())
 
 
 def seconds(comm: MPI.Intracomm, body: Body) -> float:
-    """How long the slowest rank takes.
+    """Return the time of the slowest rank.
 
     Collective over: comm.
     """
@@ -165,7 +165,7 @@ def seconds(comm: MPI.Intracomm, body: Body) -> float:
 
 
 def peak(reset: bool = False) -> int:
-    """Bytes of this process's resident set at its largest, since the last reset."""
+    """Return the bytes of the process's largest resident set since the last reset."""
     if reset:
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status").read_text()
@@ -173,7 +173,7 @@ def peak(reset: bool = False) -> int:
 
 
 def tell(comm: MPI.Intracomm, line: str) -> None:
-    """Rank 0 prints the line."""
+    """Print the line on rank 0."""
     if comm.rank == 0:
         print(line, flush=True)
 

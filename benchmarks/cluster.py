@@ -1,4 +1,4 @@
-"""Step times of all strategies on this network, beside what the model predicts for them.
+"""Measure step times of all strategies on the present network, and print predictions beside.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     bash jobs/emulated_cluster.sh run python -m mpi4py apps/calibrate.py --out 1gbit.json \
@@ -6,12 +6,12 @@
     bash jobs/emulated_cluster.sh run python -m mpi4py benchmarks/cluster.py --machine 1gbit.json \
         --model resnet20 --data DIRECTORY --json cluster.json
 
-A round is a refresh interval of each strategy in turn; a strategy's step is the mean over an
-interval, the median over rounds. Communication is what passes in its stages on the rank that comes
-last to each; that of K-FAC is what a strategy has more of than plain SGD in the same round.
-Messages and decompositions are those of the file; what the network computes is measured between the
-rounds, as a shared machine is now faster and now slower.
-Strategies with curvature ranks are left out: they train on fewer ranks than the others.
+A round is a refresh interval of each strategy in turn. A strategy's step is the mean over an
+interval, the median over rounds. Communication is the time in communication stages on the rank that
+comes last to each stage. The communication of K-FAC is a strategy's surplus over plain SGD in the
+same round. Predictions take messages and decompositions from the machine file. The network's
+computing time is measured between the rounds, because the speed of a shared machine changes.
+Strategies with curvature ranks are left out, because fewer ranks train.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STRATEGIES = [
 
 
 def main() -> None:
-    """Prints the table and writes the figures.
+    """Print the table and write the figures.
 
     Collective over: world.
     """
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 class Images:
-    """This rank's shards of CIFAR-10, one after the other."""
+    """The rank's shards of CIFAR-10, one after the other."""
 
     def __init__(self, comm: Any, options: argparse.Namespace) -> None:
         found = datasets.load("cifar10", options.data, 4096)
@@ -90,7 +90,7 @@ class Images:
         self.rank, self.ranks, self.batch, self.step = comm.rank, comm.size, options.batch, 0
 
     def next(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The next shard."""
+        """Return the next shard."""
         start = (self.step * self.ranks + self.rank) * self.batch % len(self.images)
         self.step += 1
         some = slice(start, start + self.batch)
@@ -98,7 +98,7 @@ class Images:
 
 
 def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> tuple[Any, Step]:
-    """A trainer of that strategy after an interval, and a step of it.
+    """Return a trainer of the strategy after an interval, and a step of the trainer.
 
     Collective over: world.
     """
@@ -130,14 +130,14 @@ def make(comm: Any, name: str, options: argparse.Namespace, images: Images) -> t
 
 
 def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, float]:
-    """Seconds per step, and of these in communication, over an interval of so many.
+    """Return seconds per step, and seconds of communication per step, over `steps` steps.
 
     Collective over: world.
     """
     mine = []
     comm.Barrier()
     start = time.perf_counter()
-    for _ in range(steps):  # with nothing in between: what is sent beside would go on in there
+    for _ in range(steps):  # without pauses, in which overlapped messages could proceed
         trainer.trace.clear()
         step()
         mine.append({stage: trainer.trace.seconds[stage] for stage in mpikfac.trace.COMMUNICATION})
@@ -155,7 +155,7 @@ def interval(comm: Any, trainer: Any, step: Step, steps: int) -> tuple[float, fl
 def row(
     name: str, found: dict[str, list[tuple[float, float]]], predicted: mpikfac.predict.Prediction
 ) -> dict[str, Any]:
-    """What was found of a strategy, beside what was predicted."""
+    """Return the measured and predicted numbers of a strategy."""
     own, sgd = found[name], found.get("sgd", found[name])
     return {
         "strategy": name,
@@ -169,7 +169,7 @@ def row(
 
 
 def report(options: argparse.Namespace, ranks: int, rows: list[dict[str, Any]]) -> None:
-    """Prints the table, fastest first, and writes the file."""
+    """Print the table, fastest first, and write the file."""
     rows = sorted(rows, key=lambda row: row["step"])
     head = ("strategy", "step ms", "predicted", "off by", "comm. ms", "of K-FAC", "sent MB")
     lines = [head]
@@ -182,7 +182,7 @@ def report(options: argparse.Namespace, ranks: int, rows: list[dict[str, Any]]) 
     print(f"{options.model}, {ranks} ranks, {options.batch} images each, {options.machine}")
     print("\n".join(table(lines)))
     offs = [abs(row["predicted"] / row["step"] - 1) for row in rows]
-    pairs = list(itertools.combinations(rows, 2))  # the first one is the faster one
+    pairs = list(itertools.combinations(rows, 2))  # faster strategy first
     right = sum(a["predicted"] <= b["predicted"] for a, b in pairs)
     within = sum(off <= 0.15 for off in offs)
     print(f"within 15 %: {within} of {len(rows)}; the farthest is off by {max(offs):.0%}")

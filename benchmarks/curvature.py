@@ -1,10 +1,10 @@
-"""Which options of K-FAC help: test accuracy within a small budget, each tuned alike.
+"""Compare options of K-FAC: test accuracy within a small budget, all tuned alike.
 
     OMP_NUM_THREADS=1 python benchmarks/curvature.py vit_small --data DIR --out runs/curvature
 
 Every way to train a network is tried with three settings and seed 0; the best setting then gets
-seeds 1 and 2. What a run came to goes to `NETWORK.json` beside this script's tables, in
-`benchmarks/curvature`, and a run that stands there is not repeated. `--table` prints what is there.
+seeds 1 and 2. Results go to `NETWORK.json` in `benchmarks/curvature`, next to the tables of this
+script. Runs with results in the file are not repeated. `--table` prints the existing results.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Settings = dict[str, str]
 
 
 def kfac(*tried: Settings, **always: str) -> tuple[str, list[Settings]]:
-    """K-FAC as it is plainly, but for `always` and what is tried."""
+    """Return settings of plain K-FAC, changed by `always` and by each of `tried`."""
     changed = {f"kfac.{key}": value for key, value in always.items()}
     return "kfac", [{**PLAIN, **changed, **settings} for settings in tried]
 
 
 def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, list[Settings]]:
-    """An optimizer without K-FAC at several learning rates."""
+    """Return settings of an optimizer without K-FAC at several learning rates."""
     return optimizer, [{"lr": rate, **always} for rate in rates]
 
 
@@ -74,7 +74,7 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
 
 
 def main() -> int:
-    """Runs what is missing of a network, then prints its table."""
+    """Run all missing runs of a network, then print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("network", choices=WAYS)
     parser.add_argument("--ways", nargs="+", help="some of its ways; else all")
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 class Known:
-    """What the runs of a network came to, by optimizer, settings and seed."""
+    """Results of the runs of a network, by optimizer, settings and seed."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -103,11 +103,11 @@ class Known:
         self.runs = self.read()
 
     def read(self) -> dict[str, list[dict[str, float]]]:
-        """What is known; another process may add to it."""
+        """Return the results in the file; a second process may add results."""
         return json.loads(self.file.read_text()) if self.file.exists() else {}
 
     def run(self, way: str, settings: Settings, seed: int) -> float:
-        """Test accuracy at the end, in percent, of a run that is made unless it is known."""
+        """Return a run's final test accuracy in percent; train only if the result is missing."""
         optimizer = WAYS[self.options.network][way][0]
         name = self.name(optimizer, settings, seed)
         if name not in self.runs:
@@ -120,21 +120,21 @@ class Known:
         return 100 * self.runs[name][-1]["test_accuracy"]
 
     def name(self, optimizer: str, settings: Settings, seed: int) -> str:
-        """A run's name: where its settings differ from the plain ones, and its seed."""
+        """Return a run's name: the settings that differ from the plain settings, and the seed."""
         said = [f"{k.rpartition('.')[2]}={v}" for k, v in settings.items() if PLAIN.get(k) != v]
         return ",".join([optimizer, *said, f"seed={seed}"])
 
     def tried(self, way: str) -> list[tuple[float, Settings]]:
-        """What each setting came to with the first seed."""
+        """Return the result of each setting with the first seed."""
         grid = WAYS[self.options.network][way][1]
         return [(self.run(way, settings, SEEDS[0]), settings) for settings in grid]
 
     def best(self, way: str) -> Settings:
-        """The setting that came to most with the first seed."""
+        """Return the best setting with the first seed."""
         return max(self.tried(way), key=lambda found: found[0])[1]
 
     def report(self) -> None:
-        """Prints a row for each way of which all runs are known."""
+        """Print a row for each way with complete results."""
         for way, (optimizer, grid) in WAYS[self.options.network].items():
             first = [self.name(optimizer, settings, SEEDS[0]) for settings in grid]
             if not self.runs.keys() >= set(first):

@@ -1,4 +1,4 @@
-"""The input factor of a depthwise convolution in two ways, beside the layer's own passes.
+"""Time two ways to the input factor of a depthwise convolution, and the layer's own passes.
 
 OMP_NUM_THREADS=1 python benchmarks/depthwise.py
 """
@@ -21,7 +21,7 @@ REPEAT = 9
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Median of several times, after one that does not count."""
+    """Return the median of several times, after a call that does not count."""
     work()
     found = []
     for _ in range(REPEAT):
@@ -32,7 +32,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    """Prints milliseconds in both formats of images."""
+    """Print milliseconds in both formats of images."""
     torch.set_num_threads(1)
     groups = SHAPE[1]
     window = Window((3, 3), (1, 1), ((1, 1), (1, 1)), (1, 1))

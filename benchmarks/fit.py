@@ -1,10 +1,10 @@
-"""Time to see whether a decomposition still fits its factor, beside the time to make it anew.
+"""Time the check of a decomposition against its factor, and time a new decomposition.
 
     export OMP_NUM_THREADS=1
     python benchmarks/fit.py
 
-Prints a row per order: milliseconds, medians of one thread, of what `Strategy(tolerance=...)` does
-and of the whole residual, which it does not take.
+Prints a row per order: milliseconds, medians on one thread, of the check in
+`Strategy(tolerance=...)`, and of the whole residual, which the library does not compute.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WAYS = ("order", "eigh", "its check", "inverse", "its check", "whole residual")
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     torch.set_num_threads(1)
     print(f"| {' | '.join(WAYS)} |\n|{'---|' * len(WAYS)}")
     for order in ORDERS:
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def ways(order: int) -> list[Callable[[], object]]:
-    """What is timed, for one random factor and its decompositions."""
+    """Return the timed functions, for a random factor and its decompositions."""
     torch.manual_seed(0)
     rows = torch.randn(2 * order, order)
     factor = rows.T @ rows / len(rows)
@@ -50,14 +50,14 @@ def ways(order: int) -> list[Callable[[], object]]:
 
 
 def whole_residual(matrix: Tensor, inverse: Tensor) -> float:
-    """Norm of `matrix @ inverse - I`, relative to that of I."""
+    """Return the norm of `matrix @ inverse - I`, relative to the norm of I."""
     residual = product(matrix, inverse)
     residual.diagonal().sub_(1)
     return residual.norm().item() / len(matrix) ** 0.5
 
 
 def milliseconds(work: Callable[[], object], repetitions: int) -> float:
-    """Median of `repetitions` calls, after one that does not count."""
+    """Return the median of `repetitions` calls, after a call that does not count."""
     times = []
     for _ in range(repetitions + 1):
         start = time.perf_counter()

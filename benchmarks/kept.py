@@ -1,10 +1,10 @@
-"""What keeping averages and decompositions in bfloat16 does to directions, and what it saves.
+"""Measure errors of directions and savings with averages and decompositions in bfloat16.
 
     OMP_NUM_THREADS=1 python benchmarks/kept.py --data DIR --steps 60
 
-ResNet-20 is trained on CIFAR-10. Beside it, K-FAC with other dtypes sees the same batches and
-weights at every step. Relative errors of its directions before any bound, medians over layers and
-over the last refresh's steps.
+ResNet-20 is trained on CIFAR-10. K-FAC with further dtypes sees the same batches and weights at
+every step. Errors are relative errors of directions before any bound, medians over layers and over
+the last refresh's steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EVERY = 10  # steps between refreshes
 
 
 def main() -> None:
-    """Prints a row for each solver, damping and way."""
+    """Print a row for each solver, damping and way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, help="directory of CIFAR-10")
     parser.add_argument("--steps", type=int, default=60)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[str, str]:
-    """The rest of each way's row: errors, and what it keeps."""
+    """Return the rest of each way's row: errors, and kept megabytes."""
     own = trainer(solver=solver, damping=damping)
     others = {
         way: trainer(
@@ -78,12 +78,12 @@ def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[s
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
-    """Relative to what is exact."""
+    """Return the relative error."""
     return ((ours - exact).norm() / exact.norm()).item()
 
 
 def trainer(**settings: Any) -> mpikfac.KFAC:
-    """K-FAC on a ResNet-20, the same at each call."""
+    """Return K-FAC on a ResNet-20, the same at each call."""
     torch.manual_seed(0)
     model = models.build("resnet20", 10).to(memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -91,7 +91,7 @@ def trainer(**settings: Any) -> mpikfac.KFAC:
 
 
 def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches of CIFAR-10, for one epoch."""
+    """Return batches of CIFAR-10, for one epoch."""
     images = datasets.load("cifar10", path, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(images.train_images, images.train_labels, 64, seed=0, augment=True)
@@ -101,7 +101,7 @@ def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def kept(kfac: mpikfac.KFAC) -> str:
-    """Megabytes of averages and of bases."""
+    """Return the megabytes of averages and of bases."""
     memory = kfac.plan.memory(0)
     return ", ".join(f"{memory[name] / 1e6:.1f}" for name in ("averages", "bases"))
 

@@ -1,10 +1,10 @@
-"""Test accuracy of K-FAC against SGD within a small budget on real CIFAR-10, both tuned alike.
+"""Compare test accuracy of K-FAC and SGD within a small budget on real CIFAR-10, tuned alike.
 
     OMP_NUM_THREADS=1 python benchmarks/learning.py --data DIR --out runs/learning
 
-Stage 1 runs a grid of equal size for both optimizers with seed 0; stage 2 repeats the best of each
-with further seeds. Runs that are complete in `--out` are not repeated. Writes `results.json` and
-`curves.png` there. The launcher is taken from MPIRUN and MPIRUN_FLAGS.
+Stage 1 runs a grid of equal size for both optimizers with seed 0. Stage 2 repeats the best setting
+of each optimizer with further seeds. Complete runs in `--out` are not repeated. Writes
+`results.json` and `curves.png` to `--out`. MPIRUN and MPIRUN_FLAGS set the launcher.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ KFAC_GRID = [
 
 
 def main() -> int:
-    """Runs what is missing, then writes and prints the comparison."""
+    """Run all missing runs, then write and print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of cifar-10-batches-bin")
     parser.add_argument("--out", type=Path, required=True)
@@ -71,7 +71,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int) -> Path:
-    """The metrics file of one run, made unless it is there and complete."""
+    """Return the metrics file of a run; train unless the file is complete."""
     name = "-".join([optimizer, *choice.values(), str(seed)])
     metrics = options.out / name / "metrics.jsonl"
     if metrics.exists() and len(by_epoch(metrics)) == int(COMMON["epochs"]):
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], see
 def launch(
     options: argparse.Namespace, name: str, optimizer: str, settings: dict[str, str], seed: int
 ) -> Path:
-    """Trains; the metrics file of the run, under `options.out`."""
+    """Train, and return the metrics file of the run, under `options.out`."""
     directory = options.out / name
     shutil.rmtree(directory, ignore_errors=True)
     settings = {**settings, "optimizer": optimizer, "seed": str(seed)}
@@ -100,18 +100,18 @@ def launch(
 
 
 def by_epoch(metrics: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file that hold a test accuracy."""
+    """Return the lines of a metrics file that hold a test accuracy."""
     lines = map(json.loads, metrics.read_text().splitlines())
     return [line for line in lines if "test_accuracy" in line]
 
 
 def accuracy(metrics: Path) -> float:
-    """Test accuracy at the end of a run."""
+    """Return the test accuracy at the end of a run."""
     return by_epoch(metrics)[-1]["test_accuracy"]
 
 
 def draw(results: dict, path: Path) -> None:
-    """Mean over seeds, and their range, by epoch and by seconds of training."""
+    """Draw mean and range over seeds, by epoch and by seconds of training."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for optimizer, colour in (("sgd", "tab:gray"), ("kfac", "tab:red")):
         runs = results[optimizer]["epochs"]
@@ -133,7 +133,7 @@ def draw(results: dict, path: Path) -> None:
 
 
 def report(results: dict) -> None:
-    """Prints both grids and the mean over seeds of the best of each."""
+    """Print both grids, and the mean over seeds of each optimizer's best setting."""
     for optimizer, found in results.items():
         for point in found["grid"]:
             settings = ", ".join(f"{k}={v}" for k, v in point.items() if k != "test_accuracy")

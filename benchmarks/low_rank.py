@@ -1,13 +1,13 @@
-"""Leading eigenvectors by iteration beside all of them, and what low rank does to directions.
+"""Time leading eigenvectors by iteration against `eigh`, and measure the errors of low rank.
 
     export OMP_NUM_THREADS=1
     python benchmarks/low_rank.py                        # spectra that fall as 1 / i and 1 / i^2
     python benchmarks/low_rank.py --data DIR --steps 20  # input factors of a ResNet-18 in training
 
-Of each factor and rank: milliseconds of `eigh` and of the iteration, medians of interleaved calls,
-and relative errors of directions, in float32, against the whole factor's in float64: of the
-eigenvectors that `eigh` makes, cut off, and of the iterated ones. The other factor is the identity,
-and damping is relative to the mean eigenvalue.
+For each factor and rank, prints milliseconds of `eigh` and of the iteration, medians of interleaved
+calls. Prints also relative errors of directions, in float32, against the direction with the whole
+factor in float64: with the leading eigenvectors from `eigh`, and with the iterated eigenvectors.
+The second factor is the identity, and damping is relative to the mean eigenvalue.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS = ("factor", "rank", "eigh, ms", "iteration", "ratio")
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="directory of CIFAR-10; none for spectra of a law")
     parser.add_argument("--steps", type=int, default=20)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def made() -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Factors whose eigenvalues follow a law, with gradients that have them as second moments."""
+    """Return factors with eigenvalues by a law, and gradients with the factors as moments."""
     for order in ORDERS:
         torch.manual_seed(0)
         basis = torch.linalg.qr(torch.randn(order, order)).Q
@@ -65,7 +65,7 @@ def made() -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Input factors of a ResNet-18 after some steps of K-FAC, and its gradients."""
+    """Return input factors and gradients of a ResNet-18 after some steps of K-FAC."""
     torch.manual_seed(0)
     model = models.build("resnet18", classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
@@ -89,7 +89,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
 
 
 def measured(factor: Tensor, gradient: Tensor, repeat: int) -> Iterator[tuple[int, list[str]]]:
-    """Ranks, and the other cells of their rows."""
+    """Return ranks, and the remaining cells of the ranks' rows."""
     ranks = [len(factor) // share for share in SHARES]
     iterations = [partial(leading_eigenbasis, factor, rank) for rank in ranks]
     eigh, *iterated = interleaved([partial(eigenbasis, factor), *iterations], repeat)
@@ -108,7 +108,7 @@ def measured(factor: Tensor, gradient: Tensor, repeat: int) -> Iterator[tuple[in
 
 
 def interleaved(ways: Sequence[Callable[[], object]], repeat: int) -> list[float]:
-    """Median seconds of each, called in turn."""
+    """Return the median seconds of each way, called in turn."""
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(repeat):
         for way, seconds in zip(ways, times):
@@ -119,7 +119,7 @@ def interleaved(ways: Sequence[Callable[[], object]], repeat: int) -> list[float
 
 
 def with_mean(factor: Tensor, values: Tensor) -> Tensor:
-    """The mean of the other eigenvalues before these."""
+    """Return eigenvalues with the mean of the missing eigenvalues in front."""
     rest = (factor.trace() - values.sum()) / (len(factor) - len(values))
     return torch.cat([rest.clamp(min=0).view(1), values])
 
@@ -127,7 +127,7 @@ def with_mean(factor: Tensor, values: Tensor) -> Tensor:
 def direction(
     factor: Tensor, basis: tuple[Tensor, Tensor], gradient: Tensor, damping: float
 ) -> Tensor:
-    """`gradient (A + damping mean(A) I)^-1`, with what the basis says of A."""
+    """Return `gradient (A + damping mean(A) I)^-1`, with A as the basis describes A."""
     values, vectors = basis
     denominators = gradient.new_empty(len(gradient), len(values))
     eigen.damped_denominators([values], [], damping * float(factor.diagonal().mean()), denominators)
@@ -135,7 +135,7 @@ def direction(
 
 
 def whole(factor: Tensor, gradient: Tensor, damping: float) -> Tensor:
-    """The same with A itself, in float64."""
+    """Return `gradient (A + damping mean(A) I)^-1` with A itself, in float64."""
     damped = factor.double()
     damped.diagonal().add_(damping * damped.diagonal().mean())
     return torch.linalg.solve(damped, gradient.double(), left=False)

@@ -1,13 +1,13 @@
-"""Peak memory of a rank by kind of training, above plain PyTorch SGD.
+"""Measure the peak memory of a rank by kind of training, above plain PyTorch SGD.
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py --model resnet50 --size 64
 
-Every kind runs in processes of its own and takes two steps with new factors and bases. A process's
-peak is that of its resident set; on a GPU also of what torch has allocated there. Plain SGD
-averages the gradients where they lie, so that it needs no more than model, optimizer, activations.
+Every kind runs in separate processes and takes two steps with new factors and bases. A process's
+peak is the peak of the resident set; on a GPU, also the peak of torch's allocations. Plain SGD
+averages gradients in place, and therefore needs only model, optimizer and activations.
 
-kfac-pytorch is measured if Python finds it (package `kfac`), with its own communication over gloo.
-The launcher is taken from MPIRUN and MPIRUN_FLAGS.
+kfac-pytorch is measured if Python finds the package `kfac`, with the package's own communication
+over gloo. MPIRUN and MPIRUN_FLAGS set the launcher.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Peaks = dict[str, int]
 
 
 def main() -> None:
-    """Runs every kind under mpirun and prints a table, or one kind if that is named."""
+    """Run every kind under mpirun and print a table, or run a single named kind."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet50")
     parser.add_argument("--size", type=int, default=64, help="image height and width")
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def run(kind: str, ranks: str) -> list[Peaks]:
-    """Peaks of every rank of a job of this kind, in bytes."""
+    """Return the peaks of every rank of a job of the kind, in bytes."""
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
     program = [sys.executable, "-m", "mpi4py", __file__, *sys.argv[1:], "--kind", kind]
     job = subprocess.run(
@@ -75,7 +75,7 @@ def run(kind: str, ranks: str) -> list[Peaks]:
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Trains two steps of a kind; rank 0 prints the peaks of all ranks.
+    """Train two steps of a kind; rank 0 prints the peaks of all ranks.
 
     Collective over: world.
     """
@@ -99,7 +99,7 @@ def measure(options: argparse.Namespace) -> None:
 def plain(
     model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm
 ) -> tuple[Finish, Peaks]:
-    """PyTorch alone."""
+    """Return a step of PyTorch alone."""
 
     def finish() -> None:
         average(model, comm)
@@ -111,7 +111,7 @@ def plain(
 def ours(
     reduction: str, model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm
 ) -> tuple[Finish, Peaks]:
-    """COMM-OPT, and the bytes that its plan states."""
+    """Return a step with COMM-OPT, and the planned bytes."""
     strategy = mpikfac.Strategy.comm_opt(comm.size, reduction=reduction)
     kfac = mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.03, basis_every=1)
     return kfac.step, {"planned": sum(kfac.plan.memory(comm.rank).values())}
@@ -120,7 +120,7 @@ def ours(
 def peer(
     model: nn.Module, optimizer: torch.optim.Optimizer, comm: MPI.Intracomm
 ) -> tuple[Finish, Peaks]:
-    """kfac-pytorch with COMM-OPT and its other settings as they come."""
+    """Return a step of kfac-pytorch with COMM-OPT and default settings."""
     from kfac.preconditioner import KFACPreconditioner
 
     meeting = comm.bcast(tempfile.mkdtemp() if comm.rank == 0 else None)
@@ -146,30 +146,30 @@ KINDS = {
 
 
 def average(model: nn.Module, comm: MPI.Intracomm) -> None:
-    """Gradients become their mean over ranks, one by one in place.
+    """Replace gradients by their means over ranks, one by one in place.
 
     Collective over: world.
     """
     for parameter in model.parameters():
         parameter.grad /= comm.size
-        host = parameter.grad.cpu()  # the gradient itself where it is on the host
+        host = parameter.grad.cpu()  # no copy if the gradient is on the host
         comm.Allreduce(MPI.IN_PLACE, host)
         parameter.grad.copy_(host)
 
 
 def peak_resident() -> int:
-    """Bytes of this process's resident set at its largest."""
+    """Return the bytes of the process's largest resident set."""
     status = Path("/proc/self/status").read_text()  # getrusage's maximum survives an exec
     return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", status)[1])
 
 
 def peak_allocated() -> Peaks:
-    """Bytes of GPU memory that torch had allocated at most, where there is a GPU."""
+    """Return torch's largest allocation of GPU memory in bytes; nothing without a GPU."""
     return {"allocated": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
 
 
 def described(peaks: list[Peaks], base: list[Peaks]) -> str:
-    """Peaks in MB, and how far they are above plain SGD's."""
+    """Return peaks in MB, and the difference to plain SGD's peaks."""
     text = ""
     for what in peaks[0]:
         found = [rank[what] / MB for rank in peaks]

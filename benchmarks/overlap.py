@@ -1,10 +1,11 @@
-"""What sending beside the backward pass hides: the same messages in turn and beside, on a network.
+"""Measure the time that overlapped messages hide: the same messages in turn and overlapped.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
     bash jobs/emulated_cluster.sh run -n 2 python -m mpi4py benchmarks/overlap.py --data DIRECTORY
 
-Steps with new factors and without new bases; some of each take turns, medians over rounds. The time
-of a stage is what the training waits in it, on the rank that comes last to it.
+The steps have new factors and old bases. Groups of steps of both ways take turns; times are medians
+over rounds. The time of a stage is the waiting time of training in the stage, on the rank that
+comes last to the stage.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Step = Callable[[], None]
 
 
 def main() -> None:
-    """Prints the table.
+    """Print the table.
 
     Collective over: world.
     """
@@ -59,7 +60,7 @@ def main() -> None:
 
 
 def make(comm: Any, options: argparse.Namespace, images: Images, beside: bool) -> tuple[Any, Step]:
-    """A trainer after its first step, with bases that stay, and a step of it.
+    """Return a trainer after the first step, with constant bases, and a step of the trainer.
 
     Collective over: world.
     """
@@ -80,9 +81,9 @@ def make(comm: Any, options: argparse.Namespace, images: Images, beside: bool) -
 
 
 def timed(comm: Any, kfac: Any, step: Step) -> list[float]:
-    """Seconds of a step and, of these, in which the rank that comes last to a stage waits in it.
+    """Return seconds of a step, and of each stage the least waiting time of any rank.
 
-    The mean of several steps with nothing in between, where messages could go on.
+    The numbers are means of several steps without pauses, because messages could proceed in pauses.
 
     Collective over: world.
     """
@@ -93,7 +94,7 @@ def timed(comm: Any, kfac: Any, step: Step) -> list[float]:
         kfac.trace.clear()
         step()
         waited.append({stage: kfac.trace.seconds[stage] for stage in STAGES})
-    kfac.factors.settle()  # what is still on its way belongs to these steps
+    kfac.factors.settle()  # unfinished messages count, too
     comm.Barrier()
     seconds = time.perf_counter() - start
     everyone = comm.allgather(waited)

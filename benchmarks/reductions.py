@@ -1,9 +1,10 @@
-"""Ways to sum and gather a buffer over ranks: as the library does, and other ways that MPI has.
+"""Time ways to sum and gather a buffer over ranks: the library's ways, and further ways of MPI.
 
     mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/reductions.py --elements 1024 76000000
     mpirun -n 16 ... benchmarks/reductions.py --elements 4000000 --ranks-per-node 4
 
-Milliseconds are medians over repetitions, in which all ways take turns, of the slowest rank.
+All ways take turns in each repetition. Milliseconds are medians over repetitions, of the slowest
+rank.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ITEMSIZE = 4
 
 
 def main() -> None:
-    """Prints a table for each number of elements, with a line for each way."""
+    """Print a table for each number of elements, with a line for each way."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--elements", type=int, nargs="+", default=[76_000_000], help="of 4 bytes")
@@ -47,7 +48,7 @@ def main() -> None:
 def measured(
     comm: MPI.Intracomm, ways: dict[str, Callable[[], object]], repetitions: int
 ) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, of each way and repetition; the first is a warm-up."""
+    """Return seconds of the slowest rank, by way and repetition, a warm-up first."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions + 1):
         for name, reduce in ways.items():
@@ -61,7 +62,7 @@ def measured(
 def make_ways(
     grid: Grid, flat: torch.Tensor, ranks_per_node: int | None
 ) -> dict[str, Callable[[], object]]:
-    """Functions that sum `flat` everywhere or on the owner of each segment, or gather segments."""
+    """Return functions that sum `flat` everywhere or on segments' owners, or gather segments."""
     comm, buffer = grid.world, flat.numpy()
     segments = np.array_split(buffer, comm.size)
     counts = list(map(len, segments))
@@ -89,7 +90,7 @@ def make_ways(
 
 
 def library(comm: MPI.Intracomm, elements: int) -> dict[str, list[Message]]:
-    """Messages of the library's ways."""
+    """Return messages of the library's ways."""
     edges = [elements * rank // comm.size for rank in range(comm.size + 1)]
     blocks = [(f"{rank}", (b - a,)) for rank, (a, b) in enumerate(zip(edges, edges[1:]))]
     whole, segments = lay_out([blocks]), lay_out([block] for block in blocks)

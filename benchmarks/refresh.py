@@ -1,4 +1,4 @@
-"""Time and error of ways to refresh the decompositions of all factors of a network.
+"""Measure time and error of ways to refresh the decompositions of all factors of a network.
 
     export OMP_NUM_THREADS=1
     python benchmarks/refresh.py record --data DIR --out runs/refresh
@@ -6,9 +6,10 @@
     python benchmarks/refresh.py errors --out runs/refresh
 
 `record` trains, and keeps gradients and the factors' running averages of the last step and of 10
-steps before, when all was decomposed exactly, and the exact directions, in float64. `time` sums
-over factors the median seconds of each. `errors` prints relative errors of the direction over
-layers. The candidates that gained too little for a place in the library stand here.
+steps before. At the earlier step, all factors were decomposed exactly. `record` also keeps the
+exact directions, in float64. `time` sums over factors the median seconds of each candidate.
+`errors` prints relative errors of the direction over layers. This file holds the candidates that
+gained too little for a place in the library.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from mpikfac_apps.training import batches
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
-WINDOW = 128  # neighbouring eigenvectors that are resolved exactly
+WINDOW = 128  # neighbouring eigenvectors, resolved exactly
 
 Basis = tuple[Tensor, Tensor]
 
 
 def main() -> None:
-    """Records, or prints a table of times or of errors."""
+    """Record, or print a table of times or of errors."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["record", "time", "errors"])
     parser.add_argument("--out", type=Path, required=True, help="directory of the recording")
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def record(options: argparse.Namespace) -> dict[str, dict]:
-    """By layer: `gradient`, factors now and 10 steps before, bases of those, exact directions."""
+    """Return by layer: `gradient`, factors now and 10 steps before, old bases, exact directions."""
     torch.manual_seed(0)
     model = models.build(options.model, classes=10).to(options.device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
@@ -93,7 +94,7 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
 def recorded(
     name: str, gradient: Tensor, before: dict[str, Tensor], now: dict[str, Tensor]
 ) -> dict:
-    """What is kept of a layer."""
+    """Return the record of a layer."""
     a, g = now[f"{name}.A"], now[f"{name}.G"]
     then = before[f"{name}.A"], before[f"{name}.G"]
     exact = exact_directions(gradient.double(), a.double(), g.double())
@@ -107,7 +108,7 @@ def recorded(
 
 
 def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, float], Tensor]:
-    """Directions by solver and damping."""
+    """Return directions by solver and damping."""
     bases = eigenbasis(a), eigenbasis(g)
     directions = {}
     for damping in DAMPINGS:
@@ -119,14 +120,14 @@ def exact_directions(gradient: Tensor, a: Tensor, g: Tensor) -> dict[tuple[str, 
 
 
 def shares_of(a: Tensor, g: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """The damping of A and of G."""
+    """Return the damping of A and of G."""
     means = a.diagonal().mean(), g.diagonal().mean()
     ratio = means[0] / means[1]
     return tikhonov_share(ratio, damping), tikhonov_share(1 / ratio, damping)
 
 
 def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Tensor:
-    """The direction from eigenbases of A and G."""
+    """Return the direction from eigenbases of A and G."""
     (a_values, a_vectors), (g_values, g_vectors) = bases
     rotated = g_vectors.T @ gradient @ a_vectors / (torch.outer(g_values, a_values) + damping)
     return g_vectors @ rotated @ a_vectors.T
@@ -136,18 +137,19 @@ def by_bases(gradient: Tensor, bases: tuple[Basis, Basis], damping: float) -> Te
 
 
 def reestimated(factor: Tensor, basis: Basis, floor: float) -> Basis:
-    """The old eigenvectors, with new eigenvalues `diag(Q^T F Q)`."""
+    """Return the old eigenvectors, with new eigenvalues `diag(Q^T F Q)`."""
     vectors = basis[1]
     return (vectors * product(factor, vectors)).sum(0).clamp_(min=0), vectors
 
 
 def rotated(factor: Tensor, basis: Basis, floor: float) -> Basis:
-    """The old eigenvectors, rotated once towards the new ones.
+    """Return the old eigenvectors, rotated once towards the new eigenvectors.
 
-    `T = Q^T F Q` is diagonalised exactly within windows of neighbouring eigenvalues. What couples
-    windows is removed at first order, by the skew-symmetric `T_ij / (t_j - t_i)`, in a Cayley
-    transform that keeps Q orthogonal. Gaps are bounded from below by a tenth of the eigenvalues
-    plus `floor`, the eigenvalue that damping equals: closer ones need no rotation.
+    `T = Q^T F Q` is diagonalised exactly within windows of neighbouring eigenvalues. Couplings
+    between windows are removed at first order, by the skew-symmetric `T_ij / (t_j - t_i)`, in a
+    Cayley transform that keeps Q orthogonal. Gaps are bounded from below by a tenth of the
+    eigenvalues plus `floor`, the eigenvalue equal to the damping: eigenvalues with smaller gaps
+    need no rotation.
     """
     vectors = basis[1]
     rotated = product(vectors.T, product(factor, vectors))
@@ -169,25 +171,25 @@ def rotated(factor: Tensor, basis: Basis, floor: float) -> Basis:
 
 
 def twice(factor: Tensor, basis: Basis, floor: float) -> Basis:
-    """Rotated twice, with eigenvalues re-estimated at the end."""
+    """Rotate twice, and re-estimate eigenvalues at the end."""
     basis = rotated(factor, rotated(factor, basis, floor), floor)
     return reestimated(factor, basis, floor)
 
 
 def once(factor: Tensor, basis: Basis, floor: float) -> Basis:
-    """Rotated once, with eigenvalues re-estimated at the end."""
+    """Rotate once, and re-estimate eigenvalues at the end."""
     return reestimated(factor, rotated(factor, basis, floor), floor)
 
 
 def cholesky(factor: Tensor, share: Tensor, old: Tensor) -> Tensor:
-    """`(factor + share I)^-1` by LAPACK alone."""
+    """Return `(factor + share I)^-1` by LAPACK alone."""
     damped = factor.clone()
     damped.diagonal().add_(share)
     return torch.cholesky_inverse(torch.linalg.cholesky(damped))
 
 
 def newton_schulz(factor: Tensor, share: Tensor, old: Tensor) -> Tensor:
-    """The old inverse X after one step `X (2 I - M X)`; M = factor + share I."""
+    """Return the old inverse X after one step `X (2 I - M X)`; M = factor + share I."""
     residual = product(factor, old).add_(old, alpha=share.item()).neg_()
     residual.diagonal().add_(2)
     return product(old, residual)
@@ -212,7 +214,7 @@ INVERSE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def refreshers(layer: dict, method: str, damping: float) -> list[Callable[[], Basis | Tensor]]:
-    """Functions without arguments that refresh A and G of a layer."""
+    """Return functions without arguments that refresh A and G of a layer."""
     (a, g), then = layer["factors"], layer["factors before"]
     if method in EIGEN:
         bases = layer["bases before"]
@@ -228,7 +230,7 @@ def refreshers(layer: dict, method: str, damping: float) -> list[Callable[[], Ba
 
 
 def print_times(layers: dict[str, dict], methods: list[str]) -> None:
-    """Seconds of all factors at the first damping, by method, and ratios to eigh by order."""
+    """Print seconds of all factors at the first damping, by method, and ratios to eigh by order."""
     taken: dict[str, dict[int, float]] = {}
     for method in dict.fromkeys(["eigh", *methods]):
         by_order = taken[method] = {}
@@ -243,7 +245,7 @@ def print_times(layers: dict[str, dict], methods: list[str]) -> None:
 
 
 def seconds(refresh: Callable[[], object], repetitions: int) -> float:
-    """Median of `repetitions` calls, after one that does not count if they are many."""
+    """Return the median of `repetitions` calls; of many calls, the first call does not count."""
     times = []
     for _ in range(repetitions + (repetitions > 1)):
         synchronise()
@@ -255,13 +257,13 @@ def seconds(refresh: Callable[[], object], repetitions: int) -> float:
 
 
 def synchronise() -> None:
-    """Waits for the GPU, if there is one."""
+    """Wait for the GPU, if present."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def print_errors(layers: dict[str, dict], methods: list[str]) -> None:
-    """Median, 90th percentile and worst error by method and damping, against both exact ones."""
+    """Print median, 90th percentile and worst error by method and damping, for both exact ways."""
     for method in methods:
         solver = "eigen" if method in EIGEN else "inverse"
         for damping in DAMPINGS:
@@ -274,7 +276,7 @@ def print_errors(layers: dict[str, dict], methods: list[str]) -> None:
 
 
 def direction(layer: dict, method: str, damping: float) -> Tensor:
-    """A layer's direction after its factors are refreshed by `method`."""
+    """Return a layer's direction after a refresh of the factors by `method`."""
     a, g = (refresh() for refresh in refreshers(layer, method, damping))
     if method in EIGEN:
         return by_bases(layer["gradient"], (a, g), damping)
@@ -282,12 +284,12 @@ def direction(layer: dict, method: str, damping: float) -> Tensor:
 
 
 def error(found: Tensor, exact: Tensor) -> float:
-    """Relative, in the Frobenius norm."""
+    """Return the relative error, in the Frobenius norm."""
     return ((found - exact).norm() / exact.norm()).item()
 
 
 def spread(errors: list[float]) -> str:
-    """Median, 90th percentile and maximum."""
+    """Return median, 90th percentile and maximum."""
     quantiles = statistics.quantiles(errors, n=10, method="inclusive")
     return " / ".join(f"{value:.1e}" for value in (quantiles[4], quantiles[8], max(errors)))
 

@@ -1,11 +1,11 @@
-"""Stages of a K-FAC step with new factors and bases: time, and how near the machine's floor it is.
+"""Measure the stages of a K-FAC step with new factors and bases: time, and the machine's floor.
 
     OMP_NUM_THREADS=1 mpirun -n 1 python -m mpi4py benchmarks/stages.py --model resnet20
 
-The floor of a stage is the time of the arithmetic that it cannot do without, at the best rate of a
-matrix product that this run measures, or of the bytes that it has to move, at the bandwidth of a
-copy, whichever is longer, layer by layer. It runs on the CPU. Seconds are medians over steps, taken
-in turn with plain PyTorch SGD, of the slowest rank; models are in channels-last format.
+The floor of a stage is the longer of two times, layer by layer: the time of the necessary
+arithmetic at the best measured rate of a matrix product, and the time of the necessary bytes at the
+measured bandwidth of a copy. The benchmark runs on the CPU. Seconds are medians over steps, in turn
+with plain PyTorch SGD, of the slowest rank. Models are in channels-last format.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """Rates per second of one rank: operations in torch.mm, in oneDNN, and bytes copied."""
+    """Rates per second of a rank: operations in torch.mm, in oneDNN, and bytes copied."""
 
     mm: float
     onednn: float
@@ -45,7 +45,7 @@ class Machine(NamedTuple):
 
 
 def main() -> None:
-    """Prints a line for each stage."""
+    """Print a line for each stage."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--batch", type=int, default=128, help="images per rank")
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def fresh(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model and optimizer at every call."""
+    """Return the same model and optimizer at every call."""
     torch.manual_seed(0)
     model = models.build(name, classes=10).to(memory_format=torch.channels_last)
     return model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=5e-4)
@@ -92,7 +92,7 @@ def step(
     images: Tensor,
     labels: Tensor,
 ) -> tuple[float, float]:
-    """Seconds of a training step that ends with `finish`, and of `finish`."""
+    """Return seconds of a training step that ends with `finish`, and seconds of `finish`."""
     start = time.perf_counter()
     optimizer.zero_grad()
     F.cross_entropy(model(images), labels).backward()
@@ -102,7 +102,7 @@ def step(
 
 
 def by_stage(trace: mpikfac.Trace, finishing: float) -> dict[str, float]:
-    """Seconds of every stage that SGD does not have, of what lies between them, and in all."""
+    """Return seconds of every stage of K-FAC, of the time between the stages, and in all."""
     seconds = dict(trace.seconds)
     backward = seconds["statistics"]
     seconds["outside stages"] = finishing - (sum(seconds.values()) - backward)
@@ -111,7 +111,7 @@ def by_stage(trace: mpikfac.Trace, finishing: float) -> dict[str, float]:
 
 
 def highest(records: list[dict[str, float]] | None) -> dict[str, float]:
-    """The largest value of each name over ranks; nothing where nothing was gathered."""
+    """Return the largest value of each name over ranks; nothing without gathered values."""
     return {name: max(r[name] for r in records) for name in records[0]} if records else {}
 
 
@@ -119,7 +119,7 @@ def highest(records: list[dict[str, float]] | None) -> dict[str, float]:
 
 
 def measured_machine(comm: MPI.Intracomm) -> Machine:
-    """Rank 0's rates while all ranks work.
+    """Return rank 0's rates while all ranks work.
 
     Collective over: world.
     """
@@ -134,7 +134,7 @@ def measured_machine(comm: MPI.Intracomm) -> Machine:
 
 
 def fastest(work: Callable[..., object], *arguments: Tensor) -> float:
-    """Seconds of the fastest of several runs."""
+    """Return seconds of the fastest of several runs."""
     times = []
     for _ in range(8):
         start = time.perf_counter()
@@ -144,7 +144,7 @@ def fastest(work: Callable[..., object], *arguments: Tensor) -> float:
 
 
 def floor(parts: Iterable[Work], machine: Machine) -> float:
-    """Seconds below which the parts cannot be done one after the other."""
+    """Return a lower bound of the seconds of the parts, one after the other."""
     rate = max(machine.mm, machine.onednn)
     return sum(max(part.flops / rate, part.bytes / machine.copied) for part in parts)
 
@@ -153,9 +153,9 @@ def floor(parts: Iterable[Work], machine: Machine) -> float:
 
 
 def input_factor(module: nn.Module, x: Tensor, positions: int) -> Work:
-    """Sum of `a a^T`: half of its products, as it is symmetric; the input is read once.
+    """Return the work of the sum of `a a^T`: half of the symmetric products, one read of the input.
 
-    With stride 1 the products depend on the difference of two offsets in the kernel: 25 for 3x3,
+    With stride 1, the products depend on the difference of two offsets in the kernel: 25 for 3x3,
     not 81. Borders are left out.
     """
     order = module.weight[0].numel()
@@ -167,33 +167,34 @@ def input_factor(module: nn.Module, x: Tensor, positions: int) -> Work:
 
 
 def output_factor(outputs: int, positions: int) -> Work:
-    """Sum of `g g^T`: half of its products; the gradient is read once."""
+    """Return the work of the sum of `g g^T`: half of the products; the gradient is read once."""
     return Work(outputs**2 * positions, FLOAT * (outputs * positions + outputs**2))
 
 
 def decomposition(order: int, solver: str) -> Work:
-    """Eigenvectors: 4/3 n^3 to a tridiagonal matrix and 2 n^3 back; an inverse by Cholesky: n^3.
+    """Return the work of eigenvectors, 4/3 n^3 to a tridiagonal matrix and 2 n^3 back, or Cholesky.
 
-    The tridiagonal problem itself is not counted: deflation can make it cheap.
+    Cholesky for an inverse is n^3. The tridiagonal problem is not counted: deflation can make the
+    problem cheap.
     """
     return Work((10 / 3 if solver == "eigen" else 1) * order**3, 2 * FLOAT * order**2)
 
 
 def preconditioning(outputs: int, inputs: int, solver: str) -> Work:
-    """Products with the bases from both sides, there and back, or with the inverses once."""
+    """Return the work of products: with bases from both sides, there and back, or inverses once."""
     flops = 2 * outputs * inputs * (outputs + inputs) * (2 if solver == "eigen" else 1)
     return Work(flops, FLOAT * (outputs**2 + inputs**2 + 2 * outputs * inputs))
 
 
 def moved(numbers: int) -> Work:
-    """Numbers that are read or written."""
+    """Return the work of reading or writing numbers."""
     return Work(0, FLOAT * numbers)
 
 
 def calls_of(
     model: nn.Module, kfac: mpikfac.KFAC, images: Tensor
 ) -> list[tuple[nn.Module, Tensor, int]]:
-    """Module, input and number of positions of every covered layer in a forward pass."""
+    """Return module, input and number of positions of each covered layer in a forward pass."""
     calls = []
 
     def note(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -211,7 +212,7 @@ def calls_of(
 def floors_of(
     kfac: mpikfac.KFAC, calls: list[tuple[nn.Module, Tensor, int]], machine: Machine
 ) -> dict[str, float]:
-    """Seconds of this rank's floor by stage."""
+    """Return seconds of this rank's floor by stage."""
     plan, rank = kfac.plan, kfac.grid.world.rank
     inputs = [input_factor(*call) for call in calls]
     outputs = [output_factor(len(module.weight), positions) for module, _, positions in calls]
@@ -247,7 +248,7 @@ def report(
     seconds: dict[str, float],
     floors: dict[str, float],
 ) -> None:
-    """Prints milliseconds, share of SGD's step, floor, and the floor's share of the time."""
+    """Print milliseconds, share of SGD's step, floor, and the floor's share of the time."""
     print(
         f"{options.model}, {options.size}x{options.size}, batch {options.batch} per rank, {ranks} "
         f"ranks, {torch.get_num_threads()} thread(s) each; torch {torch.__version__}\n"

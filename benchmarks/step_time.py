@@ -1,15 +1,15 @@
-"""Time of a training step by kind, against plain PyTorch SGD in the same run.
+"""Time a training step by kind, against plain PyTorch SGD in the same run.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/step_time.py --model resnet20
 
-Every repetition runs one step of each kind in turn, so that a drift of the machine's speed falls on
-all of them; medians are over repetitions, of the slowest rank. Averages over intervals are composed
-from the kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
-"Preconditioning" is that stage's mean time in ordinary steps. All models are in channels-last
-format unless `--contiguous` is given.
+Every repetition runs a step of each kind in turn: a change of the machine's speed then affects all
+kinds alike. Medians are over repetitions, of the slowest rank. Averages over intervals combine the
+kinds: with (factor_every, basis_every) = (1, 10), nine factor steps and one refresh.
+"Preconditioning" is the stage's mean time in ordinary steps. All models are in channels-last format
+unless `--contiguous` is given.
 
-At one rank and with `--contiguous`, the only format that it takes, kfac-pytorch is timed in turn
-with the others if Python finds it (package `kfac`).
+At one rank and with `--contiguous`, kfac-pytorch is timed in turn with the library's kinds if
+Python finds the package `kfac`. kfac-pytorch takes contiguous images only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    """Prints a table of step times and ratios."""
+    """Print a table of step times and ratios."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--batch", type=int, default=128, help="images per rank")
@@ -90,7 +90,7 @@ def main() -> None:
 def make_kinds(
     options: argparse.Namespace, comm: MPI.Intracomm
 ) -> tuple[dict[str, Step], dict[str, mpikfac.Trace]]:
-    """One callable per kind of step, each with its own model and optimizer; traces by variant."""
+    """Return a callable per kind of step, each with a model and an optimizer; traces by variant."""
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=options.workers or comm.size)
     model, optimizer = fresh(options)
     baseline = mpikfac.DataParallel(model, optimizer, comm)
@@ -117,7 +117,7 @@ def make_kinds(
 
 
 def fresh(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model and optimizer at every call."""
+    """Return the same model and optimizer at every call."""
     torch.manual_seed(0)
     model = models.build(options.model, classes=10).to(options.device)
     if not options.contiguous:
@@ -126,7 +126,7 @@ def fresh(options: argparse.Namespace) -> tuple[nn.Module, torch.optim.Optimizer
 
 
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable[[], None]) -> Step:
-    """A training step that ends with `finish`."""
+    """Return a training step that ends with `finish`."""
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -137,7 +137,7 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, finish: Callable
 
 
 def plain(options: argparse.Namespace, comm: MPI.Intracomm) -> Step:
-    """PyTorch alone: one flattened Allreduce of the gradients, then the optimizer."""
+    """Return a step of PyTorch alone: one flattened Allreduce of gradients, then the optimizer."""
     model, optimizer = fresh(options)
     parameters = list(model.parameters())
 
@@ -153,7 +153,7 @@ def plain(options: argparse.Namespace, comm: MPI.Intracomm) -> Step:
 
 
 def peer(options: argparse.Namespace, factor_every: int, basis_every: int) -> Step:
-    """kfac-pytorch on one rank."""
+    """Return a step of kfac-pytorch on one rank."""
     from kfac.preconditioner import KFACPreconditioner
 
     model, optimizer = fresh(options)
@@ -173,7 +173,7 @@ def report(
     median: dict[str, float],
     preconditioning: dict[str, float],
 ) -> None:
-    """Prints medians, ratios to the plain SGD step, and averages over intervals."""
+    """Print medians, ratios to the plain SGD step, and averages over intervals."""
     base = median["plain PyTorch SGD"]
 
     def line(name: str, seconds: float) -> None:

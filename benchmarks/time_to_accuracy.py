@@ -1,12 +1,12 @@
-"""Epochs of K-FAC to where tuned SGD ends on real CIFAR-10.
+"""Count epochs of K-FAC until the final accuracy of tuned SGD on real CIFAR-10.
 
     OMP_NUM_THREADS=1 python benchmarks/time_to_accuracy.py --data DIR --out runs/time_to_accuracy
 
-SGD trains for 15 epochs, K-FAC for fewer, each with its learning rate falling linearly to 0 within
-its own budget: settings of both first with seed 0, then the best of each with further seeds. Test
-accuracies by epoch are kept in `time_to_accuracy.json` beside this file, and a run that is there is
-not repeated: several sittings, or machines, can share the work. Seconds follow from epochs and the
-ratios of `step_time.py`.
+SGD trains for 15 epochs, K-FAC for fewer. Each learning rate falls linearly to 0 within the run's
+own budget. All settings of both optimizers run with seed 0, then the best settings with further
+seeds. Test accuracies by epoch are kept in `time_to_accuracy.json` beside this file. Runs in the
+file are not repeated: several sittings, or machines, can share the work. Seconds follow from epochs
+and the ratios of `step_time.py`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KFAC_GRID = [
 
 
 def main() -> int:
-    """Runs what is missing, then prints the comparison."""
+    """Run all missing runs, then print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of cifar-10-batches-bin")
     parser.add_argument("--out", type=Path, required=True)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def report(options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int) -> None:
-    """Prints a run's test accuracy at its end."""
+    """Print a run's test accuracy at the end."""
     found = epochs(options, optimizer, choice, seed)
     settings = ", ".join(f"{key.removeprefix('kfac.')} {value}" for key, value in choice.items())
     print(f"{optimizer} seed {seed}, {settings}: {f'{found[-1]:.2%}' if found else 'not run'}")
@@ -72,7 +72,7 @@ def report(options: argparse.Namespace, optimizer: str, choice: dict[str, str], 
 def epochs(
     options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int
 ) -> list[float]:
-    """Test accuracy after each epoch of one run, made unless it is known."""
+    """Return the test accuracy after each epoch of a run; train only if the run is unknown."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     name = "-".join([optimizer, *choice.values(), str(seed)])
     if name not in results and not options.known:

@@ -1,10 +1,10 @@
-"""What it costs to record events: training steps with and without, in turn, and a stage by itself.
+"""Time the recording of events: training steps with and without, in turn, and a stage by itself.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/trace_cost.py
 
-Steps are K-FAC's with new factors and bases, the ones with most stages; which of a pair comes first
-alternates. The difference of a pair is smaller than the noise of a step, so the stage by itself,
-times stages in a step, is the better number.
+Steps are K-FAC's steps with new factors and bases, the steps with most stages. The order within a
+pair of steps alternates. The difference of a pair is smaller than the noise of a step. The better
+number is therefore the cost of a stage by itself, times the stages in a step.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac_apps.problems import models
 
-STAGES = 20000  # timed by themselves, in one go
+STAGES = 20000  # timed without steps, in a single interval
 
 
 def main() -> None:
-    """Prints medians of rank 0."""
+    """Print medians of rank 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="resnet20")
     parser.add_argument("--batch", type=int, default=128, help="images per rank")
@@ -38,7 +38,7 @@ def main() -> None:
     trace = kfac.trace
 
     def seconds(on: bool) -> float:
-        """Seconds of a step that is recorded, or not."""
+        """Return seconds of a step with or without recording."""
         trace.record(on)
         comm.Barrier()
         start = time.perf_counter()
@@ -61,7 +61,7 @@ def main() -> None:
 def report(
     options: argparse.Namespace, ranks: int, pairs: list[list[float]], stages: float
 ) -> None:
-    """Prints both ways of looking at it."""
+    """Print the cost by both ways."""
     step = median(off for off, _ in pairs)
     low, middle, high = quantiles((on / off - 1 for off, on in pairs), n=4)
     off, on = by_itself(False), by_itself(True)
@@ -75,7 +75,7 @@ def report(
 
 
 def by_itself(on: bool) -> float:
-    """Processor seconds of an empty stage; waiting for a core is left out."""
+    """Return processor seconds of an empty stage; waiting for a core is left out."""
     trace = mpikfac.Trace(events=on)
     start = time.process_time()
     for _ in range(STAGES):

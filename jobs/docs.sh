@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # Builds the site from the pages and the docstrings: site/index.html opens in a browser. A warning,
-# such as a link to nowhere, is an error. Search on the site asks for a server:
-# python3 -m http.server --directory site
+# such as a broken link, is an error. The site's search needs a server:
 set -euo pipefail
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

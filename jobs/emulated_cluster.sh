@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Emulated hosts on this machine, joined by links of a chosen rate: what a program does on a slow
-# network can be measured without one. docs/emulated_cluster.md tells what is emulated and how.
+# Emulated hosts on this machine, joined by links of a chosen rate: users can measure a program on a
+# slow network without such a network. docs/emulated_cluster.md describes the emulation.
 #
-# The hosts live in namespaces (processes, mounts, network) of one process, the holder, and each job
-# in a namespace of processes inside. The kernel ends all that is in them, links included, when the
-# holder or the job's launcher ends, however that happens.
+# The hosts live in namespaces (processes, mounts, network) of one process, the holder. Each job
+# lives in a namespace of processes inside. When the holder or the job's launcher ends, for any
+# reason, the kernel ends all processes in the namespace, and removes the links.
 set -euo pipefail
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -20,11 +20,12 @@ END
     exit 2
 }
 
-# Outside it holds the number of the holder and a lock; inside, unseen from outside, are
-#   net/node1 ...  the hosts' network namespaces     hosts  their names
-#   ssh            what starts a command on a host
+# Outside of the namespaces, DIR holds the number of the holder and a lock. Inside, invisible from
+# outside, DIR holds
+#   net/node1 ...  the hosts' network namespaces     hosts  the hosts' names
+#   ssh            the program that starts a command on a host
 DIR=/run/mpikfac-${MPIKFAC_CLUSTER:=cluster}
-NETWORK=10.77.0 # inside only: no address of this machine can be in its way
+NETWORK=10.77.0 # inside only: no conflict with addresses of this machine
 holder=
 TOOLS=(ip tc unshare nsenter setpriv setsid flock pgrep)
 
@@ -51,7 +52,7 @@ check_machine() {
     done
 }
 
-# tc's other units are traps: its "mbps" are megabytes per second.
+# tc has units with misleading names: tc's "mbps" are megabytes per second.
 check_rate() {
     [[ $1 =~ ^([1-9][0-9]{0,3}[km]|[1-9][0-9]?g)bit$ ]] ||
         die "RATE=$1 must be bits per second from 1kbit to 99gbit, such as 100mbit"
@@ -63,8 +64,9 @@ up() {
     check_rate "$rate"
     lock
     trap end EXIT
-    # The holder reads a line before it stays: if this script dies first, it reads the end and ends.
-    # It is a bash because that collects orphans. unshare, its parent, keeps the lock (9).
+    # The holder reads a line before the holder stays: if this script dies first, the holder reads
+    # the end of input and ends. The holder is a bash, because bash collects orphans. unshare, the
+    # parent of the holder, keeps the lock (9).
     coproc HOLDER {
         exec setsid unshare --pid --fork --kill-child --mount-proc --propagation slave --net \
             bash -c 'exec 9<&-; echo ready; read -r && until false; do sleep 1d; done' 2>&1
@@ -84,10 +86,11 @@ up() {
 lock() {
     mkdir -p "$DIR"
     exec 9<"$DIR"
-    # Two of a name if `down` removes the directory in between: hence the second look.
+    # If `down` removes the directory meanwhile, two clusters could get the same name: hence the
+    # second look.
     { flock --timeout 1 9 && [ "$DIR" -ef /dev/fd/9 ]; } ||
         die "a cluster is already up (or coming, or going); another name is MPIKFAC_CLUSTER=NAME"
-    rm -f "$DIR/holder" # of one that was killed
+    rm -f "$DIR/holder" # file of a killed cluster
 }
 
 build() {
@@ -102,7 +105,8 @@ build() {
     for k in $(seq "$1"); do add_host "node$k" "$NETWORK.$k"; done
 }
 
-# add_host HOST ADDRESS: a host with a link "eth0"; its end at the bridge has the host's name.
+# add_host HOST ADDRESS: makes a host with a link "eth0"; the bridge's end of the link has the
+# host's name.
 add_host() {
     echo "$2 $1" | inside tee -a "$DIR/hosts" >/dev/null
     inside touch "$DIR/net/$1"
@@ -114,8 +118,8 @@ add_host() {
     at "$1" ip address add "$2/24" dev eth0
 }
 
-# shape RATE: all links, each way. What passes at once is a millisecond's worth: with less, 1 Gbit/s
-# is not reached; with more, a short message would cost nothing on a slow link.
+# shape RATE: sets the rate of all links, both ways. The burst is the bytes of a millisecond. With
+# less, links do not reach 1 Gbit/s; with more, a short message would cost nothing on a slow link.
 shape() {
     local host link
     for host in $(hosts); do
@@ -125,7 +129,7 @@ shape() {
     done
 }
 
-# burst RATE: bytes per millisecond, but no less than two packets have.
+# burst RATE: prints the bytes per millisecond, at least two packets.
 burst() {
     local bits=${1/kbit/}
     bits=${bits/mbit/000}
@@ -133,7 +137,7 @@ burst() {
     echo $((bits > 32000 ? bits / 8 : 4000))
 }
 
-# A cluster is up while the process that waits for its holder has the lock.
+# A cluster is up while the parent of the holder has the lock.
 is_up() {
     [ -e "$DIR/holder" ] && ! flock --shared --nonblock "$DIR" true && holder=$(<"$DIR/holder")
 }
@@ -167,25 +171,28 @@ run() {
     fi
     [ $# -gt 0 ] || usage
     find_open_mpi >&2
-    # Ranks r // N on one host, as `ranks_per_node` wants them, where all get as many; else in turn.
+    # If all hosts get the same number of ranks, N consecutive ranks go to each host, as
+    # `ranks_per_node` needs. Otherwise ranks go to the hosts in turn.
     ((ranks % count)) || place=ppr:$((ranks / count)):node
     # shellcheck disable=SC2054  # Open MPI's lists have commas
     local options=(
         --prtemca plm ssh --prtemca plm_ssh_agent "$DIR/ssh" --prtemca prte_if_include eth0
-        # Its directories are named by process number, and those are the same in every job.
+        # Open MPI names directories by process number, and process numbers are the same in every
+        # job.
         --prtemca prte_tmpdir_base /dev/shm
         --host "${names//$'\n'/,}" --map-by "$place:OVERSUBSCRIBE" --bind-to none
         --mca pml ob1 --mca btl self,sm,tcp --mca btl_tcp_if_include eth0 --mca osc ^ucx
-        # It believes a host list's count of slots, and waiting ranks would not yield their core.
+        # Open MPI believes the number of slots in a host list; without the option, waiting ranks
+        # would not yield their core.
         --mca mpi_yield_when_idle 1
     )
-    # When this process ends, the next is killed (setpriv), and then the job's own namespace.
+    # When this process ends, setpriv kills the next process, and then the job's namespace ends.
     exec nsenter --target="$holder" --mount --net --pid --wdns="$PWD" setpriv --pdeathsig KILL \
         unshare --pid --fork --kill-child --mount-proc \
         "$DIR/ssh" node1 "$(printf '%q ' "$MPIRUN" "${options[@]}" -n "$ranks" "$@")" </dev/null
 }
 
-# Open MPI 5: MPIRUN, or else that of .venv, to whose programs PATH then leads first.
+# Find Open MPI 5: MPIRUN, or otherwise the mpirun of .venv; PATH then begins with .venv's programs.
 find_open_mpi() {
     if [ -n "${MPIRUN:-}" ]; then
         use_site_mpi
@@ -205,7 +212,7 @@ down() {
     end
 }
 
-# The lock comes back when all that was in the holder's namespaces has ended.
+# The lock is free when all processes in the holder's namespaces have ended.
 end() {
     exec 9<&-
     [ -z "$holder" ] || kill -KILL "$holder" 2>/dev/null || true

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# emulated_host.sh [OPTION...] HOST COMMAND...: what ssh is to real hosts. The command gets a name,
-# shared memory and a network of the host's own, or MPI would see one node.
+# emulated_host.sh [OPTION...] HOST COMMAND...: replaces ssh for emulated hosts. The command gets
+# the host's own name, shared memory and network. Otherwise MPI would see a single node.
 set -euo pipefail
 while [[ $1 = -* ]]; do shift; done
 # shellcheck disable=SC2016  # the inner shell expands

@@ -9,7 +9,7 @@ set_up
 cd "$ROOT"
 
 runs=runs/quickstart
-rm -rf "$runs" # a run directory holds one run; those of an earlier quickstart make place
+rm -rf "$runs" # a run directory holds one run; remove the runs of an earlier quickstart
 for optimizer in sgd kfac; do
     echo
     echo "== $optimizer"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests of reliability with their full counts, one after the other: some two hours. Each leaves
-# a log in the folder that is named first, by default soak/ and the date; MINUTES (30) is how long
-# the last one lets faults happen.
+# Runs the tests of reliability with full counts, one after the other: some two hours. Each test
+# leaves a log in the folder of the first argument, by default soak/. MINUTES (30) is the length of
+# the last test, which lets faults happen.
 set -uo pipefail
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -13,7 +13,8 @@ export MPIKFAC_SOAK=1
 summary=
 failed=0
 
-# stage NAME COMMAND...: runs the command, its output in the log NAME.txt, and notes how it ended.
+# stage NAME COMMAND...: runs the command, writes the output to the log NAME.txt, and notes the
+# result.
 stage() {
     local name=$1 start=$SECONDS result=passed code=0 log=$LOGS/$1.txt
     shift
@@ -24,7 +25,7 @@ stage() {
         "$name" $((SECONDS - start)) "$result" "$(tail -n 1 "$log")")$'\n'
 }
 
-# tests NAME FILE...: these test files; a test may take half an hour.
+# tests NAME FILE...: runs test files; a test may take half an hour.
 tests() {
     local name=$1
     shift

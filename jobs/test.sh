@@ -3,9 +3,9 @@
 #   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
 #   bash jobs/test.sh --all   all tests; at most 15 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
-# ranks, MPI adds numbers in another order. Two cores are enough: common.sh allows more ranks than
-# cores and gives each rank one thread. The time limit is five times the expected time, for hangs
-# alone: a slow machine passes.
+# ranks, MPI adds numbers in a different order. Two cores are enough: common.sh allows more ranks
+# than cores and gives each rank one thread. The time limit is five times the expected time. Only
+# hanging tests reach the limit: a slow machine passes.
 set -uo pipefail
 case ${1-} in
     "") chosen=(-m "not slow") minutes=25 ;;
@@ -23,7 +23,7 @@ cd "$ROOT" || exit 2
 summary=
 failed=0
 
-# stage NAME COMMAND...: runs the command and notes how it ended.
+# stage NAME COMMAND...: runs the command and notes the result.
 stage() {
     local name=$1 start=$SECONDS result=passed code=0
     shift
@@ -41,7 +41,7 @@ stage() {
 # Print the seconds until the time limit.
 left() { echo $((SECONDS < 60 * minutes ? 60 * minutes - SECONDS : 1)); }
 
-# INT lets pytest say what has failed so far. Without a worker that died, xdist may wait for ever.
+# INT lets pytest print the failures until then. If a worker died, xdist may wait for ever.
 # Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest \
     -q -rs -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "${chosen[@]}" tests \
