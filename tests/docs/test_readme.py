@@ -1,4 +1,4 @@
-"""The README's example runs unchanged."""
+"""The README is short, has a picture, and the example runs unchanged."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def test_usage_example_trains(monkeypatch) -> None:
     exec(example, {"loader": [batch] * 3})
     assert len(losses) == 3
     assert losses[-1] < losses[0]
+
+
+def test_readme_is_short_and_has_a_picture() -> None:
+    """Oracle: the number of lines, and the file of the picture."""
+    text = README.read_text()
+    assert len(text.splitlines()) <= 105
+    (picture,) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+    assert "<svg" in (README.parent / picture).read_text()
