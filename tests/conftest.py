@@ -19,5 +19,5 @@ SIGTERM = signal.getsignal(signal.SIGTERM)
 
 @pytest.fixture(autouse=True)
 def former_signals():
-    """Restore SIGTERM. Finished runs ignore SIGTERM; processes of later tests would inherit it."""
+    """Restore SIGTERM: finished runs ignore SIGTERM, and later tests' processes would, too."""
     signal.signal(signal.SIGTERM, SIGTERM)

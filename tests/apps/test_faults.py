@@ -1,4 +1,4 @@
-"""Ranks that die, hang or leave in every phase of a training run, and jobs that must not start."""
+"""Ranks die, hang or leave in every phase of a training run; refused jobs must not start."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
 
 
 def refused(tmp_path: Path, *program: str) -> str:
-    """Return the line with which two refused ranks end; check that the ranks leave no trace."""
+    """Return the last line of two refused ranks; check that the ranks leave no trace."""
     run = tmp_path / "run"
     before = sorted(run.rglob("*"))
     job = launch(2, *program, *OPTIONS, f"--run_dir={run}")

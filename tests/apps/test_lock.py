@@ -1,4 +1,4 @@
-"""Owners of a run directory that another run holds, held, or lost."""
+"""Owners of a run directory, and a second run that holds, held or lost the directory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def take():
 
 
 def edit(directory: Path, silent: float = 0, **changes: object) -> None:
-    """Rewrite the lock file as another run's file, last touched `silent` seconds ago."""
+    """Rewrite the lock file as a second run's file, last touched `silent` seconds ago."""
     path = directory / "lock"
     changes = {"token": "other", "host": "node5", "pids": "elsewhere"} | changes
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -54,7 +54,7 @@ def holder(directory: Path) -> dict[str, object]:
 
 
 def test_a_lock_is_one_file_until_it_is_released(take, tmp_path):
-    """Oracle: the directory's content, and this process's own name."""
+    """Oracle: the directory's content, and the name of the test's process."""
     held = take(tmp_path / "run", {"SLURM_JOB_ID": "4711"})
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
     named = holder(tmp_path / "run")
@@ -66,7 +66,7 @@ def test_a_lock_is_one_file_until_it_is_released(take, tmp_path):
 
 
 def test_a_living_holder_is_named_and_kept(take, tmp_path):
-    """Oracle: the lock's content; a holder on this machine lives, for any time of silence."""
+    """Oracle: the lock's content; a holder on the same machine lives, for any time of silence."""
     take(tmp_path, {"PBS_JOBID": "12.head"})
     edit(tmp_path, silent=1000, host="node5", pids=holder(tmp_path)["pids"])
     before = holder(tmp_path)
@@ -96,7 +96,7 @@ def test_the_lock_of_a_killed_process_is_taken_at_once(take, tmp_path):
 
 
 def test_a_pid_that_is_used_again_is_not_the_holder(take, tmp_path):
-    """Oracle: this process, with another start time in the lock."""
+    """Oracle: the test's process, with a different start time in the lock."""
     take(tmp_path)
     edit(tmp_path, born="1", pids=holder(tmp_path)["pids"])
     assert not take(tmp_path).lost
@@ -104,7 +104,7 @@ def test_a_pid_that_is_used_again_is_not_the_holder(take, tmp_path):
 
 @pytest.mark.parametrize("silent", [STALE - 5, STALE + 5])
 def test_a_holder_elsewhere_is_gone_once_it_is_silent(take, tmp_path, monkeypatch, silent):
-    """Oracle: the dates of files; this host's clock, a day late, has no effect."""
+    """Oracle: the dates of files; a clock of the host that is a day late has no effect."""
     take(tmp_path)
     edit(tmp_path, silent=silent)
     late = time.time() - 86400
@@ -129,7 +129,7 @@ def test_a_holder_elsewhere_is_gone_once_it_is_silent(take, tmp_path, monkeypatc
     ],
 )
 def test_a_restarted_job_takes_its_lock_back_at_once(take, tmp_path, before, now, taken):
-    """Oracle: the schedulers' variables; the holder on another machine was touched just now."""
+    """Oracle: the schedulers' variables; a holder on a second machine has just touched the lock."""
     take(tmp_path, before)
     edit(tmp_path)
     if taken:
@@ -189,7 +189,7 @@ def test_a_link_whose_answer_is_lost_counts(take, tmp_path, monkeypatch):
 
 
 def leave_behind(directory: Path, monkeypatch) -> Lock:
-    """Return the lock of a run on another machine; the run is long silent but alive."""
+    """Return the lock of a run on a second machine; the run is long silent but alive."""
     there = dataclasses.replace(lock._this_run({}), pids="elsewhere")
     with monkeypatch.context() as patch:
         patch.setattr(lock, "_this_run", lambda environ: there)

@@ -1,4 +1,4 @@
-"""Runs told to stop: such runs write a checkpoint, log the stop, and end as requested."""
+"""Runs with a request to stop: the runs write a checkpoint, log the stop, and end as requested."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_stopped(run: Path, log: str) -> None:
 
 @pytest.fixture(scope="module")
 def seconds() -> Iterator[list[float]]:
-    """Yield a list for seconds from a signal to the end of the job; MPIKFAC_SOAK=1 prints them."""
+    """Yield a list for seconds from a signal to a job's end; MPIKFAC_SOAK=1 prints the seconds."""
     took: list[float] = []
     yield took
     if SOAK:
@@ -107,7 +107,7 @@ def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path):
 
 @pytest.mark.parametrize("who", ["control/stop", "--max_time=1", "SLURM_JOB_END_TIME"])
 def test_control_files_and_the_clock_stop_a_run(tmp_path, monkeypatch, who):
-    """Oracle: asked before the first step, the run stops after that step, with under 60 s left."""
+    """Oracle: a request before the first step, or under 60 s left, stops the run after step 1."""
     options = [*OPTIONS, f"--run_dir={tmp_path}", "--resume=auto"]
     if who.startswith("--"):
         options.append(who)
@@ -123,7 +123,7 @@ def test_control_files_and_the_clock_stop_a_run(tmp_path, monkeypatch, who):
 
 
 def test_a_control_file_asks_for_a_checkpoint(tmp_path):
-    """Oracle: asked before the first step, the run writes a checkpoint after it, and continues."""
+    """Oracle: asked before the first step, the run writes a checkpoint of step 1, and continues."""
     (tmp_path / "control").mkdir()
     (tmp_path / "control" / "checkpoint").touch()
     options = ("--max_steps=3", "--resume=auto")

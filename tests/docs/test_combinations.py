@@ -45,7 +45,7 @@ def cells(row: Combination) -> tuple[str, str, str]:
 
 
 def test_the_page_is_the_table():
-    """Oracle: the rows that code refuses by."""
+    """Oracle: the rows of the refusals in the code."""
     assert PAGE.read_text() == page()
 
 

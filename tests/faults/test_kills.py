@@ -24,7 +24,7 @@ KILLS = int(os.environ.get("MPIKFAC_SOAK_KILLS", "100" if SOAK else "5"))
 
 
 def check(found: Checkpoint | None, ranks: int, at_least: int) -> None:
-    """Check that the checkpoint is the whole state of one step, and not older than acknowledged."""
+    """Check that the checkpoint is the whole state of a step, and not older than acknowledged."""
     assert found is not None and found.step >= at_least
     expected: dict[str, Any] = {}
     for rank in range(ranks):
@@ -37,7 +37,7 @@ def check(found: Checkpoint | None, ranks: int, at_least: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4] if SOAK else [1, 2])
 @pytest.mark.parametrize("body", [endless.save, endless.write])
 def test_a_killed_rank_costs_no_acknowledged_checkpoint(tmp_path, body, ranks) -> None:
-    """Oracle: the last step acknowledged as written on a rank, and the whole state of one step."""
+    """Oracle: the last step acknowledged as written on a rank, and the whole state of a step."""
     chance = random.Random(ranks)
     acknowledged = FORK.Value("q", 0, lock=False)
 

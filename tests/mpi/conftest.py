@@ -38,7 +38,7 @@ def _time_limit(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark three of four tests as slow, others at each number of ranks."""
+    """Mark three of four tests as slow, in turn: the fast tests differ with the number of ranks."""
     own = [item for item in items if item.path.is_relative_to(HERE)]
     for number, item in enumerate(own):
         if number % 4 != WORLD.size % 4:

@@ -24,7 +24,7 @@ ESTIMATORS = [
     ("unsplit-inverse", "forward-only", "reduce"),  # a single damped factor: equal for all solvers
     *itertools.product(("rank-one",), ("empirical", "forward-only"), ("reduce",)),
 ]
-"""Combinations that test_kinds.py lacks; "rank-one" takes no labels from the model."""
+"""Combinations missing in test_kinds.py; "rank-one" takes no labels from the model."""
 PLACEMENTS = {
     "comm-opt": Strategy.comm_opt(RANKS),
     "mem-opt": Strategy.mem_opt(),
@@ -35,7 +35,7 @@ if RANKS == 4:  # other rank counts repeat a placement above
 
 
 class Tokens(nn.Module):
-    """A convolution whose pixels are tokens, a layer per token, and a layer of the tokens' mean."""
+    """A convolution with pixels as tokens, a layer per token, and a layer of the tokens' mean."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def train(comm, strategy, shares, solver, fisher, sharing):
 
 @problem.by_one_process
 def alone(own, *estimator):
-    """The state of one process that takes all shares."""
+    """Return the state of a single process that takes all shares."""
     return train(own, None, range(RANKS), *estimator)
 
 
@@ -92,6 +92,6 @@ def test_each_estimator_and_solver_under_each_placement(comm, estimator, placeme
 
 
 def test_no_two_estimators_are_the_same():
-    """Oracle: states far apart: a choice without effect would equal another choice."""
+    """Oracle: different states: a choice without effect would give the state of a second choice."""
     for one, other in itertools.combinations(ESTIMATORS, 2):
         assert (alone(*one) - alone(*other)).abs().max() > 1e-6, (one, other)

@@ -33,7 +33,7 @@ def textbook(**settings):
 
 
 def refused(strategy, solver):
-    """Return whether the solver's plan needs other owners."""
+    """Return whether the solver's plan needs different owners."""
     return solver == "inverse" and not strategy.colocate and strategy.reduction == "owners"
 
 
@@ -58,7 +58,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
-    """Oracle: dense solves, norms and factors of the bounds in one process; the plan's bytes."""
+    """Oracle: dense solves, norms and factors of the bounds in a process; the plan's bytes."""
     expected, scales = textbook(**lengths)
     kfac = trainer(comm, strategy, **lengths)
     for step in range(problem.STEPS):
@@ -75,7 +75,7 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
 
 
 def adaptive(comm, strategy, **settings):
-    """Return K-FAC whose damping follows every step, from a value that has to fall."""
+    """Return K-FAC with a damping that follows every step, from a start value that has to fall."""
     damping = LevenbergMarquardt(0.3, every=1, decay=0.8)
     return trainer(comm, strategy, **{"damping": damping, "basis_every": 2, **settings})
 
@@ -98,7 +98,7 @@ def run_adaptive(comm, kfac, steps):
 
 @problem.by_one_process
 def adapted_alone(own, solver, steps):
-    """What `run_adaptive` returns of one process on the joined batches."""
+    """Return the results of `run_adaptive` in one process on the joined batches."""
     return run_adaptive(own, adaptive(own, None, solver=solver), steps)
 
 
@@ -123,7 +123,7 @@ def test_adapted_damping_is_one_processs_and_the_same_on_all_ranks(comm, strateg
 
 @pytest.mark.parametrize("fewer", range(1, RANKS + 1))
 def test_adapted_damping_survives_a_restart_on_other_ranks(comm, fewer):
-    """Oracle: the uninterrupted run; the resumed run is made with another damping."""
+    """Oracle: the uninterrupted run; the resumed run starts with a different damping."""
     strategy = mpikfac.Strategy(1, "owners", "owner")
     kfac = adaptive(comm, strategy)
     run_adaptive(comm, kfac, range(3))

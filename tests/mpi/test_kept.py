@@ -46,7 +46,7 @@ def trainer(comm, placement, **settings):
 
 @problem.by_one_process
 def alone(own, solver, kept, **of_time):
-    """The states after each step of one process with the joined batches."""
+    """Return the states after each step of a process with the joined batches."""
     serial = trainer(own, of_time, solver=solver, **KEPT[kept])
     return [problem.run(serial, own, [step]) for step in STEPS]
 

@@ -56,7 +56,7 @@ def network():
 
 
 def forms(layer):
-    """Return another form of factors for some layers."""
+    """Return a different form of factors for some layers."""
     chosen = {
         "transposed": {"diagonal": "A"},
         "tokens": {"largest": 5},
@@ -75,7 +75,7 @@ def joined(shards):
 
 
 def train(comm, strategy, ranks, record=False, **settings):
-    """Train on this rank's shards of `ranks` shards; return the whole state."""
+    """Train on the rank's shards of `ranks` shards; return the whole state."""
     model = network()
     optimizer = problem.sgd_all(model)
     kfac = problem.kfac(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
@@ -94,7 +94,7 @@ def train(comm, strategy, ranks, record=False, **settings):
 
 @problem.by_one_process
 def alone(own, delay, stagger, **settings):
-    """The state of one process on the joined batches."""
+    """Return the state of a single process on the joined batches."""
     return train(own, Strategy().changed(delay=delay, stagger=stagger), 1, **settings)
 
 

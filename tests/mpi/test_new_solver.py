@@ -1,4 +1,4 @@
-"""A solver that the library does not have, distributed in all ways: one process's numbers."""
+"""A new solver, missing in the library, is distributed in all ways: one process's numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in parts, added in order: the same bits on every number of ranks that divides parts."""
+"""Batches in parts, added in order: the same bits on every number of ranks that fits the parts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
 
 
 def network():
-    """Return a network with BatchNorm in training, which normalises every part alone."""
+    """Return a network with BatchNorm in training; BatchNorm normalises every part separately."""
     torch.manual_seed(1)
     return nn.Sequential(
         nn.Conv2d(2, 9, 3, padding=1), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(576, 5)
@@ -52,7 +52,7 @@ def run(trainer, comm, steps):
 
 @pytest.mark.parametrize("workers", mpikfac.plan.divisors(mpikfac.world().size))
 def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
-    """Oracle: a single rank that takes all parts; the plan's bytes."""
+    """Oracle: a single rank with all parts; the plan's bytes."""
     kfac = trainer(comm, "kfac", workers=workers)
     found = run(kfac, comm, range(3))
     alone = comm.Split(comm.rank)
@@ -68,7 +68,7 @@ def test_kfac_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm, workers):
 
 
 def test_sgd_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm):
-    """Oracle: a single rank that takes all parts."""
+    """Oracle: a single rank with all parts."""
     alone = comm.Split(comm.rank)
     expected = run(trainer(alone, "sgd"), alone, range(3))
     assert torch.equal(run(trainer(comm, "sgd"), comm, range(3)), expected)

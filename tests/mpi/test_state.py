@@ -1,4 +1,4 @@
-"""A run may stop and resume with other ranks and another strategy."""
+"""A run may stop and resume with a different number of ranks and a different strategy."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
 ):
     """Oracle: on all ranks, the decompositions begun before the saved state, and due after it.
 
-    The layers belong to another share then, or to several shares.
+    In the resumed run, the layers belong to a different share, or to several shares.
     """
 
     def fresh(stagger):
@@ -150,7 +150,7 @@ def test_a_rank_that_owns_no_factor_goes_on_between_two_updates_of_factors(comm)
 
 
 def test_a_first_order_runs_state_starts_kfac(comm):
-    """Oracle: a single process that does the same."""
+    """Oracle: a single process with the same steps."""
 
     def run(team):
         model = problem.network()
@@ -208,7 +208,7 @@ def test_a_state_that_does_not_fit_on_one_rank_changes_nothing_on_any(comm, chan
 
 @pytest.mark.parametrize("kind", ["kfac", "sgd"])
 def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
-    """Oracle: every rank's weights before; the file's name, also on ranks without need of it."""
+    """Oracle: every rank's earlier weights; the file's name, even on ranks without need."""
 
     def fresh():
         if kind == "kfac":

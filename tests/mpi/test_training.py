@@ -27,7 +27,7 @@ def trainer(comm, strategy, optimizer=problem.sgd, **settings):
 
 @functools.cache
 def textbook(optimizer=problem.sgd, sources=None, **settings):
-    """Return the model after training in one process on joined batches, and the clip's factors."""
+    """Return the model after training in a process on joined batches, and the clip's factors."""
     model = problem.network()
     steps = [problem.shards(step, RANKS) for step in range(problem.STEPS)]
     choices = problem.SETTINGS | settings | {"sources": dict(sources) if sources else None}
@@ -53,7 +53,7 @@ def run_as_planned(comm, kfac):
 
 
 def assert_trained(comm, trainer, found, expected):
-    """Check that all ranks end with the same bits, as expected except for rounding."""
+    """Check that all ranks end with the same bits, and with the expected numbers to rounding."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
     assert len(set(comm.allgather(bits(found)))) == 1
     assert trainer.steps == problem.STEPS
@@ -76,13 +76,13 @@ def test_every_strategy_trains_as_one_process_does(comm, strategy, solver):
 
 @problem.by_one_process
 def delayed(own, steps):
-    """The model after these steps of one process that decomposes two steps ahead."""
+    """Return the model after steps of a single process that decomposes two steps ahead."""
     return problem.run(trainer(own, Strategy().changed(delay=2)), own, steps)
 
 
 @pytest.mark.parametrize("strategy", EXACT, ids=problem.label)
 def test_delayed_decompositions_are_the_same_for_every_strategy(comm, strategy):
-    """Oracle: a single process that does the same; steps with old decompositions, and without."""
+    """Oracle: a single process with the same steps; steps with and without old decompositions."""
     steps = range(6)
     found = problem.run(trainer(comm, strategy.changed(delay=2)), comm, steps)
     torch.testing.assert_close(found, delayed(steps), rtol=0, atol=1e-10)
@@ -125,7 +125,7 @@ def test_adam_on_owners_keeps_state_of_what_it_steps_only(comm, workers, reducti
 
 @pytest.mark.parametrize("solver", ["eigen", "unsplit-inverse", "rank-one"])
 def test_strategies_that_reduce_everywhere_agree_bit_for_bit(comm, solver):
-    """Oracle: the strategies, compared with one another."""
+    """Oracle: the strategies, compared in pairs."""
     placements = [(w, b, c) for w in WORKERS for b, c in (("compute", False), ("memory", True))]
     strategies = [
         Strategy(w, balance=b, colocate=c) for w, b, c in [*placements, (1, "compute", True)]
@@ -141,7 +141,7 @@ def test_comm_opt_is_the_default(comm):
 
 @pytest.mark.parametrize("workers", WORKERS)
 def test_averaging_and_stepping_oneself_is_a_step(comm, workers):
-    """Oracle: K-FAC in one process; the caller averages gradients one by one."""
+    """Oracle: K-FAC in one process; the caller averages gradients tensor by tensor."""
     kfac = trainer(comm, Strategy(workers))
     for step in range(problem.STEPS):
         images, labels = problem.shards(step, comm.size)[comm.rank]

@@ -62,7 +62,7 @@ def network() -> nn.Module:
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Return SGD with momentum and weight decay, and another learning rate for the last layer."""
+    """Return SGD with momentum and weight decay, and an own learning rate for the last layer."""
     groups = [{"params": model[:4].parameters()}, {"params": model[5].parameters(), "lr": 0.03}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=1e-3)
 
@@ -107,14 +107,14 @@ def label(value: object) -> str | None:
 
 
 def whole_state(trainer, comm) -> dict[str, Any]:
-    """Return the shares of all ranks as one state."""
+    """Return the shares of all ranks as a single state."""
     return {
         n: value for share in comm.allgather(trainer.state_dict()) for n, value in share.items()
     }
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
-    """Train on this rank's shards; return the model's whole state as one vector."""
+    """Train on the rank's shards; return the model's whole state as a vector."""
     for step in steps:
         images, labels = shards(step, comm.size)[comm.rank]
         trainer.optimizer.zero_grad()
@@ -126,7 +126,7 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
 def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
     """Return what `train(comm, ...)` returns on one rank, for all ranks.
 
-    Rank 0 trains while the others wait. Equal arguments train once.
+    Rank 0 trains while the remaining ranks wait. Equal arguments train once.
     """
 
     @functools.cache
@@ -152,5 +152,5 @@ def planned(kfac, step: int) -> collections.Counter[str]:
 
 
 def state(model: nn.Module) -> Tensor:
-    """Return all parameters and buffers as one vector."""
+    """Return all parameters and buffers as a vector."""
     return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])

@@ -1,4 +1,4 @@
-"""Decompositions that are used later than they are begun."""
+"""Decompositions with a delay between the begin and the first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def trainer(comm, delay=0, tolerance=0.0, **settings):
 
 
 def stopped(kfac):
-    """Set the learning rates of `kfac` to 0, so that steps keep the weights; return `kfac`."""
+    """Set the learning rates of `kfac` to 0 and return `kfac`: steps then keep the weights."""
     for group in kfac.optimizer.param_groups:
         group["lr"] = 0.0
     return kfac

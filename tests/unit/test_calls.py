@@ -1,4 +1,4 @@
-"""The path of a step, as long as a reader has to follow it, stays as short as it is."""
+"""The path of a step, which a reader has to follow, does not grow."""
 
 from __future__ import annotations
 

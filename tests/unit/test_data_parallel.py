@@ -112,7 +112,7 @@ def test_float16_is_refused(comm):
 
 
 def test_only_running_statistics_are_averaged(comm):
-    """Oracle: buffers of other dtypes and buffers that are no statistics stay unchanged."""
+    """Oracle: buffers that are no statistics, or have a different dtype, stay unchanged."""
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
     trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)

@@ -1,4 +1,4 @@
-"""A new solver is a class of its own: plan, state, rules and logs know the solver by its form."""
+"""A new solver is a separate class: plan, state, rules and logs know the solver by its form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_training_is_the_textbooks(comm, monkeypatch, delay):
 
 
 def test_a_line_gives_the_solver_a_name(comm, monkeypatch):
-    """Oracle: the object; and a rule that gives the solver to one layer only."""
+    """Oracle: the object; and a rule that gives the solver to a single layer."""
     monkeypatch.setitem(SOLVERS, "diagonal", Diagonal())
     ends = [problem.run(trainer(comm, solver=one), comm) for one in ("diagonal", Diagonal())]
     assert torch.equal(*ends)
@@ -74,7 +74,7 @@ def test_the_solver_is_short():
 
 
 def test_a_solver_says_what_it_lacks():
-    """Oracle: an error that names the solver and the method."""
+    """Oracle: an error message with the solver and the method."""
     solver = mpikfac.solvers.Solver()
     with pytest.raises(NotImplementedError, match="Solver does not set form"):
         solver.form  # noqa: B018

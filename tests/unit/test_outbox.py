@@ -1,4 +1,4 @@
-"""The thread that sends the most urgent message first; given answers replace the other ranks."""
+"""The thread that sends the most urgent message first; prepared answers replace further ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mpikfac.comm.outbox import Outbox
 
 
 class Line:
-    """A line on which pieces arrive, one at a time, when the test lets pieces through."""
+    """A line on which pieces arrive, piece by piece, when the test lets pieces through."""
 
     def __init__(self):
         self.arrived = []
@@ -69,7 +69,7 @@ def test_of_equally_urgent_messages_the_lower_number_goes_first(line):
 
 
 def test_only_what_all_ranks_have_is_sent(line):
-    """Oracle: another rank's answers, by hand."""
+    """Oracle: a second rank's answers, by hand."""
     answers = iter([[1], [0, 1], [0]])
     outbox = Outbox(lambda ready: [n for n in next(answers) if n in ready])
     outbox.put(0, 0, line.pieces("first", 1))
