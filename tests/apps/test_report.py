@@ -181,15 +181,15 @@ def test_sentences_say_what_the_numbers_say(asked):
         wrong = cell.strategy == "mem-opt"
         fill(place, cell, loss=1.001 if wrong else 1.0, handed=planned + wrong)
     text = sentences(wanted, place)
-    assert "those of comm-opt and mem-opt (b). Their mean" in text
+    assert "come from comm-opt and mem-opt (b). The mean" in text
     assert "losses of the first epoch differ by at most 1e-03 of their value" in text
-    assert "the plan's but for mem-opt on 1 rank and mem-opt on 2 ranks." in text
+    assert "the plan's bytes, but not in mem-opt on 1 rank and mem-opt on 2 ranks." in text
     assert "was first at 90.0 %, after 4.0 s of training" in text
-    assert "On 2 ranks there were fewer cores than ranks (1)" in text
+    assert "On 2 ranks, the machine has fewer cores than ranks (1)" in text
     assert "dp-kfac sends least" in text
     assert "While 2 of 8 cells ran, other work took" in text
-    assert "up to 25 %: their times" in text
-    assert "another estimator of the curvature: dp-kfac; see" in text
+    assert "up to 25 %: the times" in text
+    assert "different estimator of the curvature, by design: dp-kfac; see" in text
 
 
 def test_sentences_compare_medians_over_seeds(tmp_path):

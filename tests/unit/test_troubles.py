@@ -37,7 +37,7 @@ def test_a_streak_ends_the_run_and_a_pause_begins_a_new_one():
 
 
 def test_a_streak_outlasts_what_was_tried_in_between():
-    """Oracle: by hand: "b" is tried at steps without "a", and works at the last step but one."""
+    """Oracle: by hand: "b" is not tried together with "a", and works at the last step but one."""
     nonfinite = Nonfinite(rank=0)
     for step in range(TOLERATED):
         nonfinite.note("decomposition", ["a"], step, "", tried=["a", "c"])

@@ -36,19 +36,21 @@ def findings(
         ranks = sorted({cell.cell.ranks for cell in crowded})
         cores = distinct(cell.result.cores for cell in crowded if cell.result)
         yield (
-            f"On {listed(map(str, ranks))} ranks there were fewer cores than ranks ({cores}): "
-            "what grows with the ranks is the wait for a core more than any message. Compare "
-            "strategies at one number of ranks; scaling takes a core for each rank."
+            f"On {listed(map(str, ranks))} ranks, the machine has fewer cores than ranks "
+            f"({cores}): times grow with the ranks because ranks wait for cores, more than for "
+            "messages. Compare strategies on the same number of ranks. To measure scaling, use a "
+            "core for each rank."
         )
     others = [(cell.result.others or 0.0) if cell.result else 0.0 for cell in done]
     busy = [share for share in others if share > BUSY]
     if busy:
         yield (
             f"While {len(busy)} of {len(done)} cells ran, other work took over {percent(BUSY, 0)} "
-            f"of the machine's cores, up to {percent(max(busy), 0)}: their times tell little."
+            f"of the machine's cores, up to {percent(max(busy), 0)}: "
+            "the times of these cells are not reliable."
         )
     if len({(cell.cell.variant, cell.cell.ranks) for cell in cells}) == len(cells):
-        yield "Each cell was run once: read differences within the ranges of the table as noise."
+        yield "Each cell was run once: differences within the ranges of the table are noise."
 
 
 def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[str]:
@@ -71,8 +73,8 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
     if kfac[0].cell.ranks > 1:
         least, most = (f(kfac, key=lambda cell: cell.wire) for f in (min, max))
         yield (
-            f"There, {least.cell.variant} sends least ({brief_mib(least.wire)} MiB per rank and "
-            f"step) and {most.cell.variant} most ({brief_mib(most.wire)} MiB)."
+            f"On these ranks, {least.cell.variant} sends least ({brief_mib(least.wire)} MiB per "
+            f"rank and step) and {most.cell.variant} most ({brief_mib(most.wire)} MiB)."
         )
         least, most = (f(kfac, key=lambda cell: cell.memory) for f in (min, max))
         yield (
@@ -93,7 +95,8 @@ def _about_learning(done: Sequence[Measured], target: float) -> Iterator[str]:
     if sgd and sgd[0][1] is not first:
         text += f"; of SGD, {sgd[0][1].cell.label} after {sgd[0][0]:.1f} s"
     missing = len(done) - len(times)
-    yield f"{text}. {missing} of {len(done)} cells did not get there." if missing else f"{text}."
+    short = f" {missing} of {len(done)} cells did not reach the target." if missing else ""
+    yield f"{text}.{short}"
 
 
 def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iterator[str]:
@@ -107,16 +110,16 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
     if spreads:
         apart = f"differ by at most {max(spreads):.0e} of their value"
         yield (
-            f"The same numbers, but for rounding, are those of {_alike(letters)}. Their mean "
-            "training losses of the first epoch "
-            f"{apart if any(spreads) else 'are equal to all six digits that are kept'}. "
-            "Between these groups, accuracy differs by design."
+            f"Except for rounding, the same numbers come from {_alike(letters)}. The mean training "
+            "losses of the first epoch "
+            f"{apart if any(spreads) else 'are equal in all six saved digits'}. "
+            "Accuracy differs between groups by design."
         )
     others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
     if others:
         yield (
-            f"By design another estimator of the curvature: {listed(dict.fromkeys(others))}; see "
-            "what the variants are."
+            f"A different estimator of the curvature, by design: {listed(dict.fromkeys(others))}; "
+            "see the table of variants."
         )
 
 
@@ -132,18 +135,16 @@ def _alike(letters: Mapping[str, str]) -> str:
     for variant, letter in letters.items():
         groups.setdefault(letter, []).append(variant)
     several = {letter: names for letter, names in groups.items() if len(names) > 1}
-    return "; of ".join(f"{listed(names)} ({letter})" for letter, names in several.items())
+    return "; from ".join(f"{listed(names)} ({letter})" for letter, names in several.items())
 
 
 def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:
     traced = [cell for cell in done if cell.counted is not None]
     other = [c for c in traced if abs((c.counted or 0) - c.handed) > 1e-6 * c.handed]
     if traced:
-        text = (
-            "Where messages do not run beside the training, the bytes counted in traced steps are "
-        )
+        text = "Without overlapped messages, bytes counted in traced steps equal the plan's bytes"
         names = listed(cell.cell.label for cell in other) if other else ""
-        yield text + (f"the plan's but for {names}." if other else "the plan's in all cells.")
+        yield f"{text}, but not in {names}." if other else f"{text} in all cells."
 
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:

@@ -60,7 +60,7 @@ def save_what_is_left(run: Run) -> None:
         run.set_rate(step)  # some ranks may have begun the next step
         items = trainer.state_dict()
     names = {name for held in comm.allgather(list(items)) for name in held}
-    lost = "what was lost is in no other memory"
+    lost = "no complete state is confirmed"
     if comm.size > 1 and names and not trainer.missing(names):
         counted = run.meter.state()
         if comm.rank == 0:

@@ -74,7 +74,7 @@ class Recording:
         first, last = means["steps"][0], means["steps"][-1]
         log.info("steps %d to %d, means over ranks, in ms:\n%s", first, last, "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
-            log.info("stages.json and trace.json.gz are of more steps, from an earlier start: kept")
+            log.info("stages.json and trace.json.gz hold more steps of an earlier start: kept")
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
         try:
