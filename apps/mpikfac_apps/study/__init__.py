@@ -1,1 +1,1 @@
-"""Studies: many training runs from a single file, their results, and a report."""
+"""Studies: many training runs from a single file, results, and a report."""

@@ -1,4 +1,4 @@
-"""Write the report of a study: one HTML file with all pictures inside; no server is needed."""
+"""Write the report of a study: a single HTML file with all pictures, without need of a server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _table(
     letters: Mapping[str, str],
     predictions: Mapping[str, float],
 ) -> list[tuple[str, list[list[str]]]]:
-    """Return rows of all cells, under their number of ranks."""
+    """Return rows of all cells, by number of ranks."""
     groups: dict[int, list[list[str]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
@@ -108,7 +108,7 @@ def _name(cell: Measured) -> str:
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the share of a step in collectives, and the part spent waiting for other ranks."""
+    """Return the share of a step in collectives, and the share of waiting for further ranks."""
     parts = cell.breakdown
     if not parts or not cell.traced_seconds:
         return cell.communication, None
@@ -119,7 +119,7 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
 def _variants(
     cells: Sequence[Measured], letters: Mapping[str, str]
 ) -> list[tuple[str, str, str, list[str]]]:
-    """Return each variant's name, the letter of its numbers, an explanation, and its options."""
+    """Return each variant's name, letter, explanation and options."""
     rows = {}
     for cell in cells:
         options, variant = cell.cell.options, cell.cell.variant
@@ -194,7 +194,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
 
 
 def _common_accuracy(cells: Sequence[Measured]) -> float | None:
-    """Return the accuracy that all complete cells reached, rounded down to a tenth of a percent."""
+    """Return the best accuracy common to all complete cells, rounded down to 0.1 %."""
     best = [max(cell.curve.accuracy) for cell in cells if cell.complete and cell.curve.accuracy]
     return int(min(best) * 1000) / 1000 if best else None
 

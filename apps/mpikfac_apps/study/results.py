@@ -37,8 +37,8 @@ GROUPS = {
 }
 """Stages of a step by name in a report; all remaining stages are "other"."""
 WAITING, OTHER = "waiting", "other"
-# What says where things are computed and how they travel, or what is written about it: it changes
-# no number but by rounding. An option or a choice of a strategy that is not named here does.
+# Options and choices of place, transport and records change no number, except by rounding. All
+# options and choices that are missing in the sets change numbers.
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "tensorboard"),
@@ -158,11 +158,11 @@ def read(study: Study, directory: Path) -> list[Measured]:
 def _measured(cell: Cell, directory: Path) -> Measured:
     run = directory / "run"
     rows: list[dict[str, Any]] = []
-    with suppress(ValueError):  # there are none, or they are damaged: then it is not complete
+    with suppress(ValueError):  # missing or damaged metrics: the cell is not complete
         rows = curves.read(run)
     means = _json(run / "stages.json")
     if len(means.get("steps", ())) % basis_every(cell.options, cell.ranks):
-        means = {}  # of a run that was too short
+        means = {}  # the run was too short
     planned = _planned(cell)
     return Measured(
         cell=cell,
@@ -200,7 +200,7 @@ def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
 def _counted(means: Mapping[str, Any], interval: int) -> float | None:
     """Return bytes per traced step; None unless whole intervals hold whole messages."""
     ranks = means.get("ranks", ())
-    # What is sent beside the training crosses the edges of the steps that are traced.
+    # Overlapped messages cross the edges of traced steps.
     beside = (
         stage for rank in ranks for named in rank["beside"].values() for stage in named.values()
     )
@@ -213,7 +213,7 @@ def _mean(numbers: Sequence[float]) -> float | None:
     return fmean(numbers) if numbers else None
 
 
-# -- what was planned ----------------------------------------------------------------------------
+# -- planned bytes -------------------------------------------------------------------------------
 
 
 def _planned(cell: Cell) -> dict[str, Any]:
