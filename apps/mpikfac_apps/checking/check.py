@@ -141,7 +141,7 @@ def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]
 
 
 def named(name: str, module: nn.Module) -> str:
-    """Return a module's name; of a module with children, return the names of its own parameters."""
+    """Return a module's name; for a module with children, the names of its own parameters."""
     own = [f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)]
     return ", ".join(own) if list(module.children()) else shown(name)
 

@@ -1,4 +1,4 @@
-"""Run the cells of a study, one after the other, and note the end of each cell.
+"""Run the cells of a study in turn, and note the end of each cell.
 
 STUDY/cells/CELL/run/          the run directory of the training program
 STUDY/cells/CELL/output.txt    the output of the program
@@ -30,7 +30,7 @@ class Result:
 
     Attributes:
         code: exit code; 0 when the run is complete.
-        why: of a failure, the line of output that explains most.
+        why: of a failure, the most useful line of output.
         seconds: from start to end of the job, start-up and evaluations included.
         cores: cores that the study's own process could use; None for a job that Slurm queued.
         others: share of the machine's cores that foreign work used during the job; None for a job
@@ -108,7 +108,7 @@ def _mpirun() -> tuple[str, list[str]]:
 
 
 def _job(words: list[str], output: Path) -> int:
-    """Return the exit code of a job; an interruption of this process ends the job."""
+    """Return the exit code of a job; an interruption of the study ends the job."""
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
     if os.geteuid() == 0:  # Open MPI asks for two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -156,7 +156,7 @@ def _others_seconds() -> float:
 
 
 def _missing(run: Path, options: Options) -> str:
-    """Return a message about incomplete metrics of a run that ended with code 0; "" if complete.
+    """Return an error message if a run with exit code 0 lacks final metrics; "" otherwise.
 
     An exit code of 0 does not prove a complete run: an srun that cannot launch also returns 0.
     """
