@@ -1,31 +1,24 @@
-"""Command lines: parsers, options on all ranks, and the checkpoint that a path means."""
+"""What programs share: wrong input, options on all ranks, the checkpoint that a path means."""
 
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import mpikfac
 
 Options = TypeVar("Options")
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the message and ends with code 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-class Strict(Parser):
-    """A parser for one rank of many, which tells the others what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises ValueError."""
-        raise ValueError(message)
+def run(program: str, work: Callable[[], int]) -> int:
+    """Return the exit code of a program's work, or 2 after one line about wrong input."""
+    try:
+        return work()
+    except (OSError, ValueError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
 
 
 def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -11,11 +10,16 @@ MIB = 2**20
 NONE = "\N{EN DASH}"
 
 
-def count(text: str) -> int:
-    """Return the positive number in `text`."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number, at least 1")
-    return int(text)
+def counts(text: str) -> tuple[int, ...]:
+    """Return positive whole numbers from a text such as "16,64".
+
+    Raises:
+        ValueError: the text holds something else.
+    """
+    for part in text.split(","):
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(f"{text}: {part or 'nothing'} must be a whole number, at least 1")
+    return tuple(map(int, text.split(",")))
 
 
 def mib(size: float) -> str:

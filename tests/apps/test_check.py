@@ -11,6 +11,8 @@ from torch import nn
 import mpikfac
 from mpikfac.layers.attention import ProjectionLayer
 from mpikfac_apps.checking import check, comparison
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.problems import models
 from support.launch import launch
 
 PROGRAM = str(Path(__file__).parents[2] / "apps" / "check.py")
@@ -133,7 +135,7 @@ def file(tmp_path):
 
 def wrong(capsys, *arguments):
     """Return whether a check finds an error, and the check's output."""
-    found = check.checked(ALONE, check.parse(arguments))
+    found = check.checked(ALONE, read("mpikfac check", check.CheckOptions, arguments))
     return found, capsys.readouterr().out
 
 
@@ -158,7 +160,7 @@ def test_a_network_by_name_passes(capsys):
     assert verdicts(text) == dict.fromkeys(["0", "3", "8", "10"], "ok")
     assert not found
     row = next(line for line in text.splitlines() if line.startswith("  mem-opt"))
-    plan = check.models.build("digits_cnn", 10, 1)
+    plan = models.build("digits_cnn", 10, 1)
     layers, others = mpikfac.layers.covered_shapes(plan)
     plan = mpikfac.make_plan(layers, 5, mpikfac.Strategy.mem_opt(), others)
     kept = [sum(plan.memory(rank).values()) / 2**20 for rank in range(5)]
@@ -270,7 +272,7 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("resnet5", "model='resnet5' is unknown"),
+        ("resnet5", "model=resnet5 is unknown"),
         ("nothing.py:build --input 3", "nothing.py is no file"),
         ("FILE:nothing --input 3", "has no function 'nothing'"),
         ("FILE:mixed", "needs --input"),

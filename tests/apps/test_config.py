@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
+import json
 import re
 from pathlib import Path
 
@@ -8,9 +8,17 @@ import pytest
 import torch
 import yaml
 
-from mpikfac_apps.options.options import OPTIONS, Options
-from mpikfac_apps.options.parse import parse
-from mpikfac_apps.options.strategy import for_machine, learning_rate, make_strategy
+import mpikfac
+from mpikfac_apps.options.documents import flattened
+from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.options import BASIC, Options
+from mpikfac_apps.options.parse import parse, resolved
+from mpikfac_apps.options.strategy import (
+    for_machine,
+    learning_rate,
+    make_strategy,
+    training_ranks,
+)
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.models import MODELS
 
@@ -34,10 +42,10 @@ BAD = {
     "not a choice": ("--optimizer=adam", "optimizer=adam must be one of kfac, sgd, adamw"),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
-    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number > 0"),
+    "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
     "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
-    "decay of 1": ("--kfac.decay=1", "kfac.decay=1.0 must be a finite number >= 0 and < 1"),
-    "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be a finite number > 0 or null"),
+    "decay of 1": ("--kfac.decay=1", "kfac.decay=1.0 must be at least 0 and below 1"),
+    "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
     "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
@@ -62,7 +70,11 @@ BAD = {
         "--kfac.sums=alltoall",
         "sums='alltoall' needs reduction='owners' or update='owner', not",
     ),
-    "workers elsewhere": ("--kfac.workers=2", "workers=2 needs strategy=hybrid, not comm-opt"),
+    "workers of any strategy": ("--kfac.workers=4", "workers=4 must divide the number of ranks"),
+    "choices of auto": (
+        "--kfac.strategy=auto --kfac.machine=v100-edr --kfac.delay=1",
+        "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices",
+    ),
     "nobody trains": (
         "--kfac.strategy=curvature-ranks --kfac.curvature_ranks=6",
         "kfac: curvature_ranks=6 must be less than the number of ranks (6)",
@@ -108,7 +120,7 @@ BAD = {
     "resume": ("--resume=yes", "resume=yes must be never, auto or a checkpoint's directory"),
     "missing file": ("--config=none.yaml", "config=none.yaml cannot be read: No such file"),
     "directory for a file": ("--config=.", "config=. cannot be read: Is a directory"),
-    "missing group file": ("--kfac=none.yaml", "kfac='none.yaml' must be a file of options"),
+    "group": ("--kfac=none.yaml", "kfac is a group of options; give one of them, such as --kfac.s"),
     "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
     "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
     "control character": (
@@ -161,7 +173,8 @@ def test_the_published_recipe_scales_and_starts_factors_as_published():
     """Oracle: the code of the SC20 paper, whose averages start at the identity."""
     recipe = Path(__file__).parents[2] / "jobs" / "configs" / "cifar10_resnet20_kfac.yaml"
     kfac = parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac
-    assert (kfac.normalization, kfac.start, kfac.decay) == ("sc20", "identity", 0.95)
+    chosen = kfac.estimator
+    assert (chosen.normalization, chosen.start, chosen.decay) == ("sc20", "identity", 0.95)
 
 
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path):
@@ -169,19 +182,32 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path)
     file = tmp_path / "run.yaml"
     file.write_text("lr: 1e-2\nbatch_per_rank: 4\nkfac:\n  damping: 1\n  decay: 0.5\n")
     options = parse([f"--config={file}", "--kfac.damping", "2"], ranks=3)
-    assert (options.lr, options.kfac.damping, options.kfac.decay) == (0.01, 2.0, 0.5)
+    assert (options.lr, options.kfac.damping.value, options.kfac.estimator.decay) == (
+        0.01,
+        2.0,
+        0.5,
+    )
     assert (options.batch, options.batch_per_rank) == (12, 4)
     assert options.momentum == Options.momentum
 
 
-def test_help_names_every_option_and_model(capsys):
-    """Oracle: the fields of the options and the keys of `MODELS`."""
+def shown(capsys, *arguments):
+    """Return the options that a help text names, and the text."""
     with pytest.raises(SystemExit) as leave:
-        parse(["--help"], ranks=1)
+        parse(arguments, ranks=1)
     assert not leave.value.code
-    shown = capsys.readouterr().out
-    assert all(f"--{key} " in shown or f"--{key}\n" in shown for key in OPTIONS)
-    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small", shown)) == set(MODELS)
+    text = capsys.readouterr().out
+    return set(re.findall(r"^  --([\w.]+)", text, re.MULTILINE)), text
+
+
+def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
+    """Oracle: the fields of the options, the basic options, the keys of `MODELS`."""
+    brief, text = shown(capsys, "--help")
+    assert brief - {"config", "print_config", "help_all"} == set(BASIC)
+    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small", text)) == set(MODELS)
+    whole, text = shown(capsys, "--help_all")
+    assert whole - {"config", "print_config"} == {leaf.key for leaf in leaves(Options)}
+    assert " ".join(text.split()).count("default: ") == len(leaves(Options))
 
 
 @pytest.mark.parametrize(
@@ -217,15 +243,33 @@ def test_a_machine_does_not_overrule_what_is_asked():
     assert (mine.transport.fusion, mine.replicate_below) == (7, 100)
 
 
-def test_what_a_run_resolved_can_be_given_to_another(tmp_path):
-    """Oracle: the same options; defaults of unused options are no mistake."""
-    given = parse(["--batch=12", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
+def test_a_resolved_configuration_starts_the_same_run(tmp_path):
+    """Oracle: the same strategy and options; of the choices of a strategy, no number is null."""
+    given = parse(["--batch_per_rank=2", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
+    values = resolved(given, RANKS)
+    assert (values["batch"], values["batch_per_rank"]) == (12, None)
+    assert (values["kfac"]["solver"], values["kfac"]["basis_every"]) == ("inverse", 10)
+    assert (values["kfac"]["delay"], values["kfac"]["stagger"]) == (0, 1)
     file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump(dataclasses.asdict(given)))
+    file.write_text(yaml.safe_dump(values))
     again = parse([f"--config={file}"], RANKS)
-    assert again == given
+    assert resolved(again, RANKS) == values
     strategy, _ = make_strategy(again.kfac, RANKS)
+    assert strategy == make_strategy(given.kfac, RANKS)[0]
     assert (strategy.transport.overlap, strategy.transport.fusion) == (True, 3)
+
+
+@pytest.mark.parametrize("name", mpikfac.plan.NAMED)
+def test_every_strategy_is_resolved_to_itself(name):
+    """Oracle: the strategy by its name."""
+    asked = (f"--kfac.strategy={name}", *(["--kfac.workers=2"] if name == "hybrid" else []))
+    given = parse(["--batch=60", *asked], RANKS)
+    training = training_ranks(given, RANKS)
+    values = flattened(resolved(given, training))
+    words = (v if isinstance(v, str) else json.dumps(v) for v in values.values())
+    again = parse([f"--{key}={word}" for key, word in zip(values, words)], RANKS)
+    assert make_strategy(again.kfac, training) == make_strategy(given.kfac, training)
+    assert flat(again) == flattened(resolved(again, training))
 
 
 def rates(ranks, steps, **chosen):

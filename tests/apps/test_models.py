@@ -73,6 +73,6 @@ def test_option_a_subsamples_and_adds_zero_channels():
 
 def test_an_unknown_model_is_refused_with_the_known_ones():
     with pytest.raises(
-        ValueError, match="'resnet21' is unknown; try one of digits_cnn, mobilenet_small"
+        ValueError, match="model=resnet21 is unknown; try one of digits_cnn, mobilenet_small"
     ):
         models.build("resnet21", classes=10)

@@ -292,7 +292,7 @@ def test_a_report_can_be_made_at_any_time(asked):
 def test_report_only_runs_nothing(asked, monkeypatch, capsys):
     _, place = asked
     monkeypatch.setenv("MPIRUN", "false")
-    assert study.main([str(place / "study.yaml"), f"--run-dir={place}", "--report-only"]) == 0
+    assert study.main([str(place / "study.yaml"), f"--run_dir={place}", "--report_only"]) == 0
     assert capsys.readouterr().out == f"report: {place / 'report.html'}\n"
 
 

@@ -29,7 +29,7 @@ NAMES = set(simulate.STRATEGIES)
 def test_numbers_are_the_librarys(capsys, tmp_path):
     """Oracle: `mpikfac.predict.simulate` of a plan made by the test."""
     file = tmp_path / "found.json"
-    asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor-every", "5", "--basis-every", "20"]
+    asked = ["--ranks", "16", "--strategy", "mem-opt", "--factor_every", "5", "--basis_every", "20"]
     assert simulate.main([*ASK, *asked, "--stragglers", "0.1", "--json", str(file)]) == 0
     layers, others = models.shapes_of("resnet50")
     plan = mpikfac.make_plan(layers, 16, mpikfac.Strategy.mem_opt(), others)

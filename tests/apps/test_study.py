@@ -55,7 +55,8 @@ def test_cells_are_all_combinations_with_the_options_of_each(tmp_path):
         for seed in (7, 8)
     ]
     last = found[-1].options
-    assert (last.optimizer, last.kfac.strategy, last.kfac.damping) == ("kfac", "mem-opt", 0.2)
+    assert (last.optimizer, last.kfac.damping.value) == ("kfac", 0.2)
+    assert last.kfac.distribution.strategy == "mem-opt"
     assert (last.seed, last.batch, last.data.train_images) == (8, 120, 240)
     runs = [len({cell.directory for cell in half}) for half in (found[:4], found[4:])]
     assert runs == [2, 4]  # SGD has no damping
@@ -79,12 +80,17 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
     own = {"mem-opt": {"kfac.basis_every": 50}, "hybrid": {"kfac": {"workers": 1}}}
     axes = {"strategy": ["mem-opt", "hybrid"], "ranks": [2]}
     mem_opt, hybrid = spec.read(written(tmp_path, strategies=own, matrix=axes)).cells
-    assert (mem_opt.options.kfac.strategy, mem_opt.options.kfac.basis_every) == ("mem-opt", 50)
-    chosen = hybrid.options.kfac
-    assert (chosen.strategy, chosen.workers, chosen.fraction) == ("hybrid", 1, None)
+    assert mem_opt.options.kfac.distribution.strategy == "mem-opt"
+    assert mem_opt.options.kfac.basis_every == 50
+    chosen = hybrid.options.kfac.distribution
+    assert (chosen.strategy, chosen.change, chosen.fraction) == ("hybrid", {"workers": 1}, None)
     axes = {"strategy": ["hybrid"], "ranks": [4], "kfac.workers": [1, 2, 4]}
     found = spec.read(written(tmp_path, strategies={}, matrix=axes)).cells
-    assert [cell.options.kfac.workers for cell in found] == [1, 2, 4]
+    assert [cell.options.kfac.distribution.change for cell in found] == [
+        {"workers": 1},
+        {"workers": 2},
+        {"workers": 4},
+    ]
 
 
 def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
@@ -167,7 +173,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
 )
 def test_a_mistake_is_one_line_and_nothing_is_run(tmp_path, capsys, changes, message):
     place = tmp_path / "place"
-    assert study.main([str(written(tmp_path, **changes)), f"--run-dir={place}"]) == 2
+    assert study.main([str(written(tmp_path, **changes)), f"--run_dir={place}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"mpikfac study: {tmp_path / 'study.yaml'}: ")
     assert message in line
@@ -198,7 +204,7 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     place = tmp_path / "place"
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
-    assert study.main([str(file), f"--run-dir={place}"]) == 0
+    assert study.main([str(file), f"--run_dir={place}"]) == 0
     first = capsys.readouterr().out
     assert "[1/2] sgd on 1 rank: " in first
     assert "complete" not in first
@@ -209,7 +215,7 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
         assert json.loads((found / "run" / "environment.json").read_text())["ranks"] == 1
     assert "mine" in (place / "report.html").read_text()
     launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 9\n")
-    assert study.main([str(file), f"--run-dir={place}"]) == 0
+    assert study.main([str(file), f"--run_dir={place}"]) == 0
     assert capsys.readouterr().out.count("was complete") == 2
 
 
@@ -220,18 +226,18 @@ def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkey
     words = 'echo "mpikfac: reading data: the disk is gone" >&2; echo "prterun noise" >&2; exit 2'
     fails = f'#!/bin/sh\ncase "$*" in *mem-opt*) {words};; esac\n'
     launcher(tmp_path, monkeypatch, f'{fails}{ALONE.partition(chr(10))[2]}"$@"\n')
-    assert study.main([str(file), f"--run-dir={place}"]) == 1
+    assert study.main([str(file), f"--run_dir={place}"]) == 1
     out = capsys.readouterr().out
     assert "[2/2] mine on 1 rank: failed: reading data: the disk is gone" in out
     assert "reading data: the disk is gone" in (place / "report.html").read_text()
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
-    assert study.main([str(file), f"--run-dir={place}"]) == 0
+    assert study.main([str(file), f"--run_dir={place}"]) == 0
 
 
 def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, capsys):
     """Oracle: a launcher that starts nothing, and a program that stops within the epoch."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
-    words = [str(file), f"--run-dir={tmp_path / 'place'}"]
+    words = [str(file), f"--run_dir={tmp_path / 'place'}"]
     launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 0\n")
     assert study.main(words) == 1
     assert "metrics.jsonl is missing" in capsys.readouterr().out
@@ -247,14 +253,14 @@ def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkey
     options = {**STUDY["options"], "epochs": 12, "max_steps": 13}
     file = written(tmp_path, options=options, matrix={"strategy": ["sgd"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f'{ALONE}"$@"\n')
-    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 0
+    assert study.main([str(file), f"--run_dir={tmp_path / 'place'}"]) == 0
 
 
 def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, capsys):
     """Oracle: the number of starts; the report, which is written in any case."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
     launcher(tmp_path, monkeypatch, f"#!/bin/sh\necho >> {tmp_path}/starts\nexit 75\n")
-    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 75
+    assert study.main([str(file), f"--run_dir={tmp_path / 'place'}"]) == 75
     assert (tmp_path / "starts").read_text() == "\n"
     out = capsys.readouterr().out
     assert "[1/2] sgd on 1 rank: stopped; the same command goes on" in out
@@ -280,7 +286,7 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
 
 def interrupt(file, place, environment, once):
     """Start a study, and interrupt the study once the file `once` has content."""
-    words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run-dir={place}"]
+    words = [sys.executable, "-m", "mpikfac_apps", "study", str(file), f"--run_dir={place}"]
     with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as job:
         while not once.exists() or not once.read_text():
             assert job.poll() is None
@@ -332,5 +338,5 @@ def test_slurm_is_asked_for_a_job_of_each_cell_and_its_code_counts(tmp_path, mon
 def test_slurm_without_sbatch_is_refused(tmp_path, monkeypatch, capsys):
     file = written(tmp_path, launcher="slurm")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert study.main([str(file), f"--run-dir={tmp_path / 'place'}"]) == 2
+    assert study.main([str(file), f"--run_dir={tmp_path / 'place'}"]) == 2
     assert "launcher=slurm needs sbatch on PATH" in capsys.readouterr().err

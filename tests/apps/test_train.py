@@ -286,7 +286,8 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
     """Oracle: the first item with a different shape, the network's shape, the saved shape."""
     assert train.main(arguments(tmp_path, "--max_steps=1")) == 0
     wider = nn.Sequential(conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
-    monkeypatch.setitem(models.MODELS, "digits_cnn", lambda classes, channels: wider)
+    network = models.Network(lambda classes, channels: wider)
+    monkeypatch.setitem(models.MODELS, "digits_cnn", network)
     message = "item 'model/0.weight' must be float32 [32, 1, 3, 3]; it is float32 [16, 1, 3, 3]"
     refused(tmp_path, capfd, message, "--resume=auto")
 
@@ -342,7 +343,7 @@ def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, w
 
 def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplog):
     """Oracle: a file that takes half of the written text, then nothing, then everything."""
-    kept = run_directory.Record(Options(run_dir=str(tmp_path)), {}, run_directory.start_log())
+    kept = run_directory.Record(Options(run_dir=str(tmp_path)), {}, {}, run_directory.start_log())
     file, path = kept._metrics, tmp_path / "metrics.jsonl"
 
     def nothing(_: bytes) -> int:

@@ -21,7 +21,7 @@ def quick(monkeypatch):
 def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
     """Oracle: divisors of the ranks; all primitives; every time is positive; the file is read."""
     path = comm.bcast(tmp_path) / "machine.json"
-    asked = ["--out", str(path), "--model", "digits_cnn", "--batch-per-rank", "4"]
+    asked = ["--out", str(path), "--model", "digits_cnn", "--batch_per_rank", "4"]
     if comm.size == 1:
         with pytest.raises(SystemExit) as left:
             calibrate.main(asked)
@@ -80,9 +80,9 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "resnet20"], "options: the following arguments are required: --out"),
-        (["--out", "/nowhere/m.json"], "options: --out /nowhere/m.json: /nowhere is no directory"),
-        (["--out", "m.json", "--model", "resnet5"], "model='resnet5' is unknown; try one of"),
+        (["--model", "resnet20"], "options: --out is missing: the file to write"),
+        (["--out", "/nowhere/m.json"], "options: out=/nowhere/m.json: /nowhere is no directory"),
+        (["--out", "m.json", "--model", "resnet5"], "model=resnet5 is unknown; try one of"),
     ],
 )
 def test_bad_options_are_one_line_and_no_rank_is_left(comm, arguments, told, capfd):

@@ -22,5 +22,5 @@ def plain(classes: int, channels: int) -> nn.Module:
 
 
 if __name__ == "__main__":
-    models.MODELS["plain"] = plain
+    models.MODELS["plain"] = models.Network(plain)
     sys.exit(train.main(["--model=plain", *sys.argv[1:]]))

@@ -18,7 +18,7 @@ from plain import plain
 
 
 def main() -> None:
-    models.MODELS["plain"] = plain
+    models.MODELS["plain"] = models.Network(plain)
     comm = mpikfac.world()
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)

@@ -10,9 +10,9 @@ A file may set COVERS, the value of `covers` for `KFAC`. Exit code 1: a number i
 
 from __future__ import annotations
 
-import argparse
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,14 +29,37 @@ from mpikfac_apps.checking.comparison import (
     good,
 )
 from mpikfac_apps.checking.model import Subject, subject
-from mpikfac_apps.cli import Strict, read_options
+from mpikfac_apps.cli import read_options
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import bounded, positional, read_by
+from mpikfac_apps.options.strategy import ITEMSIZE
 from mpikfac_apps.place import share_cores
-from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, orders_of, strategy_of
-from mpikfac_apps.problems import models
-from mpikfac_apps.text import count, mib, number, show, table
+from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, orders_of, strategy_of
+from mpikfac_apps.text import counts, mib, number, show, table
 
 QUANTITIES = ("A", "G", "gradient", *reference.SOLVES)
 WIDTH = 96
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
+
+    Args:
+        model: a network by name, such as resnet20, or FILE.py:FUNCTION.
+        input: the shape of an example, such as 3,32,32.
+        tokens: examples hold whole numbers below `tokens`; null for real numbers.
+        classes: the classes of a network by name.
+        batch: the examples of a rank.
+        ranks: the number of ranks to plan for; null for the ranks of the job, or 4.
+    """
+
+    model: str = positional()
+    input: tuple[int, ...] | None = read_by(counts, None)
+    tokens: int | None = bounded(None, ">= 1")
+    classes: int = bounded(10, ">= 1")
+    batch: int = bounded(4, ">= 1")
+    ranks: int | None = bounded(None, ">= 1")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
-        options = read_options(comm, lambda: parse(argv))
+        options = read_options(comm, lambda: read("mpikfac check", CheckOptions, argv))
         if options is None:
             return 0
         share_cores(comm, None)
@@ -57,29 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     return mpikfac.comm.leaving(int(wrong))
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, checked one by one.
-
-    Raises:
-        ValueError: an option is wrong; the message names the option.
-    """
-    parser = Strict(prog="mpikfac check", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("model", help=f"FILE.py:FUNCTION, or one of {', '.join(models.MODELS)}")
-    add("--input", type=shape, help="shape of an example, such as 3,32,32")
-    add("--tokens", type=count, help="examples are of whole numbers below this")
-    add("--classes", type=count, default=10, help="of a network by name (10)")
-    add("--batch", type=count, default=4, help="examples of a rank (4)")
-    add("--ranks", type=count, help="to plan for; as many as there are, or 4")
-    return parser.parse_args(argv)
-
-
-def shape(text: str) -> tuple[int, ...]:
-    """Return positive numbers from text with commas."""
-    return tuple(map(count, text.split(",")))
-
-
-def checked(comm: Any, options: argparse.Namespace) -> bool:
+def checked(comm: Any, options: CheckOptions) -> bool:
     """Print all sections on rank 0; return whether a number is wrong.
 
     Collective over: comm.

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 import mpikfac
 from mpikfac_apps.problems import models
 
-OTHER_INPUTS = {"digits_cnn": (1, 8, 8)}
-INPUT = (3, 32, 32)
 Batch = tuple[Tensor, Tensor]
 
 
@@ -85,7 +83,7 @@ def subject(
     elif tokens is not None:
         raise ValueError(f"{name} takes images, not --tokens {tokens}")
     else:
-        inputs = inputs or OTHER_INPUTS.get(name, INPUT)
+        inputs = inputs or models.network(name).image
         model, covers = models.build(name, classes, inputs[0]), mpikfac.KINDS
     model = model.double()
     outputs = _outputs(model, inputs, tokens)

@@ -8,12 +8,12 @@ returns the running averages of K-FAC's factors as "<layer>.A" and "<layer>.G".
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,46 +22,19 @@ import torch
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import Parser, checkpoint_at
+from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import positional, read_by
 
 MODEL = "model/"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Write the files; return 2 after printing an error."""
-    options = parse(argv)
-    try:
-        checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
-        wanted = ((options.weights, weights), (options.factors, factors))
-        contents = {file: read(checkpoint) for file, read in wanted if file}
-        for file, content in contents.items():
-            write(file, content)
-            print(f"wrote {file}: {len(content)} tensors of step {checkpoint.step}")
-    except (OSError, ValueError, mpikfac.UserError) as error:
-        print(f"mpikfac export: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, checked one by one."""
-    parser = Parser(prog="mpikfac export", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("path", type=Path, help="a checkpoint, or a run: its newest one")
-    add("--weights", type=weights_file, metavar="FILE", help="the model as .pt or .safetensors")
-    add("--factors", type=factors_file, metavar="FILE", help="A and G of every layer as .npz")
-    options = parser.parse_args(argv)
-    if not options.weights and not options.factors:
-        parser.error("give --weights FILE, --factors FILE or both")
-    return options
 
 
 def weights_file(text: str) -> Path:
     """Return the new file in `text`, after a check of the file's kind."""
     path = new_file(text, ".pt", ".safetensors")
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
-        raise argparse.ArgumentTypeError(
+        raise ValueError(
             f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
         )
     return path
@@ -76,10 +49,53 @@ def new_file(text: str, *kinds: str) -> Path:
     """Return the path `text` if the suffix is one of `kinds` and no such file exists."""
     path = Path(text)
     if path.suffix not in kinds:
-        raise argparse.ArgumentTypeError(f"{path} must end in {' or '.join(kinds)}")
+        raise ValueError(f"{path} must end in {' or '.join(kinds)}")
     if path.exists():
-        raise argparse.ArgumentTypeError(f"{path} exists; give another name or delete it")
+        raise ValueError(f"{path} exists; give another name or delete it")
     return path
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
+
+    Args:
+        path: a checkpoint, or a run for the newest checkpoint of the run.
+        weights: a new file for the model, .pt or .safetensors.
+        factors: a new file for A and G of every layer, .npz.
+    """
+
+    path: Path = positional()
+    weights: Path | None = read_by(weights_file, None)
+    factors: Path | None = read_by(factors_file, None)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the files; return 2 after printing an error."""
+    try:
+        options = parse(argv)
+        checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
+        wanted = ((options.weights, weights), (options.factors, factors))
+        contents = {file: content(checkpoint) for file, content in wanted if file}
+        for file, content in contents.items():
+            write(file, content)
+            print(f"wrote {file}: {len(content)} tensors of step {checkpoint.step}")
+    except (OSError, ValueError, mpikfac.UserError) as error:
+        print(f"mpikfac export: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> ExportOptions:
+    """Return the checked options.
+
+    Raises:
+        ValueError: a wrong option, or no file to write.
+    """
+    options = read("mpikfac export", ExportOptions, argv)
+    if not options.weights and not options.factors:
+        raise ValueError("give --weights FILE, --factors FILE or both")
+    return options
 
 
 def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:

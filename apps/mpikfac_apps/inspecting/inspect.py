@@ -7,11 +7,11 @@ Exit code 1: the checkpoint is damaged, or has an unknown format version.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,44 @@ import yaml
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import Parser, checkpoint_at
+from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import positional, read_by
 from mpikfac_apps.text import show, table
 
 ADAPTED = "kfac/damping"  # present value of an adapted damping
 NONE = "eigen", 0.0, False
 
 
+def picture(text: str) -> Path:
+    """Return the path of a picture.
+
+    Raises:
+        ValueError: the file would be no picture.
+    """
+    if Path(text).suffix not in (".png", ".svg"):
+        raise ValueError(f"picture={text} must end in .png or .svg")
+    return Path(text)
+
+
+@dataclass(frozen=True)
+class InspectOptions:
+    """Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
+
+    Args:
+        path: a checkpoint, or a run for the newest checkpoint of the run.
+        picture: a file for the spectra, .png or .svg.
+    """
+
+    path: Path = positional()
+    picture: Path | None = read_by(picture, None)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the contents of a checkpoint; return 1 for damage, 2 without a checkpoint."""
-    options = parse(argv)
     try:
+        options = read("mpikfac inspect", InspectOptions, argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
         if options.picture and not spectra.layers(checkpoint):
             raise ValueError(f"{checkpoint.path} has no factors to draw; it is not of K-FAC")
@@ -54,21 +80,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpikfac inspect: {error}", file=sys.stderr)
         return 2
     return int(any(faults.values()))
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Return the options, checked one by one."""
-    parser = Parser(prog="mpikfac inspect", description=__doc__.partition("\n")[0])
-    parser.add_argument("path", type=Path, help="a checkpoint, or a run: its newest one")
-    parser.add_argument("--picture", type=picture, metavar="FILE", help="spectra as .png or .svg")
-    return parser.parse_args(argv)
-
-
-def picture(text: str) -> Path:
-    """Return the file in `text`."""
-    if Path(text).suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text} must end in .png or .svg")
-    return Path(text)
 
 
 def faults_of(checkpoint: Any) -> dict[str, str]:

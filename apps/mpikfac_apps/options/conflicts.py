@@ -1,47 +1,24 @@
-"""Values of options that are refused: out of bounds, or in conflict with other options."""
+"""Values of options that are right alone and wrong together."""
 
 from __future__ import annotations
 
 import importlib.util
-import math
-import operator
 from pathlib import Path
 
-from mpikfac_apps.options.options import OPTIONS, Options, allowed
+from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
-from mpikfac_apps.problems.models import MODELS
-
-COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-
-
-def check_bounds(options: Options) -> None:
-    """Refuse numbers that are not finite or out of their bounds.
-
-    Raises:
-        ValueError: one line with key, value and bounds.
-    """
-    for key, (_, bounds) in OPTIONS.items():
-        value = operator.attrgetter(key)(options)
-        for number in value if isinstance(value, list) else [value]:
-            if not isinstance(number, int | float):
-                continue
-            inside = (COMPARE[sign](number, float(limit)) for sign, limit in map(str.split, bounds))
-            if not math.isfinite(number) or not all(inside):
-                raise ValueError(f"{key}={value} must be {allowed(key)}")
+from mpikfac_apps.problems.datasets import DATASETS
+from mpikfac_apps.problems.models import network
 
 
 def check_conflicts(options: Options, ranks: int) -> None:
-    """Refuses values that are right by themselves but not together."""
-    if options.model not in MODELS:
-        raise ValueError(f"model={options.model} is unknown; try one of {', '.join(MODELS)}")
-    if options.data.name == "cifar10" and options.data.path is None:
-        raise ValueError(
-            "data.path=null: cifar10 needs the directory in which its archive was unpacked"
-        )
-    for key, name in (("path", "cifar10"), ("size", "synthetic"), ("classes", "synthetic")):
-        value = getattr(options.data, key)
-        if value is not None and options.data.name != name:
-            raise ValueError(f"data.{key}={value} needs data.name={name}, not {options.data.name}")
+    """Refuse values that are right alone and wrong together, in a job where `ranks` ranks train.
+
+    Raises:
+        ValueError: one line with the options and what would be right.
+    """
+    network(options.model)
+    _check_data(options.data)
     _check_schedule(options)
     if options.optimizer == "kfac":
         try:
@@ -52,6 +29,18 @@ def check_conflicts(options: Options, ranks: int) -> None:
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
+
+
+def _check_data(data: DataOptions) -> None:
+    source = DATASETS[data.name]
+    if source.needs and getattr(data, source.needs[0]) is None:
+        key, meaning = source.needs
+        raise ValueError(f"data.{key}=null: {data.name} needs {meaning}")
+    for key in ("path", "size", "classes"):
+        value, takers = getattr(data, key), [n for n, s in DATASETS.items() if key in s.takes]
+        if value is not None and data.name not in takers:
+            names = " or ".join(takers)
+            raise ValueError(f"data.{key}={value} needs data.name={names}, not {data.name}")
 
 
 def check_parts(options: Options, ranks: int) -> None:

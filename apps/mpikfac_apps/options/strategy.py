@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+import mpikfac
 from mpikfac import (
     KINDS,
     NORMS,
-    Clip,
     Coverage,
-    Damping,
-    Estimator,
     LayerShape,
     LevenbergMarquardt,
     Strategy,
+    Wires,
     named,
     schedule,
     usual_rule,
 )
 from mpikfac.layers import covered_shapes
-from mpikfac.plan import NAMED, forward_only
+from mpikfac.plan import NAMED, Plan, forward_only
 from mpikfac.predict import Job, choose, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
-from mpikfac_apps.options.options import KfacOptions, Options
+from mpikfac_apps.options.fields import DTYPES
+from mpikfac_apps.options.options import Distribution, KfacOptions, Options
 
-CHOICES = (  # of a strategy
-    *("reduction", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
-    *("stagger", "delay", "tolerance", "sums", "ranks_per_node", "curvature_ranks"),
-    *("overlap", "factor_wire", "basis_wire", "gradient_wire", "top_share"),
-)
+ITEMSIZE = 4  # bytes of a number in float32
 USUAL = {"solver": "inverse", "basis_every": 10}  # settings of `KFAC` that a strategy may change
 
 
 def curvature_ranks(options: Options) -> int:
-    """How many of the job's ranks do not train but decompose for the others."""
-    chosen, way = options.kfac.curvature_ranks, NAMED.get(options.kfac.strategy)
-    if options.optimizer != "kfac" or way is None:
+    """Return how many of the job's ranks do not train and decompose for the ranks that train."""
+    asked = options.kfac.distribution
+    if options.optimizer != "kfac" or asked.strategy not in NAMED:
         return 0
-    return way.choices.get("curvature_ranks", 0) if chosen is None else chosen
+    choices = {**NAMED[asked.strategy].choices, **asked.change}
+    return choices.get("curvature_ranks", 0)
 
 
 def training_ranks(options: Options, ranks: int) -> int:
-    """How many of a job's ranks train.
+    """Return how many of a job's ranks train.
 
     Raises:
-        ValueError: none is left, or the job is to go on without some.
+        ValueError: no rank trains, or curvature ranks in a job that may shrink.
     """
     spared = curvature_ranks(options)
     if spared >= ranks:
@@ -64,116 +61,126 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     options: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """How K-FAC is distributed over the ranks that train, and settings that a strategy may change.
+    """Return how K-FAC is distributed over the ranks that train, with the solver and `basis_every`.
 
     Raises:
         ValueError: choices that do not fit together or the number of ranks.
     """
+    asked = options.distribution
     given = {key: getattr(options, key) for key in USUAL if getattr(options, key) is not None}
-    choices = {key: getattr(options, key) for key in CHOICES if getattr(options, key) is not None}
-    if options.fusion is not None:
-        choices["fusion"] = tuple(options.fusion) if len(options.fusion) != 1 else options.fusion[0]
-    if parts is not None:
-        choices["parts"] = parts
-    if options.strategy == "hybrid":
-        choices["workers"] = _workers(options, ranks)
-    else:
-        for key in ("workers", "fraction"):
-            if getattr(options, key) is not None:
-                raise ValueError(
-                    f"{key}={getattr(options, key)} needs strategy=hybrid, not {options.strategy}"
-                )
-    if options.strategy == "auto":
-        if options.machine is None or choices:
+    choices = _choices(asked, ranks) | ({} if parts is None else {"parts": parts})
+    if asked.strategy == "auto":
+        if options.machine is None or asked.change or asked.fraction:
             raise ValueError(
                 f"strategy=auto needs machine, and none of its own choices; machine is "
-                f"{options.machine}, choices are {', '.join(choices) or 'none'}"
+                f"{options.machine}, choices are {', '.join(asked.change) or 'none'}"
             )
-        choices["workers"] = ranks  # until the model is known: see `for_machine`
-        return Strategy().changed(**choices), {**USUAL, **given}
-    chosen, settings = named(options.strategy, ranks, **choices)
+        # The workers follow once the model is known: see `for_machine`.
+        return Strategy.comm_opt(ranks, **choices), {**USUAL, **given}
+    chosen, settings = named(asked.strategy, ranks, **choices)
     settings = {**USUAL, **settings, **given}
     if settings["basis_every"] % chosen.refresh.stagger:
         raise ValueError(
             f"basis_every={settings['basis_every']} must be a multiple of "
             f"stagger={chosen.refresh.stagger}"
         )
-    wire = chosen.transport.wires.gradient_wire
-    if options.top_share is not None and wire != "top-k":
-        raise ValueError(f"top_share={options.top_share} needs gradient_wire=top-k, not {wire}")
+    wires = chosen.transport.wires
+    if wires.top_share != Wires.top_share and wires.gradient_wire != "top-k":
+        raise ValueError(
+            f"top_share={wires.top_share} needs gradient_wire=top-k, not {wires.gradient_wire}"
+        )
     return chosen, settings
+
+
+def _choices(asked: Distribution, ranks: int) -> dict[str, Any]:
+    """Return the choices of a strategy that are asked for."""
+    choices = dict(asked.change)
+    if isinstance(fusion := choices.get("fusion"), tuple) and len(fusion) == 1:
+        choices["fusion"] = fusion[0]
+    workers = choices.pop("workers", None)
+    if asked.strategy == "hybrid" or workers is not None or asked.fraction is not None:
+        choices["workers"] = Strategy.hybrid(ranks, workers, asked.fraction).workers
+    return choices
 
 
 def for_machine(
     options: Options, model: nn.Module, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
-    """The strategy as the machine would have it where nothing else is asked, and its name.
+    """Return the name of the strategy, and the strategy with what the machine decides.
+
+    A machine decides choices that are not asked for.
 
     Raises:
         ValueError: the file is no machine, or the machine was not measured with this network.
     """
+    asked = options.kfac.distribution
     if options.kfac.machine is None:
-        return options.kfac.strategy, strategy
+        return asked.strategy, strategy
     machine = load_machine(options.kfac.machine)
     every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
-    job = Job(options.model, (options.batch or ranks) // ranks, *every)
+    job = Job(options.model, options.step_batch // ranks, *every)
     layers, others = covered_shapes(model, coverage(options.kfac))
-    if options.kfac.strategy == "auto":
+    if asked.strategy == "auto":
         return choose(layers, others, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, layers, others, ranks, machine, job, forms(solver))
-    asked = {
-        key: strategy.choices()[key]
-        for key in ("fusion", "replicate_below")
-        if getattr(options.kfac, key) is not None
-    }
-    return options.kfac.strategy, chosen.changed(**asked)
+    kept = {key: strategy.choices()[key] for key in ("fusion", "replicate_below")}
+    return asked.strategy, chosen.changed(**{k: v for k, v in kept.items() if k in asked.change})
+
+
+def make_plan(
+    options: KfacOptions,
+    layers: Sequence[LayerShape],
+    others: Sequence[tuple[str, tuple[int, ...]]],
+    ranks: int,
+    strategy: Strategy,
+    solver: str,
+) -> Plan:
+    """Return the plan by which a run in float32 communicates on so many ranks.
+
+    Raises:
+        ValueError: choices that do not fit together.
+    """
+    dtypes = options.estimator.factor_dtype, _basis_dtype(options)
+    kept = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    made = named_solver(solver, _basis_dtype(options))
+    return mpikfac.make_plan(layers, ranks, strategy, others, made, ITEMSIZE, *kept)
 
 
 def coverage(options: KfacOptions) -> Coverage:
-    """The layers that K-FAC covers, and in what form."""
+    """Return the layers that K-FAC covers, and in what form."""
+    asked = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
-        chosen = {key: getattr(options, key) for key in ("sharing", "largest", "rank")}
+        chosen = {"sharing": asked.sharing, "largest": asked.largest, "rank": asked.rank}
         layer = dataclasses.replace(usual_rule(layer), **chosen)
-        return forward_only(layer) if options.fisher == "forward-only" else layer
+        return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
 
-    return Coverage(options.skip, {**KINDS, **(NORMS if options.norms else {})}, rule)
+    return Coverage(asked.skip, {**KINDS, **(NORMS if asked.norms else {})}, rule)
 
 
 def kfac_settings(options: KfacOptions, chosen: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `KFAC`; `chosen` holds the settings that a strategy may change."""
-    every = options.damping_adapt
-    damping = LevenbergMarquardt(options.damping, every) if every else options.damping
+    damping, every = options.damping, options.damping_adapt
+    if every is not None:
+        adapted = LevenbergMarquardt(options.damping.value, every)
+        damping = dataclasses.replace(damping, value=adapted)
     return {
-        "damping": Damping(damping, options.relative_damping),
+        "damping": damping,
         "factor_every": options.factor_every,
-        "clip": Clip(options.kl_clip, options.norm_clip, options.graft),
-        "estimator": Estimator(
-            options.decay,
-            options.start,
-            options.normalization,
-            options.fisher,
-            options.samples,
-            options.subsample,
-            _dtype(options.statistics_dtype),
-            _dtype(options.factor_dtype),
-        ),
-        "coverage": coverage(options),
         "basis_every": chosen["basis_every"],
-        "solver": named_solver(chosen["solver"], _dtype(options.basis_dtype)),
+        "solver": named_solver(chosen["solver"], _basis_dtype(options)),
+        "clip": options.clip,
+        "estimator": options.estimator,
+        "coverage": coverage(options),
     }
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return torch.bfloat16 if name else None
-
-
-def _workers(options: KfacOptions, ranks: int) -> int:
-    return Strategy.hybrid(ranks, options.workers, options.fraction).workers
+def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
+    return None if options.basis_dtype is None else DTYPES[options.basis_dtype]
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
-    """The learning rate as a function of the step, for a run that began on `ranks` ranks."""
+    """Return the learning rate as a function of the step, for a run begun on `ranks` ranks."""
     peak = options.lr * (ranks if options.scale_lr else 1)
     rate = schedule.constant(peak)
     if options.schedule == "step":

@@ -8,11 +8,11 @@ communicators the link of a node. Other work shows in it: use an idle machine. I
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,10 +22,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import Strict, read_options
+from mpikfac_apps.cli import read_options
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import bounded, read_by, required
 from mpikfac_apps.place import environment, share_cores
 from mpikfac_apps.problems import models
-from mpikfac_apps.text import count
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
@@ -36,6 +37,32 @@ BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
 TURNS, STEPS = 6, 4  # of steps that send beside the backward pass and in turn
 STAGE = "calibrate"
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Return names of networks from a text such as "resnet20,resnet32".
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for name in text.split(","):
+        models.network(name)
+    return tuple(text.split(","))
+
+
+@dataclass(frozen=True)
+class CalibrateOptions:
+    """Measure the machine that the program runs on, for `mpikfac simulate`.
+
+    Args:
+        out: the file to write.
+        model: networks to measure, such as resnet20,resnet32.
+        batch_per_rank: images.
+    """
+
+    out: Path = required()
+    model: tuple[str, ...] = read_by(names, ("resnet20",))
+    batch_per_rank: int = bounded(32, ">= 1")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,37 +87,21 @@ def main(argv: list[str] | None = None) -> int:
     return mpikfac.comm.leaving(0)
 
 
-def parse(argv: list[str] | None, ranks: int) -> argparse.Namespace:
-    """The options, checked one by one.
+def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
+    """Return the checked options.
 
     Raises:
-        ValueError: what is wrong with them, or with the number of ranks.
+        ValueError: a wrong option, or a single rank.
     """
-    parser = Strict(prog="mpikfac calibrate", description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="file to write")
-    parser.add_argument(
-        "--model", type=names, default=["resnet20"], help="such as resnet20,resnet32"
-    )
-    parser.add_argument("--batch-per-rank", type=count, default=32, help="images")
-    options = parser.parse_args(argv)
+    options = read("mpikfac calibrate", CalibrateOptions, argv)
     if not options.out.parent.is_dir():
-        raise ValueError(f"--out {options.out}: {options.out.parent} is no directory")
+        raise ValueError(f"out={options.out}: {options.out.parent} is no directory")
     if ranks == 1:
         raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
     return options
 
 
-def names(text: str) -> list[str]:
-    """Names of networks, separated by commas."""
-    for name in text.split(","):
-        if name not in models.MODELS:
-            raise argparse.ArgumentTypeError(
-                f"model={name!r} is unknown; try one of {', '.join(models.MODELS)}"
-            )
-    return text.split(",")
-
-
-def measured(comm: Any, options: argparse.Namespace) -> mpikfac.predict.Machine:
+def measured(comm: Any, options: CalibrateOptions) -> mpikfac.predict.Machine:
     """The machine, as these ranks see it.
 
     Collective over: comm.
@@ -387,9 +398,8 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 def image_shape(name: str) -> tuple[int, int, int]:
     """Classes, channels and pixels of a side of what a network is made for."""
-    if name in models.IMAGENET:
-        return 1000, 3, 224
-    return (10, 1, 8) if name == "digits_cnn" else (10, 3, 32)
+    network = models.network(name)
+    return network.classes, network.image[0], network.image[1]
 
 
 def seconds_of(comm: Any, work: Callable[[], object]) -> float:

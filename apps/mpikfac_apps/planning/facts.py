@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import mpikfac
 
-ITEMSIZE = 4  # float32
 ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most loaded one
 SAMPLE = 64
 KINDS_OF_STEP = (
@@ -15,7 +14,6 @@ KINDS_OF_STEP = (
     ("Step with new factors", True, False),
     ("Step with new factors and bases", True, True),
 )
-SOLVERS = ("inverse", "eigen", "ekfac", "unsplit-inverse")
 
 
 def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
@@ -54,7 +52,7 @@ def near_root(ranks: int) -> int:
 def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
     """The strategy of that name, and the solver: as asked, but where factors are vectors."""
     if name == "sgd":
-        return mpikfac.Strategy.mem_opt(), SOLVERS[0]
+        return mpikfac.Strategy.mem_opt(), "inverse"
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
     strategy, settings = mpikfac.named(name, ranks, **workers)
     own = settings.get("solver", "inverse")

@@ -5,42 +5,59 @@ mpikfac plan --model resnet50 --ranks 64 --workers 8
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import mpikfac
-from mpikfac_apps.cli import Parser
-from mpikfac_apps.planning.facts import ITEMSIZE, KINDS_OF_STEP, looked_at, most_loaded, orders_of
+from mpikfac_apps import cli
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import bounded, inline, listed, required
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.strategy import coverage, make_plan, make_strategy
+from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
-from mpikfac_apps.text import count, in_lines, mib, number, show, table
+from mpikfac_apps.text import in_lines, mib, number, show, table
 
 TABLE = 60  # layers; longer models are listed several to a line
-CHOICES = (
-    *("workers", "reduction", "update", "balance", "colocate", "packing", "fusion"),
-    *(
-        "overlap",
-        "reduce_at",
-        "replicate_below",
-        "parts",
-        "sums",
-        "ranks_per_node",
-        "curvature_ranks",
-    ),
-    *("factor_wire", "basis_wire", "gradient_wire", "top_share"),
+PROGRAM = "mpikfac plan"
+BASIC = (
+    *("model", "classes", "ranks", "parts", "strategy", "fraction", "workers", "reduction"),
+    *("update", "replicate_below", "delay", "curvature_ranks", "overlap", "ranks_per_node"),
+    *("solver", "largest", "rank", "norms", "skip"),
 )
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints the plan; returns 2 after printing what is wrong with the arguments."""
-    options = parse(argv)
-    try:
-        plan = plan_of(options)
-    except ValueError as error:
-        print(f"mpikfac plan: {error}", file=sys.stderr)
-        return 2
+@dataclass(frozen=True)
+class PlanOptions:
+    """Print the communication plan of a model: who computes and sends what. No MPI.
+
+    Args:
+        model: a network.
+        ranks: the number of ranks that train.
+        classes: null for 10, or 1000 for ImageNet's networks.
+        parts: the parts that a batch is dealt out in, to be added up in order; null for none.
+    """
+
+    model: str = listed(models.MODELS)
+    ranks: int = required(">= 1")
+    classes: int | None = bounded(None, ">= 1")
+    parts: int | None = bounded(None, ">= 1")
+    kfac: KfacOptions = inline(KfacOptions)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the plan; return 0, or 2 after one line about wrong options."""
+    return cli.run(PROGRAM, lambda: print_plan(read(PROGRAM, PlanOptions, argv, basic=BASIC)))
+
+
+def print_plan(options: PlanOptions) -> int:
+    """Print the plan of the options; return 0.
+
+    Raises:
+        ValueError: options that do not fit together.
+    """
+    plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
     sections += [owners(plan), balance(plan)] if plan.layers else [["No layer is covered by K-FAC"]]
     sections += [memory(plan), messages(plan), *(traffic(plan, *step) for step in KINDS_OF_STEP)]
@@ -48,53 +65,15 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked one by one."""
-    parser = Parser(prog="mpikfac plan", description=__doc__.partition("\n")[0])
-    add = parser.add_argument
-    add("--model", required=True, help=", ".join(models.MODELS))
-    add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
-    add("--ranks", type=count, required=True, help="ranks that train")
-    add("--strategy", default="comm-opt", help=f"{', '.join(mpikfac.plan.NAMED)} (comm-opt)")
-    add("--workers", type=count, help="ranks that precondition a layer")
-    add("--reduction", choices=("everyone", "owners", "none"))
-    add("--update", choices=("everyone", "owner"))
-    add("--balance", choices=("compute", "memory"))
-    add("--colocate", action=argparse.BooleanOptionalAction)
-    add("--packing", choices=("triangle", "square"))
-    add("--fusion", type=count, help="layers that share a message")
-    add("--overlap", action=argparse.BooleanOptionalAction, help="send beside the backward pass")
-    add("--reduce-at", choices=("factors", "bases"), help="when ranks average factors")
-    add("--replicate-below", type=int, help="all workers decompose smaller factors")
-    add("--parts", type=count, help="add up so many parts of a batch in order")
-    add("--sums", choices=("reduce", "alltoall"), help="how owners come to sums")
-    add("--ranks-per-node", type=count, help="send in two levels, inside nodes first")
-    add("--factor-wire", choices=("bfloat16", "int8"), help="what factors are rounded to")
-    add("--basis-wire", choices=("bfloat16", "int8"), help="the same of decompositions")
-    add("--gradient-wire", choices=("bfloat16", "int8", "top-k"), help="the same of gradients")
-    add("--top-share", type=float, help="of gradients, those that travel with top-k (0.01)")
-    add("--curvature-ranks", type=count, help="ranks beside them (strategy curvature-ranks: 1)")
-    add("--solver", choices=("inverse", "eigen", "ekfac", "unsplit-inverse", "rank-one"))
-    add("--largest", type=count, help="order above which factors fall into blocks")
-    add("--rank", type=count, help="eigenvectors that are kept of a larger factor (solver eigen)")
-    add("--norms", action="store_true", help="cover normalisations, too")
-    add("--skip", nargs="*", default=(), metavar="LAYER", help="layers to train first-order")
-    return parser.parse_args(argv)
+def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
+    """Return the plan that training with the options makes.
 
-
-def plan_of(options: argparse.Namespace) -> mpikfac.plan.Plan:
-    """The plan that training with these options would make."""
-    found = models.shapes_of(options.model, options.classes, options.skip, options.norms)
-    forms = {"largest": options.largest, "rank": options.rank}
-    layers = [dataclasses.replace(layer, **forms) for layer in found[0]]
-    others = found[1]
-    chosen = {key: getattr(options, key) for key in CHOICES}
-    chosen = {key: value for key, value in chosen.items() if value is not None}
-    if options.strategy == "hybrid" and options.workers is None:
-        raise ValueError("strategy=hybrid needs workers; give --workers")
-    strategy, settings = mpikfac.named(options.strategy, options.ranks, **chosen)
-    solver = options.solver or settings.get("solver", "inverse")
-    return mpikfac.make_plan(layers, options.ranks, strategy, others, solver, ITEMSIZE)
+    Raises:
+        ValueError: options that do not fit together.
+    """
+    shapes = models.shapes_of(options.model, options.classes, coverage(options.kfac))
+    strategy, settings = make_strategy(options.kfac, options.ranks, options.parts)
+    return make_plan(options.kfac, *shapes, options.ranks, strategy, settings["solver"])
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:

@@ -1,111 +1,120 @@
 """Predicts step times of strategies on a machine, for any number of ranks. No MPI.
 
-    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --basis-every 100
+    mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --basis_every 100
 
 A machine is a file that `mpikfac calibrate` wrote, or a published one.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.cli import Parser
-from mpikfac_apps.planning.facts import SOLVERS, strategy_of
+from mpikfac_apps import cli
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
+from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.strategy import coverage, make_plan, make_strategy
+from mpikfac_apps.planning.facts import near_root
 from mpikfac_apps.problems import models
-from mpikfac_apps.text import count, mib, number, show, table
+from mpikfac_apps.text import counts, mib, number, show, table
 
-STRATEGIES = ["sgd", *mpikfac.plan.NAMED]  # "sgd" is plain data parallelism
+PROGRAM = "mpikfac simulate"
+STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
+OWN = ("strategy", "solver", "basis_every", "machine")  # options of K-FAC that mean something else
 BOUNDED = ("delayed", "event-driven")
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prints a table for each number of ranks; 2 after printing what is wrong."""
-    options = parse(argv)
-    try:
-        machine = mpikfac.predict.load_machine(options.machine)
-        rows = predictions(options, machine)
-        if options.json:
-            options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        print(f"mpikfac simulate: {error}", file=sys.stderr)
-        return 2
-    sections = [heading(options, machine)]
-    sections += [section(ranks, rows) for ranks in options.ranks]
-    show(sections)
-    return 0
+BASIC = (
+    *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
+    *("factor_every", "basis_every", "json"),
+)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The options, checked one by one."""
-    parser = Parser(prog="mpikfac simulate", description=__doc__.partition("\n")[0])
-    add, published = parser.add_argument, ", ".join(mpikfac.predict.published_machines())
-    add("--machine", required=True, help=f"a file of mpikfac calibrate, or one of: {published}")
-    add("--model", required=True, help=", ".join(models.MODELS))
-    add("--classes", type=count, help="10, or 1000 for ImageNet's networks")
-    add("--ranks", type=counts, required=True, help="such as 16,64,256")
-    add("--strategy", type=names, default=STRATEGIES, help=f"all, or {','.join(STRATEGIES)}")
-    add("--solver", choices=(*SOLVERS, "own"), default="inverse", help="own: as each was published")
-    add("--batch-per-rank", type=count, default=32, help="images")
-    add("--factor-every", type=count, default=1, help="steps")
-    add("--basis-every", type=count, default=10, help="steps")
-    add("--stragglers", type=float, default=0.0, help="spread of ranks' computing times, as 0.05")
-    add("--json", type=Path, help="write the predictions to this file, too")
-    return parser.parse_args(argv)
+def names(text: str) -> tuple[str, ...]:
+    """Return names of strategies from a text such as "sgd,comm-opt", or "all".
 
-
-def counts(text: str) -> list[int]:
-    """Positive numbers, separated by commas."""
-    return list(dict.fromkeys(count(part) for part in text.split(",")))
-
-
-def names(text: str) -> list[str]:
-    """Names of strategies, separated by commas; "all" for all."""
-    chosen = STRATEGIES if text == "all" else text.split(",")
+    Raises:
+        ValueError: an unknown name.
+    """
+    chosen = STRATEGIES if text == "all" else tuple(text.split(","))
     for name in chosen:
         if name not in STRATEGIES:
-            raise argparse.ArgumentTypeError(
+            raise ValueError(
                 f"strategy {name!r} is unknown; try all or some of {', '.join(STRATEGIES)}"
             )
     return chosen
 
 
-def predictions(
-    options: argparse.Namespace, machine: mpikfac.predict.Machine
-) -> list[dict[str, Any]]:
-    """A row for each strategy and number of ranks; why, where nothing can be said of it.
+@dataclass(frozen=True)
+class SimulateOptions:
+    """Predict step times of strategies on a machine, for any number of ranks. No MPI.
+
+    Args:
+        machine: a file of `mpikfac calibrate`, or a published machine.
+        model: a network.
+        ranks: numbers of ranks, such as 16,64,256.
+        classes: null for 10, or 1000 for ImageNet's networks.
+        strategy: names of strategies with commas between them, or all.
+        solver: the solver of every strategy without vectors; own: as each strategy was published.
+        basis_every: steps between two decompositions.
+        batch_per_rank: images.
+        stragglers: the spread of the computing times of ranks, such as 0.05.
+        json: a file for the predictions.
+    """
+
+    machine: str = listed(mpikfac.predict.published_machines())
+    model: str = listed(models.MODELS)
+    ranks: tuple[int, ...] = required(read=counts)
+    classes: int | None = bounded(None, ">= 1")
+    strategy: tuple[str, ...] = read_by(names, STRATEGIES)
+    solver: str = choice("inverse", (*mpikfac.solvers.SOLVERS, "own"))
+    basis_every: int = bounded(10, ">= 1")
+    batch_per_rank: int = bounded(32, ">= 1")
+    stragglers: float = bounded(0.0, ">= 0")
+    json: Path | None = None
+    kfac: KfacOptions = inline(KfacOptions, without=OWN)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print a table for each number of ranks; return 0, or 2 after one line about wrong options."""
+    return cli.run(PROGRAM, lambda: predict(read(PROGRAM, SimulateOptions, argv, basic=BASIC)))
+
+
+def predict(options: SimulateOptions) -> int:
+    """Print the predictions; return 0.
 
     Raises:
-        ValueError: nothing can be said of any.
+        ValueError: nothing can be predicted.
+        OSError: a file cannot be read or written.
     """
-    covered = models.shapes_of(options.model, options.classes)
-    first_order = models.shapes_of(
-        options.model, options.classes, [layer.name for layer in covered[0]]
-    )
-    job = mpikfac.predict.Job(
-        options.model,
-        options.batch_per_rank,
-        options.factor_every,
-        options.basis_every,
-        options.stragglers,
-    )
+    machine = mpikfac.predict.load_machine(options.machine)
+    rows = predictions(options, machine)
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    show([heading(options, machine), *(section(ranks, rows) for ranks in options.ranks)])
+    return 0
+
+
+def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[dict[str, Any]]:
+    """Return a row for each strategy and number of ranks, or the reason why there is none.
+
+    Raises:
+        ValueError: no strategy can be predicted.
+    """
+    every = options.kfac.factor_every, options.basis_every
+    job = mpikfac.predict.Job(options.model, options.batch_per_rank, *every, options.stragglers)
     rows: list[dict[str, Any]] = []
-    for ranks in options.ranks:
+    for ranks in dict.fromkeys(options.ranks):
         for name in options.strategy:
-            layers, others = first_order if name == "sgd" else covered
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
-                strategy, solver = strategy_of(name, ranks, options.solver)
-                forms = mpikfac.solvers.forms(solver)
-                strategy = mpikfac.predict.tuned(
-                    strategy, layers, others, ranks, machine, job, forms
-                )
-                plan = mpikfac.make_plan(layers, ranks, strategy, others, solver)
-                row |= {"workers": strategy.workers}
+                plan = plan_of(options, name, ranks, machine, job)
+                row |= {"workers": plan.strategy.workers}
                 row |= mpikfac.predict.simulate(plan, machine, job).as_dict()
             except ValueError as error:
                 row |= {"left_out": str(error)}
@@ -115,12 +124,45 @@ def predictions(
     return rows
 
 
-def heading(options: argparse.Namespace, machine: mpikfac.predict.Machine) -> list[str]:
+def plan_of(
+    options: SimulateOptions,
+    name: str,
+    ranks: int,
+    machine: mpikfac.predict.Machine,
+    job: mpikfac.predict.Job,
+) -> mpikfac.plan.Plan:
+    """Return the plan of a strategy by name, with the messages that suit the machine.
+
+    Raises:
+        ValueError: choices that do not fit together, or a network that the machine does not know.
+    """
+    kfac = options.kfac
+    layers, others = models.shapes_of(options.model, options.classes, coverage(kfac))
+    if name == "sgd":
+        every = mpikfac.Coverage(skip=[layer.name for layer in layers])
+        layers, others = models.shapes_of(options.model, options.classes, every)
+        strategy, solver = mpikfac.Strategy.mem_opt(), "inverse"
+    else:
+        change = dict(kfac.distribution.change)
+        if name == "hybrid" and "workers" not in change and kfac.distribution.fraction is None:
+            change["workers"] = near_root(ranks)
+        asked = replace(kfac.distribution, strategy=name, change=change)
+        kfac = replace(kfac, distribution=asked, basis_every=options.basis_every)
+        strategy, settings = make_strategy(kfac, ranks)
+        solver = settings["solver"]
+        if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
+            solver = options.solver
+    forms = mpikfac.solvers.forms(solver)
+    strategy = mpikfac.predict.tuned(strategy, layers, others, ranks, machine, job, forms)
+    return make_plan(kfac, layers, others, ranks, strategy, solver)
+
+
+def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
     """What is predicted, in words."""
     lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "
         f"solver {options.solver}, "
-        f"factors every {options.factor_every} steps, bases every {options.basis_every}",
+        f"factors every {options.kfac.factor_every} steps, bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: the mean; without new factors, with them, with new bases, too;",
         "  of the mean, comm: nothing but communication, wait: for ranks that compute longer.",

@@ -6,17 +6,29 @@ mpikfac strategies
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 
 import mpikfac
-from mpikfac_apps.cli import Parser
+from mpikfac_apps import cli
+from mpikfac_apps.options.command_line import read
 from mpikfac_apps.text import show
 
+PROGRAM = "mpikfac strategies"
 WIDTH = 96
 
 
+@dataclass(frozen=True)
+class StrategiesOptions:
+    """List the strategies by name: computation, messages, source. No MPI."""
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Prints the list."""
-    Parser(prog="mpikfac strategies", description=__doc__.partition("\n")[0]).parse_args(argv)
+    """Print the list; return 0, or 2 after one line about wrong options."""
+    return cli.run(PROGRAM, lambda: print_list(read(PROGRAM, StrategiesOptions, argv)))
+
+
+def print_list(options: StrategiesOptions) -> int:
+    """Print the list; return 0."""
     show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -41,10 +42,9 @@ def load(
     size: int | None = None,
     classes: int | None = None,
 ) -> Dataset:
-    """Return the data set "digits", "cifar10" or "synthetic".
+    """Return a data set by name.
 
     Args:
-        name: the name of the data set.
         path: cifar10: the directory of the files, or the parent directory.
         train_images: number of training images to take from the start; synthetic: number to make.
         size: synthetic: pixels of a side.
@@ -54,14 +54,11 @@ def load(
         ValueError: a file or an argument is wrong; the text names the wrong value and a remedy.
         OSError: a file cannot be read.
     """
-    if name == "synthetic":
-        return synthetic(train_images or 1024, size or 32, classes or 10)
-    if name == "digits":
-        whole = digits()
-    elif name == "cifar10":
-        whole = cifar10(Path(path or "."), train_images)
-    else:
-        raise ValueError(f"data.name={name!r} is unknown; try one of digits, cifar10, synthetic")
+    if name not in DATASETS:
+        raise ValueError(f"data.name={name!r} is unknown; try one of {', '.join(DATASETS)}")
+    source, given = DATASETS[name], {"path": path, "size": size, "classes": classes}
+    chosen = {key: given[key] for key in source.takes if given[key] is not None}
+    whole = source.load(images=train_images, **chosen)
     available = len(whole.train_images)
     if train_images and train_images > available:
         raise ValueError(f"data.train_images={train_images}: {name} has only {available}")
@@ -72,8 +69,11 @@ def load(
     )
 
 
-def digits() -> Dataset:
-    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for test (360)."""
+def digits(images: int | None = None) -> Dataset:
+    """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for test (360).
+
+    `load` takes the first `images`.
+    """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
         images = torch.from_numpy(file["images"])[:, None]
         labels = torch.from_numpy(file["labels"]).long()
@@ -82,8 +82,9 @@ def digits() -> Dataset:
     return Dataset(images[~test], labels[~test], images[test], labels[test], 10)
 
 
-def synthetic(images: int, size: int = 32, classes: int = 10, channels: int = 3) -> Dataset:
+def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
     """Return noise around a 4x4 pattern per class, for experiments; 1 in 5 is for test."""
+    images, channels = images or 1024, 3
     generator = torch.Generator().manual_seed(0)
     total = images + max(1, images // 4)
     labels = torch.randint(classes, (total,), generator=generator)
@@ -97,13 +98,14 @@ def synthetic(images: int, size: int = 32, classes: int = 10, channels: int = 3)
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
 
 
-def cifar10(path: Path, images: int | None = None) -> Dataset:
+def cifar10(path: str, images: int | None = None) -> Dataset:
     """Return CIFAR-10 from the binary or python layout; read only files for `images` images."""
+    root = Path(path)
     layouts = {
         "cifar-10-batches-bin": (read_binary, ".bin"),
         "cifar-10-batches-py": (read_python, ""),
     }
-    candidates = [place for name in layouts for place in (path, path / name) if place.name == name]
+    candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
     found = [place for place in candidates if place.is_dir()]
     if not found:
         raise ValueError(
@@ -197,3 +199,29 @@ class DataOnlyUnpickler(pickle.Unpickler):
         if (module, name) not in self.ALLOWED:
             raise ValueError(f"it asks for {module}.{name}, which images and labels never need")
         return Inert
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set by name.
+
+    Attributes:
+        load: returns the data set from `images` and the options in `takes`.
+        channels: the channels of an image.
+        takes: options of the group `data` that other data sets refuse.
+        needs: an option that has to be given, and its meaning.
+    """
+
+    load: Callable[..., Dataset]
+    channels: int = 3
+    takes: tuple[str, ...] = ()
+    needs: tuple[str, str] | None = None
+
+
+DATASETS = {
+    "digits": Source(digits, channels=1),
+    "cifar10": Source(
+        cifar10, takes=("path",), needs=("path", "the directory in which its archive was unpacked")
+    ),
+    "synthetic": Source(synthetic, takes=("size", "classes")),
+}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,19 +15,19 @@ from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, Im
 from mpikfac_apps.problems.vit import VisionTransformer
 
 
-def build(name: str, classes: int, channels: int = 3) -> nn.Module:
-    """Return a new network from images `[batch, channels, h, w]` to `[batch, classes]`.
+@dataclass(frozen=True)
+class Network:
+    """A network by name.
 
-    Raises:
-        ValueError: no network has the name; the text lists the known names.
+    Attributes:
+        make: makes the network from the numbers of `classes` and `channels`.
+        image: the usual shape of an image, `(channels, height, width)`.
+        classes: the usual number of classes.
     """
-    if name not in MODELS:
-        raise ValueError(f"model={name!r} is unknown; try one of {', '.join(MODELS)}")
-    model: nn.Module = MODELS[name](classes=classes, channels=channels)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-    return model
+
+    make: Callable[..., nn.Module]
+    image: tuple[int, int, int] = (3, 32, 32)
+    classes: int = 10
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -48,34 +49,57 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
 
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
-MODELS = {
-    "digits_cnn": digits_cnn,
-    "mobilenet_small": MobileNet,
-    "vit_small": partial(VisionTransformer, **SMALL_VIT),
-    **{f"resnet{depth}": partial(CifarResNet, depth) for depth in (20, 32, 44, 56, 110)},
-    "resnet18": partial(ImageNetResNet, BasicBlock, [2, 2, 2, 2]),
-    "resnet34": partial(ImageNetResNet, BasicBlock, [3, 4, 6, 3]),
-    "resnet50": partial(ImageNetResNet, Bottleneck, [3, 4, 6, 3]),
-    "resnet101": partial(ImageNetResNet, Bottleneck, [3, 4, 23, 3]),
-    "resnet152": partial(ImageNetResNet, Bottleneck, [3, 8, 36, 3]),
+MODELS: dict[str, Network] = {
+    "digits_cnn": Network(digits_cnn, (1, 8, 8)),
+    "mobilenet_small": Network(MobileNet),
+    "vit_small": Network(partial(VisionTransformer, **SMALL_VIT)),
+    **{f"resnet{depth}": Network(partial(CifarResNet, depth)) for depth in (20, 32, 44, 56, 110)},
+    **{
+        f"resnet{depth}": Network(partial(ImageNetResNet, block, stages), (3, 224, 224), 1000)
+        for depth, block, stages in (
+            (18, BasicBlock, [2, 2, 2, 2]),
+            (34, BasicBlock, [3, 4, 6, 3]),
+            (50, Bottleneck, [3, 4, 6, 3]),
+            (101, Bottleneck, [3, 4, 23, 3]),
+            (152, Bottleneck, [3, 8, 36, 3]),
+        )
+    },
 }
-IMAGENET = {"resnet18", "resnet34", "resnet50", "resnet101", "resnet152"}
+
+
+def network(name: str) -> Network:
+    """Return the entry of a network.
+
+    Raises:
+        ValueError: no network has that name; the text lists all names.
+    """
+    if name not in MODELS:
+        raise ValueError(f"model={name} is unknown; try one of {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def build(name: str, classes: int, channels: int = 3) -> nn.Module:
+    """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, classes]`.
+
+    Raises:
+        ValueError: no network has that name.
+    """
+    model = network(name).make(classes=classes, channels=channels)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
 
 
 def shapes_of(
-    name: str, classes: int | None = None, skip: Sequence[str] = (), norms: bool = False
+    name: str, classes: int | None = None, coverage: mpikfac.Coverage | None = None
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
-    """Return a network's layers, and names and shapes of all further tensors that travel.
-
-    Args:
-        norms: cover normalisation layers too.
+    """Return a network's covered layers, and names and shapes of all other tensors that travel.
 
     Raises:
-        ValueError: no network has the name, or `skip` names no layer of the network.
+        ValueError: no network has that name, or the coverage names no layer of the network.
     """
-    classes = classes or (1000 if name in IMAGENET else 10)
-    channels = 1 if name == "digits_cnn" else 3
+    usual = network(name)
     with torch.device("meta"):  # shapes without numbers
-        model = build(name, classes, channels)
-    covers = {**mpikfac.KINDS, **(mpikfac.NORMS if norms else {})}
-    return mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip, covers))
+        model = build(name, classes or usual.classes, usual.image[0])
+    return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage())

@@ -7,37 +7,55 @@ Seconds count training steps only; evaluation and checkpoints are left out.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpikfac_apps.cli import Parser
+from mpikfac_apps import cli
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.fields import bounded, positional
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.curves import Curve
 from mpikfac_apps.text import show, table
 
+PROGRAM = "mpikfac compare"
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Compare runs, also unfinished runs: a table, and curves by epoch and by seconds.
+
+    Args:
+        runs: run directories.
+        target: the test accuracy to reach, such as 0.97.
+        png: a file for the curves.
+    """
+
+    runs: list[Path] = positional()
+    target: float | None = bounded(None, "> 0", "<= 1")
+    png: Path | None = None
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the table and write the curves; return 2 if a run cannot be read."""
-    parser = Parser(prog="mpikfac compare", description=__doc__.partition("\n")[0])
-    parser.add_argument("runs", nargs="+", type=Path, help="run directories")
-    parser.add_argument("--target", type=float, help="test accuracy to reach, such as 0.97")
-    parser.add_argument("--png", type=Path, help="file for the curves")
-    options = parser.parse_args(argv)
-    if options.target is not None and not 0 < options.target <= 1:
-        parser.error(f"--target {options.target} must be a fraction above 0 and at most 1")
-    try:
-        found = {str(run): read(run) for run in options.runs}
-        show([table(rows(found, options.target))])
-        if options.png:
-            draw(found, options.target, options.png)
-    except (OSError, ValueError) as error:
-        print(f"mpikfac compare: {error}", file=sys.stderr)
-        return 2
+    """Print the table and write the curves; return 0, or 2 after one line about a wrong option."""
+    return cli.run(PROGRAM, lambda: compare(read(PROGRAM, CompareOptions, argv)))
+
+
+def compare(options: CompareOptions) -> int:
+    """Print the table and write the curves; return 0.
+
+    Raises:
+        ValueError: a run cannot be read.
+        OSError: a file cannot be read or written.
+    """
+    found = {str(run): curve_of(run) for run in options.runs}
+    show([table(rows(found, options.target))])
+    if options.png:
+        draw(found, options.target, options.png)
     return 0
 
 
-def read(run: Path) -> Curve:
+def curve_of(run: Path) -> Curve:
     """Return the curve of a run directory.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,12 +13,13 @@ from typing import Any
 import jinja2
 
 import mpikfac
+from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
 from mpikfac_apps.study import pictures, results
 from mpikfac_apps.study.results import WAITING, Measured
 from mpikfac_apps.study.sentences import baseline, distinct, findings
-from mpikfac_apps.study.spec import Study, basis_every, flattened
+from mpikfac_apps.study.spec import Study, basis_every
 from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
@@ -126,7 +126,7 @@ def _variants(
         steps = "AdamW" if options.optimizer == "adamw" else "SGD"
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
-            named = mpikfac.plan.NAMED.get(options.kfac.strategy)
+            named = mpikfac.plan.NAMED.get(options.kfac.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "What the machine is best at"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
@@ -136,7 +136,7 @@ def _variants(
 
 def _shared(cells: Sequence[Measured]) -> list[str]:
     """Return options that all cells share and that differ from the program's defaults."""
-    usual = flattened(dataclasses.asdict(Options()))
+    usual = flat(Options())
     options = [_given(cell) for cell in cells]
     return [
         f"{key}={value}"
@@ -146,7 +146,7 @@ def _shared(cells: Sequence[Measured]) -> list[str]:
 
 
 def _given(cell: Measured) -> dict[str, Any]:
-    given = flattened(dataclasses.asdict(cell.cell.options))
+    given = flat(cell.cell.options)
     del given["run_dir"]
     return given
 
@@ -159,7 +159,7 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
         every = options.kfac.factor_every, basis_every(options, ranks)
         training = training_ranks(options, ranks)
         with suppress(ValueError):  # the machine file lacks the network or batch
-            job = mpikfac.predict.Job(options.model, (options.batch or 0) // training, *every)
+            job = mpikfac.predict.Job(options.model, options.step_batch // training, *every)
             found[cell.cell.label] = mpikfac.predict.simulate(
                 cell.cell.plan, machine, job
             ).mean.seconds

@@ -18,11 +18,13 @@ from statistics import fmean, median
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.options.strategy import CHOICES, USUAL, make_strategy, training_ranks
+from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.options import Distribution
+from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
 from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every, flattened
+from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every
 
 GROUPS = {
     "forward": ("forward",),
@@ -43,14 +45,10 @@ WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "tensorboard"),
 }
-TRANSPORT = {
-    *("workers", "update", "balance", "colocate", "replicate_below", "reduce_at", "packing"),
-    *("fusion", "overlap", "sums", "ranks_per_node"),
-}
-# Options that a strategy is made of, which is looked at itself.
+# Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
-    *(f"kfac.{key}" for key in ("strategy", "machine", "workers", "fraction", "fusion")),
-    *(f"kfac.{key}" for key in (*CHOICES, *USUAL)),
+    *(f"kfac.{leaf.key}" for leaf in leaves(Distribution)),
+    *("kfac.machine", "kfac.solver", "kfac.basis_every"),
 }
 
 
@@ -190,7 +188,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    batch = cell.options.batch or 0
+    batch = cell.options.step_batch
     speeds = [row["images_per_second"] for row in rows if "images_per_second" in row]
     if not speeds and rows:  # the run was shorter than an interval
         return [rows[-1]["seconds"] / rows[-1]["step"]]
@@ -225,7 +223,7 @@ def _planned(cell: Cell) -> dict[str, Any]:
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
-            clip = (kfac.kl_clip, kfac.norm_clip) != (None, None)
+            clip = (kfac.clip.kl, kfac.clip.norm) != (None, None)
             messages = plan.messages(rank, statistics, refresh, clip, share)
             weight = count / period / len(ranks)
             wire += weight * sum(message.wire for message in messages)
@@ -262,7 +260,7 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 
 def _numbers(cell: Cell) -> dict[str, Any]:
     """Return the options that change a run's numbers, without the seed and the number of ranks."""
-    given = flattened(dataclasses.asdict(cell.options))
+    given = flat(cell.options)
     numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
@@ -270,9 +268,16 @@ def _numbers(cell: Cell) -> dict[str, Any]:
         return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
     ranks = training_ranks(cell.options, cell.ranks)
     strategy, settings = make_strategy(cell.options.kfac, ranks, cell.options.parts)
-    choices = strategy.choices()
-    choices["reduction"] = choices["reduction"] == "none"  # where else it is done does not matter
-    return numbers | settings | {k: v for k, v in choices.items() if k not in TRANSPORT}
+    return (
+        numbers
+        | settings
+        | dataclasses.asdict(strategy.refresh)
+        | {
+            "own batches": strategy.reduction == "none",
+            "parts": strategy.transport.parts,
+            "wires": dataclasses.asdict(strategy.transport.wires),
+        }
+    )
 
 
 def _letter(number: int) -> str:

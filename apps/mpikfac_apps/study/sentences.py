@@ -124,10 +124,10 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
 
 
 def _other_estimator(options: Options) -> bool:
-    kfac = options.kfac
-    named = mpikfac.plan.NAMED.get(kfac.strategy)  # "auto" chooses no different estimator
+    asked = options.kfac.distribution
+    named = mpikfac.plan.NAMED.get(asked.strategy)  # "auto" chooses no different estimator
     known = named is not None and not named.same
-    return options.optimizer == "kfac" and (known or kfac.reduction == "none")
+    return options.optimizer == "kfac" and (known or asked.change.get("reduction") == "none")
 
 
 def _alike(letters: Mapping[str, str]) -> str:

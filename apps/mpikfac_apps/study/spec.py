@@ -5,7 +5,6 @@ Every combination of the values in `matrix` is a cell. A cell is one run of the 
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import hashlib
 import itertools
@@ -21,16 +20,20 @@ import torch
 import yaml
 
 import mpikfac
-from mpikfac_apps.options.options import OPTIONS, Options
-from mpikfac_apps.options.parse import composed, parse
+from mpikfac_apps.options.documents import composed, flattened
+from mpikfac_apps.options.fields import flat, leaves
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     USUAL,
     coverage,
     for_machine,
+    make_plan,
     make_strategy,
     training_ranks,
 )
 from mpikfac_apps.problems import models
+from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.text import number
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
@@ -39,6 +42,7 @@ OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives 
 LEAST_SHOWN = 10  # steps, of which one line of metrics tells
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
+OPTIONS = [leaf.key for leaf in leaves(Options)]
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     **{name: {"kfac.strategy": name} for name in mpikfac.plan.NAMED},
@@ -80,7 +84,7 @@ class Cell:
         `kfac.basis_every` is an exception: the intervals of the metrics depend on
         `kfac.basis_every`.
         """
-        given, usual = (flattened(dataclasses.asdict(o)) for o in (self.options, Options()))
+        given, usual = map(flat, (self.options, Options()))
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
         chosen = {
             key: value
@@ -136,17 +140,6 @@ def read(path: Path) -> Study:
     )
 
 
-def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return options with dotted keys, from mappings within mappings."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
 def slug(name: str) -> str:
     """Return a name that can be a part of a path."""
     return re.sub(r"[^\w.+-]+", "-", name).strip("-.") or "study"
@@ -191,10 +184,10 @@ def _checked(asked: Any) -> dict[str, Any]:
 def _options(where: str, given: Any) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ValueError(f"{where}={given} must hold lines of the form `key: value`")
-    flat = flattened(given)
-    for key in flat:
+    chosen = flattened(given)
+    for key in chosen:
         _check_option(f"{where}: ", key)
-    return flat
+    return chosen
 
 
 def _check_option(where: str, key: str) -> None:
@@ -296,7 +289,7 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     Raises:
         ValueError: no plan exists for the options.
     """
-    channels = 1 if options.data.name == "digits" else 3
+    channels = DATASETS[options.data.name].channels
     with torch.device("meta"):  # shapes without numbers
         model = models.build(options.model, options.data.classes or 10, channels)
     if options.optimizer != "kfac":
@@ -308,7 +301,7 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.kfac, training, options.parts)
     _, strategy = for_machine(options, model, training, strategy, settings)
-    return mpikfac.make_plan(layers, training, strategy, others, settings["solver"])
+    return make_plan(options.kfac, layers, others, training, strategy, settings["solver"])
 
 
 def shown_interval(options: Options, ranks: int) -> int:

@@ -9,16 +9,32 @@ study's allocation ends soon, the study ends too.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from mpikfac_apps.cli import Parser
 from mpikfac_apps.guard.lock import Lock
+from mpikfac_apps.options import command_line
+from mpikfac_apps.options.fields import positional
 from mpikfac_apps.study import jobs, report
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Run a study, every combination of some options of the training program, and report on it.
+
+    Args:
+        study: the file of the study; see docs/study.md.
+        run_dir: the directory of all runs and of the report; null for runs/NAME.
+        report_only: write the report and run nothing.
+    """
+
+    study: Path = positional()
+    run_dir: Path | None = None
+    report_only: bool = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         1 if a cell failed, 2 if the study is wrong, 75 if the study was stopped before its end.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
-    options = parse(arguments)
     try:
+        options = command_line.read("mpikfac study", StudyOptions, arguments)
         study = read(options.study)
         directory = options.run_dir or Path("runs") / slug(study.name)
         code = 0 if options.report_only else run(study, directory)
@@ -43,15 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     print(f"report: {path}")
     return code
-
-
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line."""
-    parser = Parser(prog="mpikfac study", description=__doc__.partition("\n")[0])
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="see docs/study.md")
-    parser.add_argument("--run-dir", type=Path, help="where it all goes (runs/NAME)")
-    parser.add_argument("--report-only", action="store_true", help="run nothing")
-    return parser.parse_args(argv)
 
 
 def run(study: Study, directory: Path) -> int:

@@ -131,22 +131,22 @@ def identity(options: Options) -> dict[str, Any]:
     }
 
 
-def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> None:
-    """Change `options` to the options of the saved run that a restart must keep.
+def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
+    """Return the options with the batch of the saved run.
 
     Raises:
         ValueError: the options differ, or the batch does not suit the number of ranks.
     """
     given = options.batch
     if options.batch_per_rank:
-        options.batch = saved["batch"]
+        options = dataclasses.replace(options, batch=saved["batch"])
     for key, value in identity(options).items():
         if (before := saved.get(key)) != value:
             raise ValueError(
                 f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
                 f"give --{key}={in_yaml(before)}"
             )
-    batch, began_on = options.batch or 0, saved["ranks"]
+    batch, began_on = options.step_batch, saved["ranks"]
     if batch % ranks and not options.shrink:
         raise ValueError(
             f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
@@ -155,6 +155,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> None:
     if given != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled by {began_on}" if options.scale_lr else ""
         log.info("begun with ranks=%d; kept: batch=%d%s", began_on, batch, scaled)
+    return options
 
 
 def in_yaml(value: object) -> str:

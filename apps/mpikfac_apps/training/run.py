@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import for_machine, kfac_settings, learning_rate, make_strategy
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import datasets, models
@@ -44,8 +46,8 @@ class Run:
         self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
         if checkpoint is not None:
-            self._follow(checkpoint)
-        options.batch_per_rank = None  # from now on, `batch` holds the number
+            options = self._follow(checkpoint)
+        self.options = options = dataclasses.replace(options, batch_per_rank=None)
         self._load_data()
         self._build_trainer()
         guard.stage = lambda: self.trainer.trace.current
@@ -56,14 +58,15 @@ class Run:
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
-        self.speed = Speed(options.batch, self.trainer.trace)
+        self.speed = Speed(options.step_batch, self.trainer.trace)
         self.troubles = 0
         metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
         self.record = None
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
                 about = environment(place.hosts, self.device)
-                self.record = run_directory.Record(options, about, kept_log, metrics_bytes)
+                config = resolved(options, comm.size)
+                self.record = run_directory.Record(options, config, about, kept_log, metrics_bytes)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -74,16 +77,16 @@ class Run:
             found = datasets.load(
                 chosen.name, chosen.path, chosen.train_images, chosen.size, chosen.classes
             )
-            if options.batch > len(found.train_images):
+            if options.step_batch > len(found.train_images):
                 raise ValueError(
-                    f"batch={options.batch} is more than the {len(found.train_images)} images"
+                    f"batch={options.step_batch} is more than the {len(found.train_images)} images"
                 )
         mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy())})
         self.normalise = batches.Normalise(found.train_images, device)
         self.batches = batches.Batches(
             found.train_images.to(device),
             found.train_labels.to(device),
-            options.batch,
+            options.step_batch,
             seed=options.seed,
             augment=chosen.augment,
             rank=comm.rank,
@@ -299,7 +302,7 @@ class Run:
         spared = f" and {link.remote_size} for curvature" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
-            f"ranks {self.comm.size}{spared}, batch {options.batch}, "
+            f"ranks {self.comm.size}{spared}, batch {options.step_batch}, "
             f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
             f"a checkpoint takes about {checkpoints.megabytes(self.trainer.plan):,.1f} MB"
         )
@@ -324,16 +327,17 @@ class Run:
             "run/metrics_bytes": metrics,
         }
 
-    def _follow(self, checkpoint: Any) -> None:
-        """Take over the options in the checkpoint that a restart must keep."""
+    def _follow(self, checkpoint: Any) -> Options:
+        """Return the options with the values in the checkpoint that a restart must keep."""
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             saved = json.loads(checkpoint["run/data"])
-            checkpoints.follow(self.options, saved, self.comm.size)
+            options = checkpoints.follow(self.options, saved, self.comm.size)
             self.began_on = saved["ranks"]
             if (threads := torch.get_num_threads()) != saved["threads"]:
                 log.info(
                     "begun with threads=%d, now %d: bits may differ", saved["threads"], threads
                 )
+        return options
 
     def _restore(self, checkpoint: Any) -> int:
         """Restore the state from the checkpoint, and return the bytes of metrics.jsonl to keep."""

@@ -6,7 +6,6 @@ RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensor
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import logging.handlers
@@ -53,6 +52,7 @@ class Record:
     """The open run directory.
 
     Args:
+        config: all options, for config.yaml.
         kept_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
         kept_bytes: length of the part of an earlier metrics.jsonl up to the checkpoint to resume
             from; the rest is cut off.
@@ -61,13 +61,14 @@ class Record:
     def __init__(
         self,
         options: Options,
+        config: Mapping[str, Any],
         environment: Mapping[str, Any],
         kept_log: logging.handlers.MemoryHandler,
         kept_bytes: int = 0,
     ) -> None:
         path = Path(options.run_dir)
         path.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(dataclasses.asdict(options), sort_keys=False)
+        text = yaml.safe_dump(dict(config), sort_keys=False)
         (path / "config.yaml").write_text(text)
         (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
         logging.raiseExceptions = False  # no traceback per line on a full disk

@@ -1,0 +1,152 @@
+"""Reads the options of a program from its command line and, for training, from YAML files.
+
+The first wrong thing ends the reading with one line: key, value, and the allowed values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import typing
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
+
+import jsonargparse
+
+from mpikfac_apps.options.documents import check_file, unknown
+from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
+
+Group = TypeVar("Group")
+
+
+def read(
+    program: str,
+    group: type[Group],
+    argv: Sequence[str] | None,
+    *,
+    basic: Collection[str] = (),
+    files: bool = False,
+) -> Group:
+    """Return the options of a command line as the dataclass `group`.
+
+    Values come from the defaults, then from files, then from the rest of the command line.
+
+    Args:
+        program: such as "mpikfac plan".
+        argv: None for the arguments that the process was started with.
+        basic: the options that --help shows; --help_all shows all. Without any, --help shows all.
+        files: whether --config FILE names YAML files of options.
+
+    Raises:
+        ValueError: an option is wrong; one line that names key, value and the allowed values.
+        SystemExit: code 0, after help.
+    """
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    options = {leaf.key: leaf for leaf in leaves(group)}
+    hidden = [key for key in options if basic and key not in basic]
+    if "--help_all" in arguments:
+        arguments, hidden = ["--help"], []
+    parser = _parser(program, group, hidden, files)
+    try:
+        for path in _config_files(arguments) if files else ():
+            check_file(path, options)
+        given = vars(parser.parse_args(arguments).as_flat())
+    except argparse.ArgumentError as error:
+        raise ValueError(_explained(str(error), options)) from error
+    return build(group, {key: _value(option, given[key]) for key, option in options.items()})
+
+
+def _value(option: Leaf, given: Any) -> Any:
+    """Return the value of an option, checked.
+
+    Raises:
+        ValueError: the value is missing or out of bounds.
+    """
+    if option.default is REQUIRED and given in (None, []):
+        name = option.key if option.positional else f"--{option.key}"
+        raise ValueError(f"{name} is missing: {option.help}")
+    option.check(given)
+    return option.read(given) if option.read and isinstance(given, str) else given
+
+
+def _parser(
+    program: str, group: type, hidden: Collection[str], files: bool
+) -> jsonargparse.ArgumentParser:
+    about = (group.__doc__ or "").partition("\n")[0]
+    parser = jsonargparse.ArgumentParser(
+        prog=program,
+        usage=" ".join([program, *_placeholders(group), "[--key value ...]"]),
+        description=about,
+        formatter_class=argparse.HelpFormatter,  # types are in words
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    if files:
+        parser.add_argument("--config", action="config", help="A YAML file of options.")
+    if hidden:
+        text = f"Show {len(hidden)} more options, too."
+        parser.add_argument("--help_all", action="store_true", help=text)
+    for title, members in groupby(leaves(group), key=lambda leaf: leaf.title):
+        section = parser if title == about.rstrip(".") else parser.add_argument_group(title)
+        for leaf in members:
+            name = leaf.key if leaf.positional else f"--{leaf.key}"
+            section.add_argument(name, **_settings(leaf, leaf.key in hidden))
+    return parser
+
+
+def _placeholders(group: type) -> Iterator[str]:
+    """Yield the arguments without a name, for the line of usage."""
+    for leaf in leaves(group):
+        if leaf.positional:
+            yield leaf.key.upper() + (" ..." if leaf.is_list else "")
+
+
+def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
+    """Return the arguments of `add_argument`."""
+    settings: dict[str, Any] = {"type": leaf.kind}
+    if leaf.default is not REQUIRED:
+        listed = leaf.read and isinstance(leaf.default, tuple)
+        settings["default"] = ",".join(leaf.default) if listed else leaf.default
+    elif leaf.positional and leaf.is_list:
+        settings |= {"nargs": "+", "type": typing.get_args(leaf.kind)[0]}
+    elif not leaf.positional:
+        settings |= {"type": leaf.kind | None, "default": None}  # `_value` says what is missing
+    if leaf.is_flag:
+        settings |= {"nargs": "?", "const": True}
+    allowed = "" if leaf.kind is str or leaf.is_choice else f"{leaf.allowed}; "
+    needed = leaf.default is REQUIRED
+    default = "required" if needed else f"default: {_word(settings['default'])}"
+    about = f"{leaf.help.rstrip('.')} ({allowed}{default})".replace("%", "%%")
+    return settings | {"help": argparse.SUPPRESS if hidden else about}
+
+
+def _word(value: object) -> str:
+    """Return a value as a user writes the value."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _config_files(arguments: Sequence[str]) -> list[str]:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--config", action="append", default=[])
+    return parser.parse_known_args(arguments)[0].config
+
+
+def _explained(text: str, options: Mapping[str, Leaf]) -> str:
+    """Return the parser's message as one line: key, value, and the allowed values."""
+    wrong = re.match(r'Parser key "([^"]+)":.*?(?:Got|Given) value: (.*)', text, re.DOTALL)
+    if wrong and wrong[1] in options:
+        return f"{wrong[1]}={wrong[2]} must be {options[wrong[1]].allowed}"
+    if bare := re.match(r"argument --(\S+): expected one argument", text):
+        kind = options[bare[1]].allowed if bare[1] in options else "a file of options"
+        return f"{bare[1]} is given without a value; it must be {kind}"
+    if extra := re.match(r"unrecognized arguments: (\S+)", text):
+        if not extra[1].startswith("--"):
+            return f"{extra[1]!r} belongs to no option; write --key value"
+        key = extra[1].lstrip("-").partition("=")[0]
+        if inside := [option for option in options if option.startswith(f"{key}.")]:
+            return f"{key} is a group of options; give one of them, such as --{inside[0]}"
+        return unknown(key, options)
+    return " ".join(text.split())

@@ -1,0 +1,102 @@
+"""YAML documents in which every key is known and given once, nested or dotted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def check_file(path: str, known: Collection[str]) -> None:
+    """Return if a file of options holds known keys only, each once, and no value for a group.
+
+    Raises:
+        ValueError: the file does not; one line with file, line and key.
+    """
+    try:
+        document = composed(Path(path).read_text(), f"config={path}, ")
+    except OSError as error:
+        raise ValueError(f"config={path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"config={path} is no YAML: {error.reason}") from error
+    _check_keys(document, path, "", known)
+
+
+def composed(text: str, where: str = "") -> yaml.Node | None:
+    """Return a document in which every key is given once, nested or dotted.
+
+    Raises:
+        ValueError: the text is no YAML, or gives a key twice; one line that begins with `where`.
+    """
+    try:
+        document = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ValueError(f"{where}line {line} is no YAML: {error.problem}") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"{where}line {line} is no YAML: {error.reason}") from error
+    seen = set()
+    for key, line in _keys(document):
+        if key in seen:
+            raise ValueError(f"{where}line {line}: {key} is given twice; give it once")
+        seen.add(key)
+    return document
+
+
+def unknown(key: str, known: Collection[str]) -> str:
+    """Return the message about an unknown key, with a known key that is spelled alike."""
+    close = get_close_matches(key, known, n=1, cutoff=0.8)
+    if close:
+        return f"unknown key {key}; did you mean {close[0]}?"
+    group = key.rpartition(".")[0]
+    inside = [name for name in known if name.rpartition(".")[0] == group]
+    return f"unknown key {key}; known are {', '.join(inside or known)}"
+
+
+def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return mappings within mappings as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flattened(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return dotted keys as mappings within mappings."""
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        *groups, name = key.split(".")
+        inner = found
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return found
+
+
+def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
+    """Yield dotted key and line of all entries of a document, groups included."""
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            key = f"{group}{name.value}"
+            yield key, name.start_mark.line + 1
+            yield from _keys(value, f"{key}.")
+
+
+def _check_keys(node: yaml.Node | None, path: str, group: str, known: Collection[str]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        name = group.rstrip(".") or "the file"
+        raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
+    for name, value in node.value:
+        key = group + str(name.value)
+        if any(option.startswith(f"{key}.") for option in known):
+            _check_keys(value, path, f"{key}.", known)
+        elif key not in known:
+            line = name.start_mark.line + 1
+            raise ValueError(f"config={path}, line {line}: {unknown(key, known)}")

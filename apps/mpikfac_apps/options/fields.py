@@ -1,0 +1,283 @@
+"""Options as fields of dataclasses: a name, a type, a default, bounds and help are stated once.
+
+Dataclasses of the library serve as groups of options. Options of a dataclass in a field have the
+field's name as a prefix ("data.name"), or stand among the options around them (`inline`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import docstring_parser
+import torch
+
+WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a text",
+    Path: "a path",
+    types.NoneType: "null",
+}
+LISTS = {int: "a list of whole numbers", str: "a list of names", Path: "a list of paths"}
+COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+DTYPES = {"bfloat16": torch.bfloat16}
+REQUIRED = dataclasses.MISSING
+
+Group = TypeVar("Group")
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """An option.
+
+    Attributes:
+        key: the name that a user writes, with dots: "kfac.damping".
+        path: names of the fields that lead to the value.
+        kind: the type.
+        default: REQUIRED if the option has to be given.
+        help: the text about the field in the docstring of the dataclass.
+        title: the first line of that docstring.
+        bounds: such as ("> 0", "<= 1"); null is never out of bounds.
+        positional: whether the value is given without the name.
+        read: makes the value from a text; None if the text is the value.
+    """
+
+    key: str
+    path: tuple[str, ...]
+    kind: Any
+    default: Any
+    help: str
+    title: str
+    bounds: tuple[str, ...]
+    positional: bool
+    read: Callable[[str], Any] | None
+
+    @property
+    def allowed(self) -> str:
+        """The values that the option may have, in words."""
+        first, *more = map(_in_words, _alternatives(self.kind))
+        return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *more])
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the option has several values."""
+        return typing.get_origin(self.kind) in (list, tuple)
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether the name alone means true."""
+        return bool in _alternatives(self.kind)
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the option has one of a few names."""
+        return typing.get_origin(self.kind) is Literal
+
+    def check(self, value: Any) -> None:
+        """Refuse numbers that are not finite or out of bounds.
+
+        Raises:
+            ValueError: one line with key, value and bounds.
+        """
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, int | float):
+                limits = (bound.split() for bound in self.bounds)
+                inside = (COMPARE[sign](number, float(limit)) for sign, limit in limits)
+                if not math.isfinite(number) or not all(inside):
+                    raise ValueError(f"{self.key}={value} must be {self.allowed}")
+
+
+# -- fields of a dataclass of options --------------------------------------------------------------
+
+
+def bounded(default: Any, *bounds: str) -> Any:
+    """Return a field whose numbers lie within `bounds`, such as "> 0"."""
+    return dataclasses.field(default=default, metadata={"bounds": bounds})
+
+
+def choice(default: Any, names: Collection[str]) -> Any:
+    """Return a field whose value is one of `names`."""
+    return dataclasses.field(default=default, metadata={"names": tuple(names)})
+
+
+def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
+    """Return a field for a name; the help lists `names`, and the program checks the name."""
+    return dataclasses.field(default=default, metadata={"listed": names})
+
+
+def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
+    """Return a field that has to be given; `read` makes the value from a text."""
+    return dataclasses.field(metadata={"bounds": bounds, "read": read})
+
+
+def positional(*bounds: str) -> Any:
+    """Return a field that has to be given, without its name."""
+    return dataclasses.field(metadata={"bounds": bounds, "positional": True})
+
+
+def read_by(read: Callable[[str], Any], default: Any) -> Any:
+    """Return a field whose value is made from a text."""
+    return dataclasses.field(default=default, metadata={"read": read})
+
+
+def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str) -> Any:
+    """Return a field for a dataclass whose options have no prefix.
+
+    Args:
+        without: fields that are no options and keep their defaults.
+        names: names of options that differ from the names of fields.
+    """
+    metadata = {"inline": True, "without": frozenset(without), "renamed": names}
+    return dataclasses.field(default_factory=group, metadata=metadata)
+
+
+def changes(group: type, without: Collection[str] = ()) -> Any:
+    """Return a field for a dict of choices: options are the fields of a dataclass, or null."""
+    metadata = {"changes": group, "without": frozenset(without)}
+    return dataclasses.field(default_factory=dict, metadata=metadata)
+
+
+# -- from dataclasses to options, and back ---------------------------------------------------------
+
+
+@functools.cache
+def leaves(group: type) -> tuple[Leaf, ...]:
+    """Return the options of a dataclass, in the order of the fields."""
+    return tuple(_leaves(group))
+
+
+def _leaves(group: type) -> Iterator[Leaf]:
+    hints = typing.get_type_hints(group)
+    about = docstring_parser.parse(group.__doc__ or "")
+    helps = {param.arg_name: param.description or "" for param in about.params}
+    for field in dataclasses.fields(group):
+        name, kind, meta = field.name, hints[field.name], field.metadata
+        inner = meta.get("changes", kind)
+        if dataclasses.is_dataclass(inner):
+            for leaf in leaves(typing.cast(type, inner)):
+                if leaf.path[-1] not in meta.get("without", ()):
+                    yield _inside(name, leaf, meta)
+            continue
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        yield Leaf(
+            key=name,
+            path=(name,),
+            kind=str if meta.get("read") else _plain(kind, meta.get("names")),
+            default=default,
+            help=_help(helps.get(name, ""), meta.get("listed", ())),
+            title=(about.short_description or group.__name__).rstrip("."),
+            bounds=meta.get("bounds", ()),
+            positional=meta.get("positional", False),
+            read=meta.get("read"),
+        )
+
+
+def _help(text: str, names: Collection[str]) -> str:
+    """Return a field's docstring as the help of an option."""
+    words = text.replace("None", "null").split()
+    return " ".join(words) if not names else f"{' '.join(words).rstrip('.')}: {', '.join(names)}"
+
+
+def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
+    """Return an option of a dataclass that is the field `name` of another dataclass."""
+    key, path = leaf.key, (name, *leaf.path)
+    if "changes" in meta:  # choices have no prefixes, as in `Strategy.changed`
+        key, kind = leaf.path[-1], leaf.kind | None
+        return dataclasses.replace(leaf, key=key, path=(name, key), kind=kind, default=None)
+    key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
+    return dataclasses.replace(leaf, key=key, path=path)
+
+
+def build(group: type[Group], values: Mapping[str, Any]) -> Group:
+    """Return a dataclass with the values of its options; the others have their defaults.
+
+    Raises:
+        ValueError: the dataclass refuses a value; one line.
+    """
+    tree: dict[str, Any] = {}
+    for leaf in leaves(group):
+        if leaf.key in values:
+            node = tree
+            for name in leaf.path[:-1]:
+                node = node.setdefault(name, {})
+            node[leaf.path[-1]] = values[leaf.key]
+    return _made(group, tree, "")
+
+
+def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
+    hints, found = typing.get_type_hints(group), dict(tree)
+    for field in dataclasses.fields(typing.cast(Any, group)):
+        value = tree.get(field.name)
+        if "changes" in field.metadata:
+            found[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
+        elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[field.name]):
+            inner = prefix if field.metadata.get("inline") else f"{prefix}{field.name}."
+            found[field.name] = _made(hints[field.name], value, inner)
+        elif isinstance(value, str) and torch.dtype in _alternatives(hints[field.name]):
+            found[field.name] = DTYPES[value]
+    try:
+        return group(**found)
+    except ValueError as error:
+        raise ValueError(f"{prefix}{error}") from error
+
+
+def flat(options: Any) -> dict[str, Any]:
+    """Return the values of the options of a dataclass, as texts, numbers and lists, by key."""
+    return {leaf.key: _text(_reached(options, leaf.path)) for leaf in leaves(type(options))}
+
+
+def _reached(value: Any, path: tuple[str, ...]) -> Any:
+    for name in path:
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name)
+    return value
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return next(name for name, dtype in DTYPES.items() if dtype == value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+# -- types -----------------------------------------------------------------------------------------
+
+
+def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
+    """Return a type of the library as the type of an option: no schedules, dtypes by name.
+
+    A text is one of `names`, if there are names.
+    """
+    kept = []
+    for member in _alternatives(hint):
+        if member is str and names:
+            kept.append(Literal[names])
+        elif member is torch.dtype:
+            kept.append(Literal[tuple(DTYPES)])
+        elif typing.get_origin(member) is not Callable and not dataclasses.is_dataclass(member):
+            kept.append(member)
+    return typing.Union[tuple(kept)]  # noqa: UP007 (members are not known here)
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; of another type the type."""
+    union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return typing.get_args(hint) if union else (hint,)
+
+
+def _in_words(kind: Any) -> str:
+    """Return a type in words."""
+    origin, members = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, members))}"
+    return LISTS[members[0]] if origin in (list, tuple) else WORDS[kind]
