@@ -123,8 +123,8 @@ def test_a_holder_elsewhere_is_gone_once_it_is_silent(take, tmp_path, monkeypatc
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, True),
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7"}, False),  # two steps of one job
         ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, False),
-        ({"PBS_JOBID": "7.head"}, {"PBS_JOBID": "7.head"}, True),
         ({"LSB_JOBID": "7"}, {"LSB_JOBID": "8"}, False),
+        ({"LSB_JOBID": "7", "LSB_JOBINDEX": "1"}, {"LSB_JOBID": "7", "LSB_JOBINDEX": "2"}, False),
         ({}, {}, False),
     ],
 )
@@ -137,6 +137,69 @@ def test_a_restarted_job_takes_its_lock_back_at_once(take, tmp_path, before, now
     else:
         with pytest.raises(ValueError, match="is in use"):
             take(tmp_path, now)
+
+
+@pytest.fixture
+def touch():
+    """Return a function that touches a file all the time, as a living holder does."""
+    ended = threading.Event()
+    threads = []
+
+    def touch(path: Path) -> None:
+        def beat() -> None:
+            while not ended.wait(0.05):
+                os.utime(path)
+
+        threads.append(threading.Thread(target=beat))
+        threads[-1].start()
+
+    yield touch
+    ended.set()
+    for thread in threads:
+        thread.join()
+
+
+JOBS = [
+    {"PBS_JOBID": "7.head"},
+    {"LSB_JOBID": "7"},
+    {"LSB_JOBID": "7", "LSB_JOBINDEX": "0"},
+    {"LSB_JOBID": "7", "LSB_JOBINDEX": "3"},
+]
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_second_run_in_one_job_is_refused(take, touch, tmp_path, monkeypatch, job):
+    """Oracle: a holder on a second machine with the same job, touched all the time."""
+    monkeypatch.setattr(lock, "LOOK_EVERY", 0.1)
+    take(tmp_path, job)
+    edit(tmp_path)
+    before = holder(tmp_path)
+    touch(tmp_path / "lock")
+    with pytest.raises(ValueError, match="is in use by process .* on node5"):
+        take(tmp_path, job)
+    assert holder(tmp_path) == before
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_restarted_job_waits_for_silence(take, tmp_path, monkeypatch, caplog, job):
+    """Oracle: a holder on a second machine, touched a second before the end of the wait."""
+    monkeypatch.setattr(lock, "LOOK_EVERY", 0.1)
+    take(tmp_path, job)
+    edit(tmp_path, silent=STALE - 1)
+    take(tmp_path, job)
+    assert holder(tmp_path)["host"] != "node5"
+    (told,) = caplog.messages
+    name = holder(tmp_path)["job"]
+    assert f"names this job, {name}: waiting for a sign of life of process" in told
+
+
+def test_the_jobs_of_an_array_have_names(take, tmp_path):
+    """Oracle: LSF's notation of an element of an array; index 0 belongs to a job without array."""
+    names = []
+    for number, job in enumerate(JOBS[1:]):
+        take(tmp_path / str(number), job)
+        names.append(holder(tmp_path / str(number))["job"])
+    assert names == ["7", "7", "7[3]"]
 
 
 def test_the_lock_is_touched_while_it_is_held(take, tmp_path, monkeypatch):

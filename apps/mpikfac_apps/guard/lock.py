@@ -5,6 +5,10 @@ replaces or removes `lock` must first make the link `lock.TOKEN`, with the token
 `lock`. If several runs find a dead holder, only a single run succeeds in making the link. No run
 removes a lock that has changed since the run read the lock.
 
+A holder with the name of this run's job is either the same job's run before a restart, or a second
+run in the same job. Only Slurm counts restarts. With PBS and LSF, a run waits for the next sign of
+life of the holder.
+
 All functions run on one rank. Collective over: none.
 """
 
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import platform
 import threading
@@ -25,7 +30,9 @@ from pathlib import Path
 
 TOUCH_EVERY = 10.0  # seconds
 STALE = 60.0  # seconds without a touch after which a holder on another machine counts as gone
-JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+LOOK_EVERY = 0.5  # seconds between two looks for a sign of life
+
+log = logging.getLogger("mpikfac.train")
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Holder:
             namespace.
         born: ticks from boot to the start of the process, because the system reuses pids.
         job: the scheduler's name of the job, or "".
-        attempt: changes when the scheduler starts the same job again.
+        attempt: Slurm's count of the job's restarts; "" if the scheduler does not count.
     """
 
     token: str
@@ -91,6 +98,7 @@ class Lock:
 
     def _take(self, path: Path, draft: Path) -> None:
         """Link the draft as `path`; raise ValueError if a living run has the path."""
+        seen = None
         while True:
             with suppress(FileExistsError):
                 os.link(draft, path)
@@ -104,6 +112,13 @@ class Lock:
                 return
             # The file server set both times: the clocks of hosts may differ.
             silent = draft.stat().st_mtime - touched
+            if _may_be_restarted(holder, self._holder, silent) and seen in (None, touched):
+                if seen is None:
+                    log.warning(_waiting(path, holder))
+                seen = touched
+                time.sleep(LOOK_EVERY)
+                os.utime(draft)
+                continue
             if not _is_gone(holder, self._holder, silent):
                 raise ValueError(_refusal(path, holder, silent))
             right = _right_to_replace(path, holder)
@@ -131,19 +146,25 @@ class Lock:
 def _this_run(environ: Mapping[str, str]) -> Holder:
     token = uuid.uuid4().hex
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    # Slurm's restart count tells a restarted job from a second run in the same job. Without a
-    # count, a second run with the same job name is a restart.
-    counted = environ.get("SLURM_JOB_ID")
     return Holder(
         token=token,
         host=platform.node(),
         pid=os.getpid(),
         pids=f"{boot} {os.readlink('/proc/self/ns/pid')}",
         born=_born(os.getpid()),
-        job=next((environ[name] for name in JOB_VARIABLES if environ.get(name)), ""),
-        attempt=environ.get("SLURM_RESTART_COUNT", "0") if counted else token,
+        job=_job(environ),
+        attempt=environ.get("SLURM_RESTART_COUNT", "0") if environ.get("SLURM_JOB_ID") else "",
         started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    """Return the scheduler's name of the job, or ""; the jobs of an array have separate names."""
+    for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"):
+        if job := environ.get(name):
+            index = environ.get("LSB_JOBINDEX", "0") if name == "LSB_JOBID" else "0"
+            return job if index == "0" else f"{job}[{index}]"
+    return ""
 
 
 def _born(pid: int) -> str:
@@ -163,6 +184,12 @@ def _is_gone(holder: Holder, mine: Holder, silent: float) -> bool:
     return restarted or silent > STALE
 
 
+def _may_be_restarted(holder: Holder, mine: Holder, silent: float) -> bool:
+    """Return whether only time tells a restart of the holder's job from a second run in the job."""
+    elsewhere = holder.pids != mine.pids and silent <= STALE
+    return elsewhere and holder.job == mine.job != "" and not mine.attempt
+
+
 def _right_to_replace(path: Path, holder: Holder) -> Path:
     return path.with_name(f"{path.name}.{holder.token}")
 
@@ -173,6 +200,13 @@ def _refusal(path: Path, holder: Holder, silent: float) -> str:
         f"{path.parent} is in use by process {holder.pid} on {holder.host}{job}, started "
         f"{holder.started}, last sign of life {max(silent, 0):.0f} s ago; end that run (if it was "
         f"killed, wait {STALE:.0f} s) or give another directory"
+    )
+
+
+def _waiting(path: Path, holder: Holder) -> str:
+    return (
+        f"{path} names this job, {holder.job}: waiting for a sign of life of process {holder.pid} "
+        f"on {holder.host}, at most {STALE:.0f} s"
     )
 
 
