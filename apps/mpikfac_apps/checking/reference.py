@@ -27,7 +27,7 @@ class Call(NamedTuple):
     g: Tensor
 
 
-def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[Call]]:
+def calls(layers: Iterable[mpikfac.Layer], loss: Callable[[], Tensor]) -> dict[str, list[Call]]:
     """Return all uses of each layer in the pass of `loss`; gradients of parameters stay set."""
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
@@ -60,16 +60,18 @@ def calls(layers: Iterable[Any], loss: Callable[[], Tensor]) -> dict[str, list[C
 
 
 @contextmanager
-def _linear_maps(inside: Mapping[int, Any], seen: dict[str, list[Any]]) -> Iterator[None]:
+def _linear_maps(
+    inside: Mapping[int, mpikfac.Layer], seen: dict[str, list[tuple[Tensor, Tensor]]]
+) -> Iterator[None]:
     """Record uses of attentions' projections in `seen`; `inside` finds layers by id of weight."""
     plain = F.linear
 
-    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y, layer = plain(x, weight, bias), inside.get(id(weight))
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y, layer = plain(input, weight, bias), inside.get(id(weight))
         if layer is None or not y.requires_grad:
             return y
         y.retain_grad()
-        rows = x.detach().clone().view(-1, examples[id(layer.module)], x.shape[-1])
+        rows = input.detach().clone().view(-1, examples[id(layer.module)], input.shape[-1])
         seen.setdefault(layer.name, []).append((rows.transpose(0, 1), y))
         return y.clone()
 
@@ -90,12 +92,12 @@ def _linear_maps(inside: Mapping[int, Any], seen: dict[str, list[Any]]) -> Itera
             hook.remove()
 
 
-def in_attention(layer: Any) -> bool:
+def in_attention(layer: mpikfac.Layer) -> bool:
     """Return whether a layer is a projection inside an attention, without a module of its own."""
     return isinstance(layer.module, nn.MultiheadAttention)
 
 
-def as_module(layer: Any) -> Any:
+def as_module(layer: mpikfac.Layer) -> mpikfac.Layer:
     """Return the layer of a separate module: a projection becomes a layer of a `Linear`."""
     if not in_attention(layer):
         return layer
@@ -107,7 +109,7 @@ def as_module(layer: Any) -> Any:
     return mpikfac.Layer(layer.name, linear)
 
 
-def _call(layer: Any, x: Tensor, g: Tensor) -> Call:
+def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
     """Return a call; an example without a batch dimension is a batch of one.
 
     Inside an attention, positions come before examples.
@@ -117,7 +119,7 @@ def _call(layer: Any, x: Tensor, g: Tensor) -> Call:
     return Call(x[None], g[None]) if x.dim() < layer.dimensions else Call(x, g)
 
 
-def output_vectors(layer: Any, g: Tensor) -> Tensor:
+def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
     """Return all `g`, or outputs, `[batch, shared, groups, outputs]`."""
     if not layer.spatial:
         return layer.outputs(g).unsqueeze(2)
@@ -125,7 +127,7 @@ def output_vectors(layer: Any, g: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def input_vectors(layer: Any, x: Tensor) -> Tensor:
+def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
     """Return all `a` `[batch, shared, groups, inputs]`, from outputs of the layer's module.
 
     Outputs are linear in the weight. If the rows of the weight are unit vectors, outputs are the
@@ -149,7 +151,7 @@ def input_vectors(layer: Any, x: Tensor) -> Tensor:
     return vectors
 
 
-def factors(layer: Any, uses: Sequence[Call]) -> dict[str, Tensor]:
+def factors(layer: mpikfac.Layer, uses: Sequence[Call]) -> dict[str, Tensor]:
     """Return the layer's factors A and G `[groups, order, order]`.
 
     A is the mean of `a a^T`, and G is the sum of `g g^T` times the batch. For a normalisation, A is
@@ -166,7 +168,7 @@ def factors(layer: Any, uses: Sequence[Call]) -> dict[str, Tensor]:
     return {side: found[side] for side in layer.shape.sides}
 
 
-def gradients(layer: Any, call: Call) -> Tensor:
+def gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
     """Return each example's `sum(g a^T)` over positions `[batch, groups, outputs, inputs]`."""
     if is_norm(layer):
         return norm_gradients(layer, call).unsqueeze(2)
@@ -174,7 +176,7 @@ def gradients(layer: Any, call: Call) -> Tensor:
     return torch.einsum("bsgo,bsgi->bgoi", g, a)
 
 
-def gradients_alone(layer: Any, call: Call) -> Tensor:
+def gradients_alone(layer: mpikfac.Layer, call: Call) -> Tensor:
     """Return each example's gradient by autograd, from separate passes through the module."""
     own, found = copy.deepcopy(layer), []
     for x, g in zip(call.x.split(1), call.g.split(1)):
@@ -185,7 +187,7 @@ def gradients_alone(layer: Any, call: Call) -> Tensor:
     return torch.stack(found)
 
 
-def gradient_of(layer: Any) -> Tensor:
+def gradient_of(layer: mpikfac.Layer) -> Tensor:
     """Return the gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
     shape = layer.shape
     matrix = torch.zeros(shape.gradient).to(layer.parameters[0])
@@ -193,13 +195,13 @@ def gradient_of(layer: Any) -> Tensor:
     return matrix.view(shape.groups, shape.outputs, shape.inputs)
 
 
-def is_norm(layer: Any) -> bool:
+def is_norm(layer: mpikfac.Layer) -> bool:
     """Return whether a layer is a normalisation: a scale and a shift, without a matrix."""
     return isinstance(layer.module, tuple(mpikfac.NORMS))
 
 
 @torch.no_grad()
-def norm_gradients(layer: Any, call: Call) -> Tensor:
+def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
     """Return each example's gradient of the trained scale and shift `[batch, units, 1 or 2]`."""
     module = copy.deepcopy(layer.module)
     for name, parameter in module.named_parameters():

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import mpikfac
 from mpikfac_apps.guard import watchdog
@@ -27,7 +26,7 @@ class Guard:
 
     requests: Requests
 
-    def __init__(self, comm: Any, options: Options) -> None:
+    def __init__(self, comm: mpikfac.comm.Comm, options: Options) -> None:
         """Open the run directory.
 
         Collective over: comm.

@@ -12,7 +12,7 @@ import importlib.util
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,7 +105,7 @@ def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name.removeprefix(MODEL): checkpoint[name].clone() for name in names}
 
 
-def factors(checkpoint: Mapping[str, Any]) -> dict[str, np.ndarray]:
+def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:
     """Return the factors `[n, n]` by name; `spectra.factors` describes further shapes.
 
     Raises:
@@ -157,7 +157,9 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
 
 def save_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
     """Write arrays for `numpy.load`."""
-    np.savez(file, **arrays)
+    np.savez(file, allow_pickle=False, **arrays)
 
 
-SAVE = {".pt": save_pt, ".safetensors": save_safetensors, ".npz": save_npz}
+Save = Callable[[Mapping[str, Any], BinaryIO], None]
+
+SAVE: dict[str, Save] = {".pt": save_pt, ".safetensors": save_safetensors, ".npz": save_npz}

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch import Tensor
@@ -65,8 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
         found = [] if any(faults.values()) else spectra.of(checkpoint)
         inversion = inversion_of(checkpoint) if found else NONE
-        solver, *damping = inversion
-        conditions = [one.condition(solver_in(solver, one.layer), *damping) for one in found]
+        solver, damping, relative = inversion
+        conditions = [
+            one.condition(solver_in(solver, one.layer), damping, relative) for one in found
+        ]
         if found:
             sections.append(curvature(found, conditions, described(*inversion)))
         show(sections)
@@ -82,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(any(faults.values()))
 
 
-def faults_of(checkpoint: Any) -> dict[str, str]:
+def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
     """Return the fault of each shard; "" if every item of the shard can be read."""
     faults = dict.fromkeys(checkpoint.shards, "")
     for name, item in checkpoint.described().items():
@@ -94,7 +95,7 @@ def faults_of(checkpoint: Any) -> dict[str, str]:
     return faults
 
 
-def heading(checkpoint: Any) -> list[str]:
+def heading(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
     """Return lines with the path, step, format version, time and size of the checkpoint."""
     manifest = checkpoint.path / "manifest.json"
     version = json.loads(manifest.read_bytes())["version"]
@@ -106,7 +107,7 @@ def heading(checkpoint: Any) -> list[str]:
     ]
 
 
-def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
+def shards(checkpoint: mpikfac.checkpoint.Checkpoint, faults: dict[str, str]) -> list[str]:
     """Return lines with size and state of every file, and the faults of damaged files."""
     rows = [("file", "bytes", "BLAKE3 and items")]
     for file, shard in checkpoint.shards.items():
@@ -114,9 +115,9 @@ def shards(checkpoint: Any, faults: dict[str, str]) -> list[str]:
     return ["Shards", *table(rows), *filter(None, faults.values())]
 
 
-def contents(checkpoint: Any) -> list[str]:
+def contents(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
     """Return lines with items and bytes of every group."""
-    items, sizes = Counter(), Counter()
+    items, sizes = Counter[str](), Counter[str]()
     for name, item in checkpoint.described().items():
         items[group(name)] += 1
         sizes[group(name)] += item["bytes"]
@@ -135,7 +136,7 @@ def curvature(
 ) -> list[str]:
     """Return lines with every layer's spectra in numbers."""
     eigenvalues = ("mean", "largest", "smallest")
-    rows = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
+    rows: list[tuple[str, ...]] = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
     for spectrum, condition in zip(found, conditions):
         sides = *numbers(spectrum.a), *numbers(spectrum.g)
         rows.append((spectrum.layer, *sides, f"{condition:.1e}"))
@@ -156,7 +157,7 @@ def solver_in(solvers: str, layer: str) -> str:
     return dict(other.split(": ") for other in others).get(layer, run)
 
 
-def inversion_of(checkpoint: Any) -> tuple[str, float, bool]:
+def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float, bool]:
     """Return solvers and damping of the checkpoint's run, and whether the damping is relative.
 
     Without a run directory, the answer is eigenbases without damping. If the damping is adapted,

@@ -12,14 +12,17 @@ import sys
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jsonargparse
 
 from mpikfac_apps.options.documents import check_file, unknown
 from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
 
-Group = TypeVar("Group")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Group = TypeVar("Group", bound="DataclassInstance")
 
 
 def read(

@@ -15,10 +15,13 @@ import typing
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import docstring_parser
 import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 WORDS = {
     int: "a whole number",
@@ -33,7 +36,7 @@ COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator
 DTYPES = {"bfloat16": torch.bfloat16}
 REQUIRED = dataclasses.MISSING
 
-Group = TypeVar("Group")
+Group = TypeVar("Group", bound="DataclassInstance")
 
 
 @dataclass(frozen=True)
@@ -218,7 +221,7 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
 
 def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
     hints, found = typing.get_type_hints(group), dict(tree)
-    for field in dataclasses.fields(typing.cast(Any, group)):
+    for field in dataclasses.fields(group):
         value = tree.get(field.name)
         if "changes" in field.metadata:
             found[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
@@ -233,7 +236,7 @@ def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
         raise ValueError(f"{prefix}{error}") from error
 
 
-def flat(options: Any) -> dict[str, Any]:
+def flat(options: DataclassInstance) -> dict[str, Any]:
     """Return the values of the options of a dataclass, as texts, numbers and lists, by key."""
     return {leaf.key: _text(_reached(options, leaf.path)) for leaf in leaves(type(options))}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,8 @@ from mpikfac_apps.options.fields import DTYPES
 from mpikfac_apps.options.options import Distribution, KfacOptions, Options
 
 ITEMSIZE = 4  # bytes of a number in float32
-USUAL = {"solver": "inverse", "basis_every": 10}  # settings of `KFAC` that a strategy may change
+USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
+"""Settings of `KFAC` that a strategy may change."""
 
 
 def curvature_ranks(options: Options) -> int:
@@ -151,8 +152,9 @@ def coverage(options: KfacOptions) -> Coverage:
     asked = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
-        chosen = {"sharing": asked.sharing, "largest": asked.largest, "rank": asked.rank}
-        layer = dataclasses.replace(usual_rule(layer), **chosen)
+        layer = dataclasses.replace(
+            usual_rule(layer), sharing=asked.sharing, largest=asked.largest, rank=asked.rank
+        )
         return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
 
     return Coverage(asked.skip, {**KINDS, **(NORMS if asked.norms else {})}, rule)
@@ -162,7 +164,8 @@ def kfac_settings(options: KfacOptions, chosen: dict[str, Any]) -> dict[str, Any
     """Return the arguments of `KFAC`; `chosen` holds the settings that a strategy may change."""
     damping, every = options.damping, options.damping_adapt
     if every is not None:
-        adapted = LevenbergMarquardt(options.damping.value, every)
+        assert not callable(damping.value), "an option is a number"
+        adapted = LevenbergMarquardt(damping.value, every)
         damping = dataclasses.replace(damping, value=adapted)
     return {
         "damping": damping,

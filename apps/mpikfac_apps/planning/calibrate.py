@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -101,7 +102,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     return options
 
 
-def measured(comm: Any, options: CalibrateOptions) -> mpikfac.predict.Machine:
+def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.predict.Machine:
     """The machine, as these ranks see it.
 
     Collective over: comm.
@@ -137,7 +138,7 @@ def measured(comm: Any, options: CalibrateOptions) -> mpikfac.predict.Machine:
 # -- messages ----------------------------------------------------------------------------------
 
 
-def groups(comm: Any) -> Iterator[tuple[int, int]]:
+def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
     """Sizes of communicators and the distance of their ranks: rows and columns of grids."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
@@ -145,7 +146,7 @@ def groups(comm: Any) -> Iterator[tuple[int, int]]:
 
 
 def message_samples(
-    comm: Any, hosts: list[str], size: int, distance: int
+    comm: mpikfac.comm.Comm, hosts: list[str], size: int, distance: int
 ) -> list[mpikfac.predict.Sample]:
     """Each collective, while all groups of `size` ranks, `distance` apart, do it at once.
 
@@ -157,7 +158,8 @@ def message_samples(
     if distance > 1 and nodes == 1:
         return []  # like neighbours
     sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
-    grid = mpikfac.comm.Grid(comm.Split(colors[comm.rank], comm.rank), 1, mpikfac.Trace())
+    group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
+    grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
     kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
     kinds += [("Send", None)] if size == 2 else []
     kinds += ENCODED if size == comm.size else []
@@ -180,7 +182,10 @@ def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
 
 
 def curve(
-    comm: Any, grid: mpikfac.comm.Grid, primitive: str, codec: mpikfac.plan.Codec | None
+    comm: mpikfac.comm.Comm,
+    grid: mpikfac.comm.Grid,
+    primitive: str,
+    codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
     """Bytes and seconds of a collective of all groups, up to where it takes long.
 
@@ -221,7 +226,7 @@ def collective(
     return messages[0].size, lambda: grid.exchange([next(turns)], flat)
 
 
-def there_and_back(pair: Any, buffer: Any) -> None:
+def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
     """Sends a message to the other rank of two, which returns it."""
     if pair.rank == 0:
         pair.Send(buffer, dest=1)
@@ -231,7 +236,9 @@ def there_and_back(pair: Any, buffer: Any) -> None:
         pair.Send(buffer, dest=0)
 
 
-def hidden_part(comm: Any, machine: mpikfac.predict.Machine, network: Network) -> float:
+def hidden_part(
+    comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: Network
+) -> float:
     """Which part of a message's seconds the network's steps do not feel if it is sent beside them.
 
     The one with which the model has the difference that is measured between steps that send beside
@@ -264,7 +271,7 @@ def hidden_part(comm: Any, machine: mpikfac.predict.Machine, network: Network) -
 
 
 def ladder(
-    comm: Any, orders: Sequence[int], work: Callable[[Tensor], object]
+    comm: mpikfac.comm.Comm, orders: Sequence[int], work: Callable[[Tensor], object]
 ) -> tuple[tuple[float, float], ...]:
     """Orders and seconds of what is done to a factor, up to where it takes long.
 
@@ -280,7 +287,7 @@ def ladder(
     return tuple(points)
 
 
-def visit(comm: Any, networks: Sequence[Network]) -> None:
+def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
     """Looks at all networks once more.
 
     Collective over: comm.
@@ -304,12 +311,13 @@ class Network:
         self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
 
-    def look(self, comm: Any, solver: str) -> None:
+    def look(self, comm: mpikfac.comm.Comm, solver: str) -> None:
         """Takes some steps. Every other one takes new factors; the first one does not count.
 
         Collective over: comm.
         """
-        kfac, images, labels = self._trainer(comm.Split(comm.rank), solver=solver, factor_every=2)
+        alone = cast(mpikfac.comm.Comm, comm.Split(comm.rank))
+        kfac, images, labels = self._trainer(alone, solver=solver, factor_every=2)
         steps: list[dict[str, float]] = []
         deadline = time.monotonic() + STEPS_BUDGET
         while len(steps) < 8 or (len(steps) < 40 and comm.bcast(time.monotonic() < deadline)):
@@ -318,7 +326,7 @@ class Network:
         self._plain[solver] += steps[3::2]
         self._factors[solver] += steps[2::2]
 
-    def together(self, comm: Any, ways: Sequence[mpikfac.Strategy]) -> list[float]:
+    def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
         """Seconds of a step with new factors in each way; ways take turns, one does not count.
 
         Collective over: comm.
@@ -339,17 +347,19 @@ class Network:
             kfac.close()
         return [median(found[1:]) for found in taken]
 
-    def _trainer(self, comm: Any, **settings: Any) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
+    def _trainer(
+        self, comm: mpikfac.comm.Comm, **settings: Any
+    ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
         """K-FAC of this network that decomposes once, images and labels."""
         classes, channels, size = image_shape(self.name)
         torch.manual_seed(0)
-        model = models.build(self.name, classes, channels).to(memory_format=torch.channels_last)
+        model = models.channels_last(models.build(self.name, classes, channels))
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
         kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=10**9, **settings)
         images = torch.randn(self.batch, channels, size, size)
         return kfac, images, torch.randint(classes, (self.batch,))
 
-    def seconds(self, comm: Any) -> mpikfac.predict.Network:
+    def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
         """Medians of all steps so far, on the rank where they are longest.
 
         Collective over: comm.
@@ -402,7 +412,7 @@ def image_shape(name: str) -> tuple[int, int, int]:
     return network.classes, network.image[0], network.image[1]
 
 
-def seconds_of(comm: Any, work: Callable[[], object]) -> float:
+def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:
     """Median seconds of the slowest rank, of repetitions that all begin together.
 
     Collective over: comm.

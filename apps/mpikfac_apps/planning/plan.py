@@ -114,7 +114,7 @@ def owners(plan: mpikfac.plan.Plan) -> list[str]:
     """Who decomposes the factors of each layer."""
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
-    rows = [("layer", "order A", "order G", "column", "owner A", "owner G")]
+    rows: list[tuple[str, ...]] = [("layer", "order A", "order G", "column", "owner A", "owner G")]
     for layer in plan.layers:
         orders = (orders_of(layer.side(side)) for side in "AG")
         owned = (owners_of(plan, layer.side(side)) for side in "AG")
@@ -179,8 +179,11 @@ def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool
     steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
     if not any(steps):
         return [f"{title}: no messages"]
-    rows = [("stage", "collective", "over", "messages", "buffer: least", "median", "most", "wire")]
-    for kind in dict.fromkeys(map(kind_of, max(steps, key=len))):
+    rows: list[tuple[str, ...]] = [
+        ("stage", "collective", "over", "messages", "buffer: least", "median", "most", "wire")
+    ]
+    longest = max(steps, key=len)
+    for kind in dict.fromkeys(map(kind_of, longest)):
         same = [[message for message in step if kind_of(message) == kind] for step in steps]
         same = [found for found in same if found]  # a column without layers takes no part in some
         sizes = spread([sum(message.bytes for message in found) for found in same])

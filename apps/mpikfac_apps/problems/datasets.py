@@ -75,11 +75,11 @@ def digits(images: int | None = None) -> Dataset:
     `load` takes the first `images`.
     """
     with np.load(Path(__file__).with_name("digits.npz"), allow_pickle=False) as file:
-        images = torch.from_numpy(file["images"])[:, None]
+        pixels = torch.from_numpy(file["images"])[:, None]
         labels = torch.from_numpy(file["labels"]).long()
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[labels.argsort(stable=True)[::5]] = True
-    return Dataset(images[~test], labels[~test], images[test], labels[test], 10)
+    return Dataset(pixels[~test], labels[~test], pixels[test], labels[test], 10)
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:

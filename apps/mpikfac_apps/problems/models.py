@@ -91,6 +91,12 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
     return model
 
 
+def channels_last(model: nn.Module) -> nn.Module:
+    """Return the model with weights of convolutions in the memory format channels last."""
+    to: Callable[..., nn.Module] = model.to  # the stub of torch lacks this argument
+    return to(memory_format=torch.channels_last)
+
+
 def shapes_of(
     name: str, classes: int | None = None, coverage: mpikfac.Coverage | None = None
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:

@@ -7,6 +7,8 @@ stride in the 3x3 convolution ("v1.5"); parameters have the names of torchvision
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -70,9 +72,12 @@ class Bottleneck(nn.Module):
 
 
 Block = type[BasicBlock] | type[Bottleneck]
+Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
 
 
-def stage(block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut) -> nn.Module:
+def stage(
+    block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
+) -> nn.Module:
     """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
@@ -104,12 +109,13 @@ class ImageNetResNet(nn.Module):
     def __init__(self, block: Block, blocks: list[int], classes: int, channels: int) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, 64, 7, 2), nn.BatchNorm2d(64)
-        inputs = 64
+        inputs, stages = 64, []
         for i, count in enumerate(blocks):
             width = 64 * 2**i
             stride = 1 if i == 0 else 2
-            setattr(self, f"layer{i + 1}", stage(block, inputs, width, count, stride, projection))
+            stages.append(stage(block, inputs, width, count, stride, projection))
             inputs = width * block.expansion
+        self.layer1, self.layer2, self.layer3, self.layer4 = stages
         self.fc = nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:

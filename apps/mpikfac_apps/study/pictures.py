@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -24,6 +24,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocato
 
 from mpikfac_apps.study.results import GROUPS, OTHER, WAITING, Measured
 from mpikfac_apps.text import MIB, number
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
 
 WIDTH = 11.0  # inches, of every picture
 # Cold colours are computing, warm colours are messages.
@@ -41,7 +44,7 @@ COLOURS = {
     OTHER: "#f2f2f2",
 }
 STAGE_COLOURS = {stage: COLOURS[group] for group, stages in GROUPS.items() for stage in stages}
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     **{"font.size": 9, "axes.titlesize": 9, "axes.titleweight": "bold"},
     **{"axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False},
     **{"axes.grid": True, "axes.axisbelow": True, "grid.color": "#e8e8e8"},
@@ -77,8 +80,8 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
         left = 0.0
         for group in COLOURS if found else ():
             width = 1e3 * fmean(parts[group] for parts in found)
-            style = {"color": COLOURS[group], "edgecolor": "#999", "linewidth": 0.4}
-            panel.barh(row, width, left=left, height=0.75, **style)
+            colour = COLOURS[group]
+            panel.barh(row, width, 0.75, left, color=colour, edgecolor="#999", linewidth=0.4)
             left += width
     panel.set_yticks(range(len(variants)), variants)
     panel.set_ylim(len(variants) - 0.4, -0.6)
@@ -89,20 +92,20 @@ def timeline(all_cells: Sequence[Measured]) -> bytes | None:
     """Draw a step with and a step without a refresh of cells on most ranks; a rank is a line."""
     shown = []
     for cell in _typical(all_cells):
-        steps = _traced_steps(_trace(cell.run))
-        refresh = next((s for s in steps if any(e["name"] == "decompose" for e in s)), None)
-        ordinary = next((s for s in steps if s and s is not refresh and not _curvature(s)), None)
-        ordinary = ordinary or next((s for s in steps if s and s is not refresh), None)
+        traced = _traced_steps(_trace(cell.run))
+        refresh = next((s for s in traced if any(e["name"] == "decompose" for e in s)), None)
+        ordinary = next((s for s in traced if s and s is not refresh and not _curvature(s)), None)
+        ordinary = ordinary or next((s for s in traced if s and s is not refresh), None)
         if refresh or ordinary:
-            shown.append((cell, ordinary, refresh))
+            shown.append((cell, (ordinary, refresh)))
     if not shown:
         return None
-    most = max(cell.cell.ranks for cell, *_ in shown)
+    most = max(cell.cell.ranks for cell, _ in shown)
     with matplotlib.rc_context(STYLE):
         height = len(shown) * (0.16 * min(most, 16) + 0.62) + 0.9
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         grid = figure.subplots(len(shown), 2, sharex="row", squeeze=False)
-        for row, (cell, *steps) in zip(grid, shown):
+        for row, (cell, steps) in zip(grid, shown):
             for panel, step, kind in zip(row, steps, ("ordinary step", "step with a refresh")):
                 _lanes(panel, step or (), cell.cell.ranks)
                 panel.set(title=f"{cell.cell.label}: {kind}", visible=bool(step))
@@ -160,7 +163,7 @@ def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str,
     for event in events:
         if event["name"].startswith("step "):
             spans.setdefault(event["name"], []).append(event)
-    steps = []
+    steps: list[list[Mapping[str, Any]]] = []
     for of_ranks in spans.values():
         begin = min(span["ts"] for span in of_ranks)
         ends = {span["pid"]: (span["ts"], span["ts"] + span["dur"]) for span in of_ranks}

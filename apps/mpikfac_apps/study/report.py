@@ -55,7 +55,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         target=percent(target),
         columns=COLUMNS,
         groups=_table(cells, target, letters, predictions),
-        failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed"],
+        failures=[(c.cell.label, c.result.why) for c in cells if c.result and c.state == "failed"],
         unfinished=[c.cell.label for c in cells if c.state in ("not run", "begun")],
         variants=_variants(cells, letters),
         pictures=list(_pictures([c for c in cells if c.complete], target, predictions)),

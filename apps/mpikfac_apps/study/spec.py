@@ -263,7 +263,7 @@ def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
     known = dict(NAMED.get(strategy, {}))
     if "kfac.workers" in own:
         known.pop("kfac.fraction", None)
-    return known | own
+    return {**known, **own}
 
 
 def _run_of(

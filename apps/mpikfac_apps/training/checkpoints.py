@@ -29,7 +29,7 @@ class Saver:
 
     step = -1
 
-    def __init__(self, comm: Any, root: Path, requests: Requests) -> None:
+    def __init__(self, comm: mpikfac.comm.Comm, root: Path, requests: Requests) -> None:
         self._writer = mpikfac.CheckpointWriter(comm, root)
         self._requests = requests
         self._began = 0.0
@@ -87,7 +87,9 @@ class Saver:
         log.warning("%s; training goes on, the next one is tried when it is due", error)
 
 
-def open_checkpoint(comm: Any, options: Options) -> Any:
+def open_checkpoint(
+    comm: mpikfac.comm.Comm, options: Options
+) -> mpikfac.checkpoint.Checkpoint | None:
     """Return the checkpoint to resume from, or None to start at step 0.
 
     Collective over: comm.

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ class Meter:
         loss: the mean loss that `recent` or `everything` returned last.
     """
 
-    def __init__(self, comm: Any, device: torch.device) -> None:
+    def __init__(self, comm: mpikfac.comm.Comm, device: torch.device) -> None:
         self.comm = comm
         self.loss = math.nan
         # Summed loss, right answers, images: on this rank now, and on all ranks at the last call.
@@ -62,7 +61,7 @@ class Meter:
         """
         return {"run/counted": self._total(), "run/reported": self._reported}
 
-    def leave_out_lost(self, left: Any) -> None:
+    def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:
         """Continue with the ranks that are left; the means then miss the counts of lost ranks.
 
         Collective over: left.

@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import zlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +38,18 @@ class Run:
     Collective over: world, as are all methods.
     """
 
+    trainer: mpikfac.KFAC | mpikfac.DataParallel
+
     def __init__(
-        self, team: mpikfac.comm.Team, options: Options, guard: Guard, place: Place
+        self,
+        comm: mpikfac.comm.Comm,
+        team: mpikfac.comm.Team,
+        options: Options,
+        guard: Guard,
+        place: Place,
     ) -> None:
-        self.team, self.comm, self.options, self.guard = team, team.comm, options, guard
-        self.device, comm = place.device, team.comm
+        self.comm, self.team, self.options, self.guard = comm, team, options, guard
+        self.device = place.device
         kept_log = run_directory.start_log() if comm.rank == 0 else None
         self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
         checkpoint = checkpoints.open_checkpoint(comm, options)
@@ -81,7 +89,7 @@ class Run:
                 raise ValueError(
                     f"batch={options.step_batch} is more than the {len(found.train_images)} images"
                 )
-        mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy())})
+        mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
         self.normalise = batches.Normalise(found.train_images, device)
         self.batches = batches.Batches(
             found.train_images.to(device),
@@ -92,15 +100,15 @@ class Run:
             rank=comm.rank,
             ranks=comm.size,
         )
-        test = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
-        self.test = [part.to(device) for part in test]
+        images, labels = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
+        self.test = images.to(device), labels.to(device)
         self.channels, self.classes = found.train_images.shape[1], found.classes
 
     def _build_trainer(self) -> None:
         comm, options = self.comm, self.options
         torch.manual_seed(options.seed)
         model = models.build(options.model, self.classes, self.channels)
-        model = model.to(self.device, memory_format=torch.channels_last)
+        model = models.channels_last(model.to(self.device))
         self.lr = learning_rate(options, len(self.batches), self.began_on)
         self.model, self.optimizer = model, make_optimizer(options, model)
         with mpikfac.comm.together(comm, "options"):
@@ -159,12 +167,13 @@ class Run:
             if count:
                 self.trainer.collect()
         self.trainer.step()
-        every = self.options.kfac.damping_adapt
-        if self.options.optimizer == "kfac" and every and self.trainer.steps % every == 0:
-            self._adapt(torch.stack(losses).mean().item(), step, first, parts)
+        kfac, every = self.trainer, self.options.kfac.damping_adapt
+        if isinstance(kfac, mpikfac.KFAC) and every and kfac.steps % every == 0:
+            after = self._loss_after(step, first, parts)
+            kfac.adapt(torch.stack(losses).mean().item(), after)
 
-    def _adapt(self, before: float, step: int, first: int, parts: list[tuple[Tensor, ...]]) -> None:
-        """Adapt the damping to the change of the loss that the step made on its own images."""
+    def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
+        """Return the loss after a step on the images of the step; running statistics stay."""
         kept = [buffer.clone() for buffer in self.model.buffers()]
         losses = []
         with self.trainer.trace.stage("forward"), torch.no_grad():
@@ -173,7 +182,7 @@ class Run:
                 losses.append(F.cross_entropy(self.model(self.normalise(images)), labels))
             for buffer, value in zip(self.model.buffers(), kept):  # running statistics
                 buffer.copy_(value)
-        self.trainer.adapt(before, torch.stack(losses).mean().item())
+        return torch.stack(losses).mean().item()
 
     def _seed(self, step: int, number: int) -> None:
         """Seed each part of a batch anew; states of random number generators need no checkpoint."""
@@ -228,7 +237,7 @@ class Run:
         self.guard.requests.ignore_signals()
         self._save(last=True)
         self.guard.enter("end", steps)
-        if self.options.optimizer == "kfac":
+        if isinstance(self.trainer, mpikfac.KFAC):
             self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
@@ -257,9 +266,11 @@ class Run:
         loss = self._finite(self.meter.recent())
         speed, communication = self.speed.rates()
         self.speed.mark()
-        kfac = isinstance(self.trainer, mpikfac.KFAC)
-        clip = {"kl_scale": self.trainer.kl_scale.item()} if kfac else {}
-        more = clip | ({"troubles": self.troubles} if self.troubles else {})
+        more: dict[str, float] = {}
+        if isinstance(self.trainer, mpikfac.KFAC):
+            more["kl_scale"] = self.trainer.kl_scale.item()
+        if self.troubles:
+            more["troubles"] = self.troubles
         if self.trainer.plan.strategy.refresh.tolerance:  # else the options say
             mean = self.trainer.votes[DECOMPOSITIONS].item()
             more["decompositions"] = round(mean * self.comm.size)
@@ -327,10 +338,10 @@ class Run:
             "run/metrics_bytes": metrics,
         }
 
-    def _follow(self, checkpoint: Any) -> Options:
+    def _follow(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> Options:
         """Return the options with the values in the checkpoint that a restart must keep."""
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
-            saved = json.loads(checkpoint["run/data"])
+            saved = json.loads(str(checkpoint["run/data"]))
             options = checkpoints.follow(self.options, saved, self.comm.size)
             self.began_on = saved["ranks"]
             if (threads := torch.get_num_threads()) != saved["threads"]:
@@ -339,16 +350,17 @@ class Run:
                 )
         return options
 
-    def _restore(self, checkpoint: Any) -> int:
+    def _restore(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> int:
         """Restore the state from the checkpoint, and return the bytes of metrics.jsonl to keep."""
         kept = 0
+        items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             self.trainer.load_state_dict(checkpoint)
-            self.meter.load(checkpoint["run/counted"], checkpoint["run/reported"])
-            self.speed.seconds = checkpoint["run/seconds"]
+            self.meter.load(items["run/counted"], items["run/reported"])
+            self.speed.seconds = items["run/seconds"]
             self.speed.mark()
             if self.options.resume == "auto":
-                kept = checkpoint["run/metrics_bytes"]
+                kept = items["run/metrics_bytes"]
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)

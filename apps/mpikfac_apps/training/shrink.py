@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mpikfac.train")
 
 
-def go_on(run: Run) -> tuple[Any, Options]:
+def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     """Return the ranks that are left, and the options for their new start.
 
     The state in memory is written as a checkpoint if the state is complete. Otherwise the ranks
@@ -55,7 +55,7 @@ def save_what_is_left(run: Run) -> None:
     trainer, comm = run.trainer, run.comm
     trainer.discard()  # running statistics of the unfinished step
     steps = comm.allgather(trainer.steps if trainer.intact else math.inf)
-    step, items = min(steps), {}
+    step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:
         run.set_rate(step)  # some ranks may have begun the next step
         items = trainer.state_dict()

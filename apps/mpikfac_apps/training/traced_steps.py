@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import mpikfac
 from mpikfac_apps.options.options import Options
@@ -33,7 +32,13 @@ class Recording:
         chosen: the steps to record.
     """
 
-    def __init__(self, comm: Any, options: Options, trainer: Any, last: int) -> None:
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        options: Options,
+        trainer: mpikfac.KFAC | mpikfac.DataParallel,
+        last: int,
+    ) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
         self.trace, self.columns = trainer.trace, trainer.plan.grid.columns
         begin, wanted = trainer.steps + WARM_UP, options.trace_steps or 0
@@ -64,7 +69,7 @@ class Recording:
         recorded = mpikfac.timeline.Recorded(self._steps, self.trace.events)
         self._steps = {}
         ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
-        if self.comm.rank == 0:
+        if ranks is not None:
             self._write(ranks)
 
     def _write(self, ranks: list[mpikfac.timeline.Recorded]) -> None:

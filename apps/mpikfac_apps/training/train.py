@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if options is None else mpikfac.comm.leaving(train(comm, options))
 
 
-def train(comm: Any, options: Options) -> int:
+def train(comm: mpikfac.comm.Comm, options: Options) -> int:
     """Train, or decompose for the ranks that train; return the exit code.
 
     After a loss of ranks, the ranks that are left start again, if the options allow a new start.
@@ -51,18 +50,18 @@ def train(comm: Any, options: Options) -> int:
         with mpikfac.ending(comm):
             place = settle(comm, options)
             team = mpikfac.split(comm, curvature_ranks(options))
-        if team.link is None:
-            code, comm, options = run_training(team, options, place)
-        elif team.comm is None:
+        if team.comm is None:
             assist(comm, team, place.device)
             code = comm.bcast(0)
+        elif team.link is None:
+            code, comm, options = run_training(team.comm, team, options, place)
         else:
-            code, *_ = run_training(team, options, place)
+            code, *_ = run_training(team.comm, team, options, place)
             code = comm.bcast(code)
     return code
 
 
-def settle(comm: Any, options: Options) -> Place:
+def settle(comm: mpikfac.comm.Comm, options: Options) -> Place:
     """Share the cores and GPUs of nodes among their ranks.
 
     Collective over: comm.
@@ -75,7 +74,7 @@ def settle(comm: Any, options: Options) -> Place:
     return Place(device, hosts)
 
 
-def assist(comm: Any, team: mpikfac.comm.Team, device: torch.device) -> None:
+def assist(comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, device: torch.device) -> None:
     """Decompose for the ranks that train, until the ranks end the training.
 
     The ranks that train run the watchdog and obey signals: a curvature rank may have no work for a
@@ -89,20 +88,22 @@ def assist(comm: Any, team: mpikfac.comm.Team, device: torch.device) -> None:
 
 
 def run_training(
-    team: mpikfac.comm.Team, options: Options, place: Place
-) -> tuple[int | None, Any, Options]:
+    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, place: Place
+) -> tuple[int | None, mpikfac.comm.Comm, Options]:
     """Train once; return None as exit code if ranks were lost.
+
+    Args:
+        comm: the ranks that train, `team.comm`.
 
     Returns:
         The exit code, the ranks that are left, and the options for their new start.
 
     Collective over: the team, and all curvature ranks.
     """
-    comm = team.comm
     with mpikfac.ending(comm):
         guard = Guard(comm, options)
     with mpikfac.ending(comm, guard.where), contextlib.closing(guard):
-        run = Run(team, options, guard, place)
+        run = Run(comm, team, options, guard, place)
         try:
             return run.train(), comm, options
         except Exception as error:
