@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 
+from tabulate import tabulate
+
 MIB = 2**20
 NONE = "\N{EN DASH}"
 
@@ -73,12 +75,6 @@ def show(sections: Sequence[Sequence[str]]) -> None:
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
     """Return lines of aligned columns; text of the first `left` columns begins at the left."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  "
-        + "  ".join(
-            f"{cell:<{width}}" if index < left else f"{cell:>{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    sides = ["left"] * left + ["right"] * (len(rows[0]) - left)
+    text = tabulate(rows, tablefmt="plain", colalign=sides, disable_numparse=True)
+    return [f"  {line}" for line in text.split("\n")]
