@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mpikfac.engine.site import Site
 from mpikfac.engine.state import Block
-from mpikfac.layers import Layer, Other, Statistic, Votes
+from mpikfac.layers import Counts, Layer, Other, Statistic, Votes
 from mpikfac.numerics import Arena, Parts, all_finite, end_step, not_finite
 from mpikfac.plan import lay_out
 
@@ -59,6 +59,8 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.arena = site.arena(site.plan.layouts.gradients)
         self.parts = Parts(self.arena, site.plan.parts)
+        self.statistics = [block for block in others if isinstance(block, Statistic)]
+        self._counts = Counts(self.statistics if self.parts else [])
         self.slots = slots_in(self.arena, self.blocks, site)
         self.of_others = slots_in(self.arena, others, site)
         self._to_reduce = site.plan.reduce_gradients()
@@ -82,19 +84,19 @@ class Gradients:
 
     def keep(self) -> None:
         """Keep the present running statistics, for `discard` to go back to."""
-        for block in self.others:
-            if isinstance(block, Statistic):
-                block.keep()
+        for block in self.statistics:
+            block.keep()
+        self._counts.keep()
 
     def discard(self) -> None:
         """Forget collected parts; running statistics go back to those after the last step."""
         self.parts.clear()
+        self._counts.leave()
         self._take_back()
 
     def _take_back(self) -> None:
-        for block in self.others:
-            if isinstance(block, Statistic):
-                block.leave()
+        for block in self.statistics:
+            block.leave()
 
     def read(self) -> None:
         """Copy the model's gradients into the arena."""
@@ -130,6 +132,7 @@ class Gradients:
         """Keep the gradients of a part of the rank's share, and make room for the next part."""
         self.read()
         self.parts.add()
+        self._counts.collect()
         self._take_back()
 
     def reduce(self) -> None:
@@ -250,6 +253,7 @@ class Gradients:
             if not slot.steps:
                 for parameter in slot.block.parameters:
                     parameter.grad = None
+        self._counts.step()
         for slot in self._changing:
             slot.block.read_values(slot.parts)
         with self.site.trace.stage("optimizer"):

@@ -16,13 +16,14 @@ from mpikfac.layers.coverage import (
 from mpikfac.layers.embedding import EmbeddingLayer
 from mpikfac.layers.layer import Layer
 from mpikfac.layers.normalization import NormLayer
-from mpikfac.layers.uncovered import VOTES, Other, Statistic, Votes
+from mpikfac.layers.uncovered import VOTES, Counts, Other, Statistic, Votes
 
 __all__ = [
     "KINDS",
     "NORMS",
     "VOTES",
     "ConvLayer",
+    "Counts",
     "Coverage",
     "EmbeddingLayer",
     "Kinds",

@@ -153,7 +153,8 @@ def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Othe
             raise ValueError(f"layer {name!r} has sparse gradients; make it with sparse=False")
         if isinstance(module, (_BatchNorm, _InstanceNorm)):
             buffers = module.named_buffers(name, recurse=False)
-            others += [Statistic(n, b) for n, b in buffers if b.is_floating_point()]
+            count = module.num_batches_tracked
+            others += [Statistic(n, b, count) for n, b in buffers if b.is_floating_point()]
     return others
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -52,11 +52,15 @@ class Statistic(Other):
     """Handle a running statistic of a normalisation layer; ranks average the statistic's value.
 
     The value is sent with the gradients, so that all ranks hold the same model after every step.
+
+    Attributes:
+        count: the layer's count of batches; None if the layer has no count.
     """
 
-    def __init__(self, name: str, tensor: Tensor) -> None:
+    def __init__(self, name: str, tensor: Tensor, count: Tensor | None = None) -> None:
         super().__init__(name, tensor)
         self.parameters = []
+        self.count = count
         self._kept = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
     def read_gradient(self, parts: Sequence[Tensor]) -> None:
@@ -79,6 +83,44 @@ class Statistic(Other):
     def leave(self) -> None:
         """Set the statistic back to the value after the last step."""
         self.tensor.copy_(self._kept)
+
+
+class Counts:
+    """Count a batch in parts as a single batch, in all layers that count batches.
+
+    A forward pass adds 1 to a layer's count, and the weight of a batch in running statistics may
+    depend on the count. With this class, every part sees the same count, and counts are the same on
+    all numbers of ranks.
+    """
+
+    def __init__(self, statistics: Iterable[Statistic]) -> None:
+        counts = {id(found.count): found.count for found in statistics if found.count is not None}
+        self._counts = list(counts.values())
+        self._collected: list[Tensor] = []
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the present counts for `leave`."""
+        self._kept = [count.clone() for count in self._counts]
+
+    def collect(self) -> None:
+        """Set the counts back after a part of a batch, and note the counts for `step`."""
+        collected = [count.clone() for count in self._counts]
+        self.leave()
+        self._collected = collected
+
+    def step(self) -> None:
+        """Set the counts to the counts after a part, and keep the counts."""
+        for count, collected in zip(self._counts, self._collected):
+            count.copy_(collected)
+        self._collected = []
+        self.keep()
+
+    def leave(self) -> None:
+        """Set the counts back to the counts after the last step."""
+        self._collected = []
+        for count, kept in zip(self._counts, self._kept):
+            count.copy_(kept)
 
 
 class Votes(Statistic):

@@ -19,16 +19,17 @@ PARTS = 12  # every tested number of ranks divides 12
 SETTINGS = problem.SETTINGS | {"solver": "inverse", "factor_every": 1}
 
 
-def network():
+def network(momentum=0.1):
     """Return a network with BatchNorm in training; BatchNorm normalises every part separately."""
     torch.manual_seed(1)
+    norm = nn.BatchNorm2d(9, momentum=momentum)
     return nn.Sequential(
-        nn.Conv2d(2, 9, 3, padding=1), nn.BatchNorm2d(9), nn.ReLU(), nn.Flatten(), nn.Linear(576, 5)
+        nn.Conv2d(2, 9, 3, padding=1), norm, nn.ReLU(), nn.Flatten(), nn.Linear(576, 5)
     )
 
 
-def trainer(comm, optimizer, **choices):
-    model = network()
+def trainer(comm, optimizer, momentum=0.1, **choices):
+    model = network(momentum)
     if optimizer == "sgd":
         return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=PARTS)
     strategy = Strategy().changed(**choices, parts=PARTS)
@@ -45,9 +46,7 @@ def run(trainer, comm, steps):
             F.cross_entropy(trainer.model(images[chosen].float()), labels[chosen]).backward()
             trainer.collect()
         trainer.step()
-    state = trainer.model.state_dict()
-    del state["1.num_batches_tracked"]  # counts a rank's own batches, for the user's information
-    return torch.cat([value.flatten() for value in state.values()])
+    return torch.cat([value.flatten() for value in trainer.model.state_dict().values()])
 
 
 @pytest.mark.parametrize("workers", mpikfac.plan.divisors(mpikfac.world().size))
@@ -72,6 +71,27 @@ def test_sgd_is_the_same_to_the_last_bit_on_any_number_of_ranks(comm):
     alone = comm.Split(comm.rank)
     expected = run(trainer(alone, "sgd"), alone, range(3))
     assert torch.equal(run(trainer(comm, "sgd"), comm, range(3)), expected)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "kfac"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_batch_counts_once_in_any_number_of_parts(comm, optimizer, momentum):
+    """Oracle: the number of steps; the mean or the moving average of the parts' means, by hand."""
+    chosen = trainer(comm, optimizer, momentum)
+    convolution, norm = chosen.model[:2]
+    means, expected = [], torch.zeros(9)
+    convolution.register_forward_hook(lambda *found: means.append(found[-1].mean((0, 2, 3))))
+    for step in range(3):
+        run(chosen, comm, [step])
+        assert norm.num_batches_tracked == step + 1
+        mean = sum(sum(found) for found in comm.allgather(means)) / PARTS
+        expected = expected.lerp(mean.detach(), momentum or 1 / (step + 1))
+        torch.testing.assert_close(norm.running_mean, expected)
+        chosen.model(torch.ones(2, 2, 8, 8))  # a batch without a step
+        chosen.discard()
+        assert norm.num_batches_tracked == step + 1
+        means.clear()
+    assert set(comm.allgather(norm.num_batches_tracked.item())) == {3}
 
 
 def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):

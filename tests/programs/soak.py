@@ -226,12 +226,7 @@ def differences(one: Path, other: Path) -> list[str]:
     found, expected = (
         read_checkpoint(latest_checkpoint(run / "checkpoints")) for run in (one, other)
     )
-    trained = {
-        name
-        for name in {*found, *expected}
-        # Every rank counts own batches.
-        if not name.startswith("run/") and not name.endswith("num_batches_tracked")
-    }
+    trained = {name for name in {*found, *expected} if not name.startswith("run/")}
     return sorted(name for name in trained if not same(found.get(name), expected.get(name)))
 
 
