@@ -20,16 +20,18 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Wires:
-    """How many bits numbers have while they travel; None leaves numbers as they are.
+    """How many bits numbers have in messages.
 
-    "bfloat16" rounds, "int8" gives 16 numbers a common exponent.
+    None leaves numbers as they are.
 
     Attributes:
-        factor_wire: for factors.
-        basis_wire: for decompositions.
-        gradient_wire: for the gradients of covered layers, for preconditioned gradients, and with
-            update="owner" for changes of weights; "top-k" sends the largest numbers only.
-        top_share: the share of the numbers that "top-k" sends.
+        factor_wire: the form of factors in messages. "bfloat16": rounded to 16 bits; "int8": 8 bits
+            a number, and a common exponent for 16 numbers.
+        basis_wire: the form of decompositions in messages, with the values of `factor_wire`.
+        gradient_wire: the form in messages of the gradients of covered layers, of preconditioned
+            gradients, and with update="owner" of changes of weights. The values are the values of
+            `factor_wire`, and "top-k": only the largest numbers are sent.
+        top_share: the share of the numbers that gradient_wire="top-k" sends.
     """
 
     factor_wire: Wire | None = None
@@ -50,22 +52,25 @@ class Transport:
     """When numbers travel, and in which messages.
 
     Attributes:
-        reduce_at: when ranks average factors: at each step with statistics ("factors"), or, as
-            averages over time and over ranks commute, only before a decomposition ("bases"); until
-            then each rank keeps running averages of its own share.
-        packing: factors travel as a folded "triangle" or as the full "square".
+        reduce_at: when ranks average factors. "factors": at each step with new statistics; "bases":
+            only before a decomposition, and until then each rank keeps running averages of its own
+            share of the data. Averages over time and over ranks commute.
+        packing: the form in which a factor travels: a folded "triangle", or the full "square".
         fusion: the number of layers whose factors, bases or preconditioned gradients share a
-            message, or the number for each message in turn; None for one message.
-        overlap: a thread sends sums of gradients and factors during the backward pass, each message
-            as soon as its layers are through the pass, gradients before factors. Factors go on
-            until they are needed. A step has one backward pass then.
-        sums: an owner gets a sum from MPI ("reduce"), or adds up the parts that ranks send, in the
-            order of the ranks ("alltoall").
-        ranks_per_node: ranks r // ranks_per_node share a node. Messages have two levels: inside of
-            nodes, and between nodes. None for one level.
-        parts: the number of parts of a batch, whose gradients and statistics are added in order:
-            the bits do not depend on the number of ranks, if it divides `parts`. None: MPI adds.
-        wires: how many bits numbers have while they travel.
+            message, or a list with the number of layers of each message in turn. Without a number,
+            a single message holds all layers.
+        overlap: sums are overlapped with the backward pass: a thread sends each message with
+            gradients or factors as soon as the backward pass has passed the message's layers,
+            gradients before factors. Factors may travel until a factor is needed. A step must have
+            a single backward pass.
+        sums: who adds up a sum for an owner: MPI ("reduce"), or the owner itself, in the order of
+            the ranks ("alltoall").
+        ranks_per_node: the number of consecutive ranks that share a node: messages have two levels,
+            inside nodes and between nodes. Without a number, messages have one level.
+        parts: the number of parts of a batch. Gradients and statistics of the parts are added in
+            order, so all numbers of ranks that divide the number of parts give the same bits.
+            Without a number, MPI adds.
+        wires: how many bits numbers have in messages.
     """
 
     reduce_at: Literal["factors", "bases"] = "factors"
@@ -96,16 +101,18 @@ class Refresh:
     """When factors are decomposed, and by whom.
 
     Attributes:
-        delay: steps from the factors to the use of their decomposition, or fewer if the next
-            refresh begins before. The decomposition runs in the background. Results do not depend
-            on timing: a decomposition that is ready early waits.
-        stagger: the number of steps that a refresh is spread over, each with a share of the layers.
-        tolerance: a refresh decomposes a factor only if the last decomposition is off by more,
-            relative: eigenvectors by the norm off the diagonal, inverses by the error of typical
-            directions. Eigenvalues are always renewed. The owner decides; messages stay the same.
-            0: every factor is decomposed.
-        curvature_ranks: the number of ranks that do not train and decompose for the ranks that
-            train [LBANN]; 0: each rank decomposes in its own background. The numbers are the same.
+        delay: the number of steps from the factors to the use of their decomposition, or fewer if
+            the next refresh begins before. The decomposition runs in the background. Results do not
+            depend on timing: a decomposition that is ready early waits. 0: steps wait for the
+            decomposition.
+        stagger: the number of steps that share a refresh; each of the steps decomposes a share of
+            the layers.
+        tolerance: the relative error up to which a refresh keeps the last decomposition of a
+            factor. The error of eigenvectors is the norm off the diagonal, the error of inverses is
+            the error of typical directions. Eigenvalues are always renewed. The owner decides;
+            messages stay the same. 0: every factor is decomposed.
+        curvature_ranks: the number of ranks that do not train, and decompose for the ranks that
+            train [LBANN]. 0: each rank decomposes in its own background, with the same numbers.
     """
 
     delay: int = 0
@@ -128,17 +135,21 @@ class Strategy:
     `refresh` and `transport`: `Strategy.comm_opt(ranks, delay=1, overlap=True)`.
 
     Attributes:
-        workers: the number of ranks that precondition a layer (gradient workers); must divide the
-            number of ranks.
+        workers: the number of ranks that precondition a layer, the gradient workers of the layer;
+            must divide the number of ranks.
         reduction: where factors are averaged. "everyone": on all ranks (Allreduce). "owners": on
-            the rank that decomposes (Reduce_scatter); the others keep no factors. "none": an owner
-            uses its own batch only, a different estimator [DP-KFAC, Zhang et al. 2022].
-        update: "everyone": each rank steps the whole model. "owner": gradients are reduced to the
-            owner of a layer, who preconditions and steps the layer; then weights are gathered.
-        balance: the load that placement evens out: "compute" (n^3 of a factor) or "memory" (n^2).
-        colocate: A and G of a layer have one owner; otherwise they may have two owners.
-        replicate_below: every worker of a layer decomposes its factors of a smaller order, and no
-            decomposition is sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
+            the rank that decomposes the factor, the owner (Reduce_scatter); further ranks keep no
+            factors. "none": nowhere; an owner uses its own batch only, a different estimator
+            [DP-KFAC, Zhang et al. 2022].
+        update: who steps the weights. "everyone": each rank steps the whole model. "owner":
+            gradients are reduced to the owner of a layer, who preconditions and steps the layer;
+            then weights are gathered.
+        balance: the load that the placement of factors of order n evens out over ranks: "compute"
+            (n^3) or "memory" (n^2).
+        colocate: a single rank owns both factors of a layer, A and G; otherwise the factors may
+            have two owners.
+        replicate_below: the order below which every worker of a layer decomposes a factor for
+            itself, so no decomposition is sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         refresh: when factors are decomposed, and by whom.
         transport: when numbers travel, and in which messages.
     """

@@ -67,10 +67,14 @@ class LevenbergMarquardt:
 class Damping:
     """Tikhonov damping.
 
+    The value is a number, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
+    number `KFAC.adapt` changes.
+
     Args:
-        value: a number, a schedule, or a `LevenbergMarquardt`.
-        relative: the damping of a layer is `value` times the mean eigenvalue of its `G (x) A`, or
-            of each block, where factors fall into blocks.
+        value: the damping: the number that is added to the eigenvalues of each layer's curvature
+            `G (x) A` before the inversion. Steps with a larger damping are more like steps of SGD.
+        relative: the damping is relative to the curvature: the damping times the mean eigenvalue is
+            added to each layer's `G (x) A`, or to each block, where factors fall into blocks.
 
     Raises:
         ValueError: a value that is not positive at step 0.

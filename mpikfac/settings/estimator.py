@@ -34,19 +34,28 @@ class Turn:
 
 @dataclass(frozen=True)
 class Estimator:
-    """How factors are estimated: from which gradients, and averaged how.
+    """How factors are estimated, from which gradients, and with which average.
+
+    `decay` is a number or a schedule (a function of the step). The programs of fisher="sampled" and
+    fisher="exact" call `KFAC.record`. `numerics.moments` states the normalisations.
 
     Args:
-        decay: the coefficient of the running average of factors, in [0, 1), or a schedule.
-        start: an average starts at the "first" factor or at the "identity".
-        normalization: the scaling of factors, see `numerics.moments`.
-        fisher: the gradients that make up G. "empirical": gradients of the loss at the labels of
-            the data; at labels of the model, drawn ("sampled") or all ("exact"): both need calls of
-            `KFAC.record`; "forward-only": none, and G is the identity.
-        samples: how often labels are drawn.
-        subsample: a batch's factors are estimated from every n-th of its examples.
-        statistics_dtype: inputs of convolutions are rounded to the dtype before the product.
-        factor_dtype: running averages of factors are kept in the dtype; sums over a batch are not.
+        decay: the coefficient of the running average of factors, at least 0 and below 1.
+        start: the first value of a running average: the "first" factor, or the "identity".
+        normalization: the scaling of factors. "expand": `G (x) A` is the Fisher block of the mean
+            loss; "sc20" and "kfac-pytorch": as in the code of SC20 or of kfac-pytorch. A damping
+            has another meaning for each scaling.
+        fisher: the gradients that make up G: gradients of the loss at the labels of the data
+            ("empirical"), at labels drawn from the model's distribution ("sampled") or at all
+            labels of the distribution ("exact"); or no gradients, and G is the identity
+            ("forward-only").
+        samples: the number of labels that fisher="sampled" draws for each example.
+        subsample: the distance of the examples in a batch from which factors are estimated: 4 for
+            every fourth example.
+        statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
+            None for no rounding.
+        factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
+            the sums over a batch.
 
     Raises:
         ValueError: a choice out of its bounds.

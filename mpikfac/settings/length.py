@@ -16,14 +16,15 @@ DECAY, EPSILON = 0.999, 1e-8  # of Adam, as both are usually set
 class Clip:
     """The length of a step.
 
+    A bound is a number, or a schedule (a function of the step). At most one of the bounds is given.
+
     Args:
-        kl: the bound on the squared Fisher norm of a step, a number or a schedule; None for no
-            bound.
-        norm: the bound on the norm of the directions of all layers, in the place of `kl`; None for
-            no bound.
-        graft: the length of the direction of each layer, before any bound. "sgd": the length of
-            its gradient [Agarwal et al. 2020]; "adam": the length of Adam's step without momentum;
-            None: its own length.
+        kl: the KL clip: the bound on the squared Fisher norm of a step; None for no bound.
+        norm: the bound on the norm of the directions of all layers, if the KL clip is None; None
+            for no bound.
+        graft: the source of the length of each layer's direction, before any bound. "sgd": the
+            length of the layer's gradient [Agarwal et al. 2020]; "adam": the length of Adam's step
+            without momentum; None: the length of the direction itself.
 
     Raises:
         ValueError: a bound that is not positive at step 0, or two bounds.

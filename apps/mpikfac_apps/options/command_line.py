@@ -1,6 +1,6 @@
-"""Reads the options of a program from its command line and, for training, from YAML files.
+"""Read the options of a program from the command line and, for training, from YAML files.
 
-The first wrong thing ends the reading with one line: key, value, and the allowed values.
+The first mistake ends the reading with a single line: key, value, and the allowed values.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -25,6 +26,13 @@ if TYPE_CHECKING:
 Group = TypeVar("Group", bound="DataclassInstance")
 
 
+class Help(argparse.HelpFormatter):
+    """Lay out help without a line break inside a name such as comm-opt."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
 def read(
     program: str,
     group: type[Group],
@@ -38,20 +46,22 @@ def read(
     Values come from the defaults, then from files, then from the rest of the command line.
 
     Args:
-        program: such as "mpikfac plan".
-        argv: None for the arguments that the process was started with.
-        basic: the options that --help shows; --help_all shows all. Without any, --help shows all.
+        program: the name of the program, such as "mpikfac plan".
+        argv: the arguments; None for the arguments of the process.
+        basic: the options that --help shows; --help_all shows all options. Without basic options,
+            --help shows all options.
         files: whether --config FILE names YAML files of options.
 
     Raises:
-        ValueError: an option is wrong; one line that names key, value and the allowed values.
+        ValueError: an option is wrong; a single line names key, value and the allowed values.
         SystemExit: code 0, after help.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     options = {leaf.key: leaf for leaf in leaves(group)}
-    hidden = [key for key in options if basic and key not in basic]
     if "--help_all" in arguments:
-        arguments, hidden = ["--help"], []
+        arguments, basic = ["--help"], ()
+    brief = basic and not {"-h", "--help"}.isdisjoint(arguments)
+    hidden = [key for key in options if brief and key not in basic]
     parser = _parser(program, group, hidden, files)
     try:
         for path in _config_files(arguments) if files else ():
@@ -79,18 +89,23 @@ def _parser(
     program: str, group: type, hidden: Collection[str], files: bool
 ) -> jsonargparse.ArgumentParser:
     about = (group.__doc__ or "").partition("\n")[0]
+    named = ["[--key value ...]"] if any(not leaf.positional for leaf in leaves(group)) else []
     parser = jsonargparse.ArgumentParser(
         prog=program,
-        usage=" ".join([program, *_placeholders(group), "[--key value ...]"]),
+        usage=" ".join([program, *_placeholders(group), *named]),
         description=about,
-        formatter_class=argparse.HelpFormatter,  # types are in words
+        formatter_class=Help,  # types are in words
         exit_on_error=False,
         allow_abbrev=False,
     )
     if files:
-        parser.add_argument("--config", action="config", help="A YAML file of options.")
+        text = "a YAML file of options; options behind --config FILE override the file"
+        parser.add_argument("--config", action="config", metavar="FILE", help=text)
+        for action in parser._actions:
+            if "--print_config" in action.option_strings:
+                action.metavar, action.help = "", "print all options as YAML and exit"
     if hidden:
-        text = f"Show {len(hidden)} more options, too."
+        text = f"show this help message with {len(hidden)} more options and exit"
         parser.add_argument("--help_all", action="store_true", help=text)
     for title, members in groupby(leaves(group), key=lambda leaf: leaf.title):
         section = parser if title == about.rstrip(".") else parser.add_argument_group(title)
@@ -101,33 +116,41 @@ def _parser(
 
 
 def _placeholders(group: type) -> Iterator[str]:
-    """Yield the arguments without a name, for the line of usage."""
+    """Yield the arguments that must be given, for the line of usage."""
     for leaf in leaves(group):
         if leaf.positional:
             yield leaf.key.upper() + (" ..." if leaf.is_list else "")
+        elif leaf.default is REQUIRED:
+            yield f"--{leaf.key} {_placeholder(leaf)}"
+
+
+def _placeholder(leaf: Leaf) -> str:
+    """Return the word for an option's value in help."""
+    return leaf.key.rpartition(".")[2].upper()
 
 
 def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
     """Return the arguments of `add_argument`."""
     settings: dict[str, Any] = {"type": leaf.kind}
     if leaf.default is not REQUIRED:
-        listed = leaf.read and isinstance(leaf.default, tuple)
-        settings["default"] = ",".join(leaf.default) if listed else leaf.default
+        settings["default"] = leaf.default
     elif leaf.positional and leaf.is_list:
         settings |= {"nargs": "+", "type": typing.get_args(leaf.kind)[0]}
     elif not leaf.positional:
         settings |= {"type": leaf.kind | None, "default": None}  # `_value` says what is missing
     if leaf.is_flag:
         settings |= {"nargs": "?", "const": True}
+    elif not (leaf.positional or leaf.is_list or leaf.is_choice):
+        settings["metavar"] = _placeholder(leaf)
     allowed = "" if leaf.kind is str or leaf.is_choice else f"{leaf.allowed}; "
     needed = leaf.default is REQUIRED
-    default = "required" if needed else f"default: {_word(settings['default'])}"
+    default = "required" if needed else f"default: {leaf.usual or _word(settings['default'])}"
     about = f"{leaf.help.rstrip('.')} ({allowed}{default})".replace("%", "%%")
     return settings | {"help": argparse.SUPPRESS if hidden else about}
 
 
 def _word(value: object) -> str:
-    """Return a value as a user writes the value."""
+    """Return a value in the spelling of the command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,7 +1,7 @@
-"""Options as fields of dataclasses: a name, a type, a default, bounds and help are stated once.
+"""Options as fields of dataclasses: a field states name, type, default, bounds and help once.
 
-Dataclasses of the library serve as groups of options. Options of a dataclass in a field have the
-field's name as a prefix ("data.name"), or stand among the options around them (`inline`).
+Dataclasses of the library serve as groups of options. A field may hold a dataclass: the options of
+the inner dataclass have the field's name as a prefix ("data.name"), or no prefix (`inline`).
 """
 
 from __future__ import annotations
@@ -47,18 +47,21 @@ class Leaf:
         key: the name that a user writes, with dots: "kfac.damping".
         path: names of the fields that lead to the value.
         kind: the type.
-        default: REQUIRED if the option has to be given.
+        default: the value if the option is not given, as a user writes the value; REQUIRED if the
+            option must be given.
+        usual: the default in words, if the default is null and stands for another value.
         help: the text about the field in the docstring of the dataclass.
-        title: the first line of that docstring.
+        title: the first line of the docstring of the dataclass.
         bounds: such as ("> 0", "<= 1"); null is never out of bounds.
         positional: whether the value is given without the name.
-        read: makes the value from a text; None if the text is the value.
+        read: the function that makes the value from a text; None if the text is the value.
     """
 
     key: str
     path: tuple[str, ...]
     kind: Any
     default: Any
+    usual: str
     help: str
     title: str
     bounds: tuple[str, ...]
@@ -67,7 +70,7 @@ class Leaf:
 
     @property
     def allowed(self) -> str:
-        """The values that the option may have, in words."""
+        """The allowed values in words."""
         first, *more = map(_in_words, _alternatives(self.kind))
         return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *more])
 
@@ -78,12 +81,12 @@ class Leaf:
 
     @property
     def is_flag(self) -> bool:
-        """Whether the name alone means true."""
+        """Whether the name without a value means true."""
         return bool in _alternatives(self.kind)
 
     @property
     def is_choice(self) -> bool:
-        """Whether the option has one of a few names."""
+        """Whether the value is one of a few names."""
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
@@ -119,34 +122,41 @@ def listed(names: Collection[str], default: Any = REQUIRED) -> Any:
 
 
 def required(*bounds: str, read: Callable[[str], Any] | None = None) -> Any:
-    """Return a field that has to be given; `read` makes the value from a text."""
+    """Return a field that must be given; `read` makes the value from a text."""
     return dataclasses.field(metadata={"bounds": bounds, "read": read})
 
 
 def positional(*bounds: str) -> Any:
-    """Return a field that has to be given, without its name."""
+    """Return a field that must be given, as a value without a name."""
     return dataclasses.field(metadata={"bounds": bounds, "positional": True})
 
 
-def read_by(read: Callable[[str], Any], default: Any) -> Any:
-    """Return a field whose value is made from a text."""
-    return dataclasses.field(default=default, metadata={"read": read})
+def read_by(read: Callable[[str], Any], default: str | None) -> Any:
+    """Return a field whose value `read` makes from a text; `default` is a text, too, or None."""
+    value = None if default is None else read(default)
+    return dataclasses.field(default=value, metadata={"read": read, "written": default})
 
 
 def inline(group: Callable[[], Any], without: Collection[str] = (), **names: str) -> Any:
     """Return a field for a dataclass whose options have no prefix.
 
     Args:
-        without: fields that are no options and keep their defaults.
-        names: names of options that differ from the names of fields.
+        without: fields that are not options and keep their defaults.
+        names: the name of an option by the name of the field, where the names differ.
     """
     metadata = {"inline": True, "without": frozenset(without), "renamed": names}
     return dataclasses.field(default_factory=group, metadata=metadata)
 
 
-def changes(group: type, without: Collection[str] = ()) -> Any:
-    """Return a field for a dict of choices: options are the fields of a dataclass, or null."""
-    metadata = {"changes": group, "without": frozenset(without)}
+def changes(group: type, usual: str, without: Collection[str] = ()) -> Any:
+    """Return a field for a dict with the fields of a dataclass that a user gives.
+
+    Args:
+        group: the dataclass; the options are the fields, and null leaves a field out of the dict.
+        usual: the value of a field that is left out, in words.
+        without: fields that are not options.
+    """
+    metadata = {"changes": group, "usual": usual, "without": frozenset(without)}
     return dataclasses.field(default_factory=dict, metadata=metadata)
 
 
@@ -171,7 +181,7 @@ def _leaves(group: type) -> Iterator[Leaf]:
                 if leaf.path[-1] not in meta.get("without", ()):
                     yield _inside(name, leaf, meta)
             continue
-        default = field.default
+        default = meta.get("written", field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         yield Leaf(
@@ -179,6 +189,7 @@ def _leaves(group: type) -> Iterator[Leaf]:
             path=(name,),
             kind=str if meta.get("read") else _plain(kind, meta.get("names")),
             default=default,
+            usual="",
             help=_help(helps.get(name, ""), meta.get("listed", ())),
             title=(about.short_description or group.__name__).rstrip("."),
             bounds=meta.get("bounds", ()),
@@ -198,13 +209,14 @@ def _inside(name: str, leaf: Leaf, meta: Mapping[str, Any]) -> Leaf:
     key, path = leaf.key, (name, *leaf.path)
     if "changes" in meta:  # choices have no prefixes, as in `Strategy.changed`
         key, kind = leaf.path[-1], leaf.kind | None
-        return dataclasses.replace(leaf, key=key, path=(name, key), kind=kind, default=None)
+        null = {"default": None, "usual": meta["usual"]}
+        return dataclasses.replace(leaf, key=key, path=(name, key), kind=kind, **null)
     key = meta["renamed"].get(key, key) if meta.get("inline") else f"{name}.{key}"
     return dataclasses.replace(leaf, key=key, path=path)
 
 
 def build(group: type[Group], values: Mapping[str, Any]) -> Group:
-    """Return a dataclass with the values of its options; the others have their defaults.
+    """Return a dataclass with the values of options; options without a value have their defaults.
 
     Raises:
         ValueError: the dataclass refuses a value; one line.
@@ -237,7 +249,7 @@ def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
 
 
 def flat(options: DataclassInstance) -> dict[str, Any]:
-    """Return the values of the options of a dataclass, as texts, numbers and lists, by key."""
+    """Return the values of the options of a dataclass by key, as texts, numbers and lists."""
     return {leaf.key: _text(_reached(options, leaf.path)) for leaf in leaves(type(options))}
 
 
@@ -259,21 +271,25 @@ def _text(value: Any) -> Any:
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     """Return a type of the library as the type of an option: no schedules, dtypes by name.
 
-    A text is one of `names`, if there are names.
+    A text is one of `names`, if `names` holds any.
     """
+    words: list[str] = []
     kept = []
     for member in _alternatives(hint):
         if member is str and names:
-            kept.append(Literal[names])
+            words += names
         elif member is torch.dtype:
-            kept.append(Literal[tuple(DTYPES)])
+            words += DTYPES
+        elif typing.get_origin(member) is Literal:
+            words += typing.get_args(member)
         elif typing.get_origin(member) is not Callable and not dataclasses.is_dataclass(member):
             kept.append(member)
+    kept = [Literal[tuple(words)], *kept] if words else kept
     return typing.Union[tuple(kept)]  # noqa: UP007 (members are not known here)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union; of another type the type."""
+    """Return the members of a union, or the type itself if the type is no union."""
     union = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return typing.get_args(hint) if union else (hint,)
 

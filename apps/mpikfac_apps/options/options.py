@@ -1,4 +1,4 @@
-"""The options of a training run and of the programs that plan one, as groups."""
+"""The options of a training run, in groups. Programs that plan runs take the same groups."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ class DataOptions:
     """The data set.
 
     Args:
-        name: digits: comes with the program; synthetic: random images.
-        path: cifar10: the directory in which the archive was unpacked (cifar-10-batches-bin or
+        name: the data set. "digits": handwritten digits, installed with the program; "cifar10": the
+            files in data.path; "synthetic": random images.
+        path: the directory in which the archive of cifar10 was unpacked (cifar-10-batches-bin or
             cifar-10-batches-py).
-        train_images: the number of training images to take from the start, or to make (synthetic);
-            null for all.
-        augment: training images are padded by 4, cropped and mirrored at random.
-        size: synthetic: the pixels of a side.
-        classes: synthetic: the number of classes.
+        train_images: the number of training images to use, the first images of the data set; of
+            synthetic images, the number to make. null for all images.
+        augment: training images are padded by 4 pixels, cropped and mirrored at random.
+        size: the pixels of a side of synthetic images; null for 32.
+        classes: the number of classes of synthetic images; null for 10.
     """
 
     name: str = choice("digits", DATASETS)
@@ -38,19 +39,19 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Distribution:
-    """How K-FAC is distributed.
+    """The strategy by name, a published way to distribute K-FAC.
 
     Args:
-        strategy: a name that `mpikfac strategies` lists, or auto: the strategy that takes the least
-            time by the model of a machine.
-        fraction: the workers of a layer as a share of the ranks, in the place of their number.
-        change: choices that replace the choices of the name; null leaves a choice as the strategy
-            has it.
+        strategy: the name of a strategy; `mpikfac strategies` lists all names. "auto" takes the
+            strategy with the least predicted time on `machine`.
+        fraction: the workers of a layer as a share of the ranks, in the place of the number of
+            workers.
+        change: choices that replace the choices of the named strategy.
     """
 
     strategy: str = "comm-opt"
     fraction: float | None = bounded(None, "> 0", "<= 1")
-    change: Mapping[str, Any] = changes(Strategy, without=("parts",))
+    change: Mapping[str, Any] = changes(Strategy, "as in the strategy", without=("parts",))
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,13 @@ class CoverageOptions:
 
     Args:
         norms: scale and shift of normalisation layers are preconditioned, too.
-        sharing: the positions at which an image uses a weight count as examples of their own
-            (expand), or their mean counts (reduce).
-        largest: a factor of a larger order falls into equal blocks; null for no limit.
+        sharing: how the positions count at which an image uses a weight. "expand": each position is
+            an example of its own; "reduce": the mean over the positions is an example.
+        largest: the largest order of a factor; larger factors fall into equal blocks. null for no
+            limit.
         rank: the number of eigenvectors that are kept of factors or blocks of a larger order; the
-            mean replaces all other eigenvalues. null: all are kept. Needs solver=eigen.
-        skip: names of layers that are trained without K-FAC.
+            mean replaces the remaining eigenvalues. null keeps all. A rank needs solver=eigen.
+        skip: the names of layers that are trained without K-FAC.
     """
 
     norms: bool = False
@@ -76,31 +78,35 @@ class CoverageOptions:
 
 @dataclass(frozen=True)
 class KfacOptions:
-    """K-FAC.
+    """The settings of K-FAC.
 
     Args:
-        machine: a file of `mpikfac calibrate`: overlapped strategies take the length of their
-            messages from it, and strategy=auto takes everything.
-        damping_adapt: steps between two changes of the damping by how well the quadratic model
-            predicted the loss, at the price of a forward pass each; null for none.
-        factor_every: steps between two updates of the factors.
-        basis_every: steps between two decompositions; null: as the strategy has it (most: 10).
-        solver: how gradients are preconditioned; null: as the strategy has it (most: inverse).
-            inverse: damped inverses, the damping split between both factors; eigen: eigenbases;
-            ekfac: eigenbases with eigenvalues of the gradients of single images; unsplit-inverse:
-            inverses with all of the damping in each factor; rank-one: mean vectors in the place of
-            factors, as Eva.
-        basis_dtype: decompositions are kept and sent in the dtype, and gradients multiplied in it.
+        factor_every: the number of steps from one update of the factors to the next.
+        basis_every: the number of steps from one decomposition of the factors to the next. null:
+            the number of the strategy (10 for most strategies).
+        solver: the way to precondition gradients. "inverse": damped inverses, with the damping
+            split between both factors; "unsplit-inverse": inverses with the whole damping in each
+            factor; "eigen": eigenbases; "ekfac": eigenbases with eigenvalues from the gradients of
+            single images; "rank-one": mean vectors in the place of factors, as Eva. null: the
+            solver of the strategy (inverse for most strategies).
+        basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
+            null for the dtype of the model.
+        machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
+            `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
+            strategy=auto chooses everything.
+        damping_adapt: the number of steps from one adaptation of the damping to the next. The
+            damping follows how well the quadratic model predicted the loss; each adaptation costs a
+            forward pass. null: the damping stays.
     """
 
     distribution: Distribution = inline(Distribution)
-    machine: str | None = None
-    damping: Damping = inline(Damping, value="damping", relative="relative_damping")
-    damping_adapt: int | None = bounded(None, ">= 1")
     factor_every: int = bounded(1, ">= 1")
     basis_every: int | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
+    machine: str | None = None
+    damping_adapt: int | None = bounded(None, ">= 1")
+    damping: Damping = inline(Damping, value="damping", relative="relative_damping")
     clip: Clip = inline(Clip, kl="kl_clip", norm="norm_clip")
     estimator: Estimator = inline(Estimator)
     coverage: CoverageOptions = inline(CoverageOptions)
@@ -111,50 +117,54 @@ class Options:
     """Train a network with K-FAC, SGD or AdamW; start the program under mpirun or srun.
 
     Args:
-        optimizer: kfac: SGD with gradients that K-FAC preconditions; sgd and adamw: the baselines.
-        model: a network.
+        optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; "sgd" and
+            "adamw": the baselines.
+        model: the network.
         data: the data set.
         kfac: the settings of K-FAC.
-        batch: the images of a step, of all ranks together; a multiple of the number of ranks.
-        batch_per_rank: the images of a step on each rank; give batch or batch_per_rank. A run that
-            is resumed on another number of ranks keeps the batch.
+        batch: the number of images of a step, of all ranks together; a multiple of the number of
+            ranks. Give batch or batch_per_rank.
+        batch_per_rank: the number of images of a step on each rank. A run that is resumed on
+            another number of ranks keeps the batch of all ranks together.
         parts: the number of parts that a batch is dealt out in. Gradients of parts are added in
             order, so the result has the same bits on every number of ranks that divides the number
             of parts. Layers that normalise a batch normalise each part by itself. null: MPI adds.
-        epochs: passes over the training images; schedules have this length.
-        max_steps: the run stops after so many steps, and --resume auto continues the run; null for
-            no limit.
+        epochs: the number of passes over the training images, and the length of the schedule.
+        max_steps: the number of steps after which the run stops; the same command with --resume
+            auto continues the run. null for no limit.
         lr: the learning rate; 0.1 suits SGD and K-FAC, 0.001 suits AdamW and kfac.graft=adam.
-        scale_lr: lr is multiplied by the number of ranks at the first start; a warm-up then starts
-            at lr.
-        warmup_epochs: epochs at the start in which the learning rate rises linearly.
-        schedule: the learning rate is constant, falls by decay_factor at decay_epochs (step), or
-            falls linearly to 0 at the end (linear).
-        decay_epochs: schedule=step: the epochs at which the learning rate falls.
-        decay_factor: schedule=step: the factor by which the learning rate falls.
-        momentum: the momentum of SGD; beta1 of AdamW.
-        weight_decay: SGD: an L2 penalty; AdamW: decoupled from the gradient.
-        seed: for initial weights, order of images and augmentation.
+        scale_lr: the learning rate is multiplied by the number of ranks at the first start; a
+            warm-up then starts at the rate of lr.
+        warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
+        schedule: how the learning rate changes. "constant": no change; "step": a fall by
+            decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end.
+        decay_epochs: the epochs at which the learning rate falls, for schedule=step.
+        decay_factor: the factor by which the learning rate falls, for schedule=step.
+        momentum: the momentum of SGD and K-FAC, or beta1 of AdamW.
+        weight_decay: the weight decay: an L2 penalty of SGD and K-FAC, or decoupled from the
+            gradient in AdamW.
+        seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
-        resume: never; auto: from the newest checkpoint in run_dir, if there is a checkpoint; or the
-            path of a checkpoint.
-        checkpoint_minutes: minutes between checkpoints, which are written in the background; null
-            for none. The end of a run always writes a checkpoint.
-        checkpoint_every: steps between further checkpoints; null for none.
-        max_time: minutes from the start to the end of the job; the run writes a checkpoint and
+        resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
+            newest checkpoint in run_dir, or none if none exists; or the path of a checkpoint.
+        checkpoint_minutes: the minutes between checkpoints, which are written in the background;
+            null for none. The end of a run always writes a checkpoint.
+        checkpoint_every: the number of steps between further checkpoints; null for none.
+        max_time: the minutes from the start to the end of the job. The run writes a checkpoint and
             stops in time. SLURM_JOB_END_TIME has the same effect. null for no limit.
         stop_code: the exit code of a run that was stopped before the end by SIGTERM, SIGUSR1,
             SIGUSR2, RUN_DIR/control/stop or the end of the job.
         hang_after: the longest time of a step, in seconds. A longer step ends the job and leaves
             the stack of every rank in RUN_DIR/hang. Start, evaluation and checkpoints may take 10
             times as long. null for no limit.
-        shrink: when a rank dies, the other ranks continue (under mpirun --with-ft ulfm).
-        log_every: steps between two lines of metrics.
-        trace_steps: the number of steps whose stages are recorded on every rank, after the first
-            two steps of this start: a table in the log, RUN_DIR/trace.json.gz for a browser,
+        shrink: when a rank dies, the remaining ranks continue (under mpirun --with-ft ulfm).
+        log_every: the number of steps from one line of metrics to the next.
+        trace_steps: the number of steps whose stages are recorded on every rank, from the third
+            step of a start on: a table in the log, RUN_DIR/trace.json.gz for a browser, and
             RUN_DIR/stages.json. null for none.
-        device: auto takes a GPU if there is a GPU.
-        threads: threads of a rank; null: OMP_NUM_THREADS, or an equal share of the node's cores.
+        device: the device of each rank; "auto" takes a GPU if a GPU exists.
+        threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
+            node's cores.
         tensorboard: TensorBoard events are written, too.
     """
 
@@ -204,4 +214,4 @@ BASIC = (
     *("kfac.strategy", "kfac.workers", "kfac.damping", "kfac.factor_every", "kfac.basis_every"),
     *("kfac.solver", "kfac.kl_clip"),
 )
-"""The options that a newcomer needs, which `--help` shows."""
+"""The options that a newcomer needs: `--help` shows these options."""

@@ -62,7 +62,7 @@ class CalibrateOptions:
     """
 
     out: Path = required()
-    model: tuple[str, ...] = read_by(names, ("resnet20",))
+    model: tuple[str, ...] = read_by(names, "resnet20")
     batch_per_rank: int = bounded(32, ">= 1")
 
 

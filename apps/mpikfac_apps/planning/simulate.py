@@ -71,7 +71,7 @@ class SimulateOptions:
     model: str = listed(models.MODELS)
     ranks: tuple[int, ...] = required(read=counts)
     classes: int | None = bounded(None, ">= 1")
-    strategy: tuple[str, ...] = read_by(names, STRATEGIES)
+    strategy: tuple[str, ...] = read_by(names, "all")
     solver: str = choice("inverse", (*mpikfac.solvers.SOLVERS, "own"))
     basis_every: int = bounded(10, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
