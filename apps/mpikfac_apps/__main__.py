@@ -1,4 +1,4 @@
-"""The `mpikfac` command: hands the rest of the command line to one of the programs."""
+"""Start one of the programs with the rest of the command line: the `mpikfac` command."""
 
 from __future__ import annotations
 
@@ -6,33 +6,21 @@ import sys
 from importlib import import_module, metadata
 
 PROGRAMS = {
-    "train": ("training.train", "train a CNN (start it under mpirun or srun)"),
+    "train": ("training.train", "train a network (under mpirun or srun)"),
     "strategies": ("planning.strategies", "list the ways to distribute K-FAC by name"),
     "plan": ("planning.plan", "print who computes and sends what, without MPI"),
-    "check": (
-        "checking.check",
-        "a model of your own: what is covered, numbers against autograd",
-    ),
-    "calibrate": (
-        "planning.calibrate",
-        "measure a machine (start it under mpirun or srun)",
-    ),
-    "simulate": (
-        "planning.simulate",
-        "step times of strategies on a machine, without MPI",
-    ),
-    "compare": ("study.compare", "table and curves of several runs"),
-    "study": ("study.study", "run a matrix of runs and write a report in HTML"),
-    "inspect": ("inspecting.inspect", "what a checkpoint holds, and its spectra"),
-    "export": (
-        "inspecting.export",
-        "weights and factors of a checkpoint as plain files",
-    ),
+    "check": ("checking.check", "check K-FAC on a model: covered layers, right numbers"),
+    "calibrate": ("planning.calibrate", "measure a machine (under mpirun or srun)"),
+    "simulate": ("planning.simulate", "predict step times on a machine, without MPI"),
+    "compare": ("study.compare", "compare several runs: a table and curves"),
+    "study": ("study.study", "run a matrix of options and write a report in HTML"),
+    "inspect": ("inspecting.inspect", "show the contents and the spectra of a checkpoint"),
+    "export": ("inspecting.export", "write weights and factors of a checkpoint as plain files"),
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the program named by the first argument."""
+    """Run the program named by the first argument; return the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in PROGRAMS:
@@ -48,11 +36,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """Returns the help text, one line per program."""
+    """Return the help text, one line per program."""
     lines = [f"  {name:<12}{what}" for name, (_, what) in PROGRAMS.items()]
-    return "\n".join(
-        ["usage: mpikfac PROGRAM [options]   (mpikfac PROGRAM --help lists them)", "", *lines]
-    )
+    more = "mpikfac PROGRAM --help lists the options of a program."
+    return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", *lines, "", more])
 
 
 if __name__ == "__main__":

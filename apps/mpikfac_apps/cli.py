@@ -1,4 +1,4 @@
-"""What programs share: wrong input, options on all ranks, the checkpoint that a path means."""
+"""Help all programs: report wrong input, share options over ranks, find a path's checkpoint."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def run(program: str, work: Callable[[], int]) -> int:
 
 
 def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:
-    """What rank 0 parses, on every rank; None if it was asked for help only.
+    """Return the options that rank 0 parses, on every rank; None after a call for help.
 
     Collective over: comm.
 
     Raises:
-        UserError: what `parse` raises as ValueError.
+        UserError: `parse` raised a ValueError.
     """
     options = None
     with mpikfac.comm.together(comm, "options"):
@@ -41,10 +41,10 @@ def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Optio
 
 
 def checkpoint_at(path: Path) -> Path:
-    """The checkpoint's directory that a path means: itself, or the newest of a run.
+    """Return the directory of a checkpoint: the path itself, or the newest checkpoint of a run.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the path holds no complete checkpoint.
     """
     if (path / "manifest.json").exists():
         return path

@@ -9,8 +9,10 @@ import sys
 import pytest
 
 import mpikfac
+from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning.facts import looked_at, most_loaded
-from mpikfac_apps.planning.plan import main
+from mpikfac_apps.planning.plan import PROGRAM, PlanOptions, main, plan_of
+from mpikfac_apps.problems.models import shapes_of
 
 
 def words(text: str, line: str) -> list[str]:
@@ -82,7 +84,7 @@ def test_messages_to_a_curvature_rank_are_listed(capsys):
     options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-ranks"]
     assert main(options) == 0
     text = capsys.readouterr().out
-    assert "1 curvature rank beside them" in text
+    assert "1 more rank decomposes for these ranks" in text
     triangles = float(words(text, "statistics")[-1])
     assert float(words(text, "send factors")[-1]) == pytest.approx(triangles, abs=0.02)
     assert words(text, "receive bases")[:4] == ["receive", "bases", "Recv", "curvature"]
@@ -154,7 +156,7 @@ def test_low_rank_is_planned(capsys):
     assert main([*options, "--largest", "100"]) == 0
     text = capsys.readouterr().out
     assert words(text, "layer1.1.conv1")[1:3] == ["72:8+72:8", "16:8"]
-    assert "sum of n^3, of few vectors 2 n^2 rank" in text
+    assert "sum of n^3 (low rank: 2 n^2 rank)" in text
 
 
 def test_blocks_norms_and_messages_beside_are_planned(capsys):
@@ -165,3 +167,14 @@ def test_blocks_norms_and_messages_beside_are_planned(capsys):
     assert words(text, "layer3.1.conv1")[1:3] == ["288+288", "64"]
     assert words(text, "bn1")[1:5] == ["16", "x", "2", "-"]
     assert words(text, "reduce statistics")[2:5] == ["Allreduce", "world", "39"]
+
+
+def test_a_machine_makes_the_choices_that_the_options_leave_open():
+    """Oracle: `mpikfac.predict.choose`."""
+    asked = ["--model", "resnet50", "--ranks", "4", "--strategy", "auto", "--machine", "v100-edr"]
+    plan = plan_of(read(PROGRAM, PlanOptions, asked))
+    machine = mpikfac.predict.load_machine("v100-edr")
+    job = mpikfac.predict.Job("resnet50", 32, 1, 10)
+    forms = mpikfac.solvers.forms("inverse")
+    _, strategy = mpikfac.predict.choose(*shapes_of("resnet50"), 4, machine, job, forms)
+    assert plan.strategy == strategy

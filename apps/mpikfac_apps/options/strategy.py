@@ -1,4 +1,4 @@
-"""The strategy, the settings of K-FAC and the learning rate that follow from options."""
+"""Make the strategy, the settings of K-FAC and the learning rate from options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 import mpikfac
 from mpikfac import (
@@ -22,12 +21,13 @@ from mpikfac import (
     schedule,
     usual_rule,
 )
-from mpikfac.layers import covered_shapes
 from mpikfac.plan import NAMED, Plan, forward_only
 from mpikfac.predict import Job, choose, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.fields import DTYPES
 from mpikfac_apps.options.options import Distribution, KfacOptions, Options
+
+Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
 ITEMSIZE = 4  # bytes of a number in float32
 USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
@@ -35,7 +35,7 @@ USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
 
 
 def curvature_ranks(options: Options) -> int:
-    """Return how many of the job's ranks do not train and decompose for the ranks that train."""
+    """Return the number of ranks that do not train, and decompose for the ranks that train."""
     asked = options.kfac.distribution
     if options.optimizer != "kfac" or asked.strategy not in NAMED:
         return 0
@@ -44,10 +44,10 @@ def curvature_ranks(options: Options) -> int:
 
 
 def training_ranks(options: Options, ranks: int) -> int:
-    """Return how many of a job's ranks train.
+    """Return the number of a job's ranks that train.
 
     Raises:
-        ValueError: no rank trains, or curvature ranks in a job that may shrink.
+        ValueError: no rank trains, or a job with curvature ranks may shrink.
     """
     spared = curvature_ranks(options)
     if spared >= ranks:
@@ -62,10 +62,10 @@ def training_ranks(options: Options, ranks: int) -> int:
 def make_strategy(
     options: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
-    """Return how K-FAC is distributed over the ranks that train, with the solver and `basis_every`.
+    """Return the strategy for the ranks that train, and the settings `solver` and `basis_every`.
 
     Raises:
-        ValueError: choices that do not fit together or the number of ranks.
+        ValueError: choices do not fit together, or do not fit the number of ranks.
     """
     asked = options.distribution
     given = {key: getattr(options, key) for key in USUAL if getattr(options, key) is not None}
@@ -94,7 +94,7 @@ def make_strategy(
 
 
 def _choices(asked: Distribution, ranks: int) -> dict[str, Any]:
-    """Return the choices of a strategy that are asked for."""
+    """Return the choices that the options ask for."""
     choices = dict(asked.change)
     if isinstance(fusion := choices.get("fusion"), tuple) and len(fusion) == 1:
         choices["fusion"] = fusion[0]
@@ -105,11 +105,16 @@ def _choices(asked: Distribution, ranks: int) -> dict[str, Any]:
 
 
 def for_machine(
-    options: Options, model: nn.Module, ranks: int, strategy: Strategy, settings: dict[str, Any]
+    options: Options, shapes: Shapes, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
-    """Return the name of the strategy, and the strategy with what the machine decides.
+    """Return the name of the strategy, and the strategy with the choices that the machine makes.
 
-    A machine decides choices that are not asked for.
+    A machine makes only choices that the options leave open.
+
+    Args:
+        options: model, batch and K-FAC of a run.
+        shapes: covered layers, and names and shapes of the uncovered tensors that travel.
+        ranks: the ranks that train.
 
     Raises:
         ValueError: the file is no machine, or the machine was not measured with this network.
@@ -120,10 +125,9 @@ def for_machine(
     machine = load_machine(options.kfac.machine)
     every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
     job = Job(options.model, options.step_batch // ranks, *every)
-    layers, others = covered_shapes(model, coverage(options.kfac))
     if asked.strategy == "auto":
-        return choose(layers, others, ranks, machine, job, forms(solver))
-    chosen = tuned(strategy, layers, others, ranks, machine, job, forms(solver))
+        return choose(*shapes, ranks, machine, job, forms(solver))
+    chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
     kept = {key: strategy.choices()[key] for key in ("fusion", "replicate_below")}
     return asked.strategy, chosen.changed(**{k: v for k, v in kept.items() if k in asked.change})
 
@@ -136,10 +140,10 @@ def make_plan(
     strategy: Strategy,
     solver: str,
 ) -> Plan:
-    """Return the plan by which a run in float32 communicates on so many ranks.
+    """Return the plan of a run in float32 on `ranks` ranks.
 
     Raises:
-        ValueError: choices that do not fit together.
+        ValueError: choices do not fit together.
     """
     dtypes = options.estimator.factor_dtype, _basis_dtype(options)
     kept = (None if dtype is None else dtype.itemsize for dtype in dtypes)
@@ -148,7 +152,7 @@ def make_plan(
 
 
 def coverage(options: KfacOptions) -> Coverage:
-    """Return the layers that K-FAC covers, and in what form."""
+    """Return the rule of the layers that K-FAC covers, and of the form of their factors."""
     asked = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
@@ -161,7 +165,7 @@ def coverage(options: KfacOptions) -> Coverage:
 
 
 def kfac_settings(options: KfacOptions, chosen: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `KFAC`; `chosen` holds the settings that a strategy may change."""
+    """Return the arguments of `KFAC`; `chosen` holds the settings of the strategy."""
     damping, every = options.damping, options.damping_adapt
     if every is not None:
         assert not callable(damping.value), "an option is a number"
@@ -183,7 +187,7 @@ def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
 
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
-    """Return the learning rate as a function of the step, for a run begun on `ranks` ranks."""
+    """Return the learning rate as a function of the step, for a run that began on `ranks` ranks."""
     peak = options.lr * (ranks if options.scale_lr else 1)
     rate = schedule.constant(peak)
     if options.schedule == "step":

@@ -1,9 +1,10 @@
-"""Measures the machine that it runs on, for `mpikfac simulate`: messages and computations.
+"""Measure messages and computations on the present machine, for `mpikfac simulate`.
 
     mpirun -n 4 python -m mpi4py apps/calibrate.py --out machine.json --model resnet20
 
-Everything is measured while all ranks do the same, as in training: ranks may share cores, and
-communicators the link of a node. Other work shows in it: use an idle machine. It runs on the CPU.
+During every measurement all ranks do the same work, as in training: ranks may share cores, and
+communicators may share the link of a node. Foreign work changes the measurement: use an idle
+machine. The program runs on the CPU.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in f
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
 ENCODED = [("Allreduce", "bfloat16"), ("Allgatherv", "bfloat16"), ("Alltoall, Allgather", "int8")]
 SOLVERS = ("inverse", "rank-one")
-LONGEST = 0.5  # seconds after which no larger message or factor is tried
+LONGEST = 0.5  # seconds of the last message or factor: larger sizes are left out
 BUDGET = 0.1  # seconds for the repetitions of one measurement
 STEPS_BUDGET = 5.0  # seconds for the steps of one network, each time
-TURNS, STEPS = 6, 4  # of steps that send beside the backward pass and in turn
+TURNS, STEPS = 6, 4  # of overlapped and of plain steps: turns, and steps per turn
 STAGE = "calibrate"
 
 
@@ -53,12 +54,12 @@ def names(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class CalibrateOptions:
-    """Measure the machine that the program runs on, for `mpikfac simulate`.
+    """Measure the present machine for `mpikfac simulate`; start the program under mpirun or srun.
 
     Args:
-        out: the file to write.
-        model: networks to measure, such as resnet20,resnet32.
-        batch_per_rank: images.
+        out: the file to write, in JSON.
+        model: the names of the networks to measure, with commas: resnet20,resnet32.
+        batch_per_rank: the number of images of a step on each rank.
     """
 
     out: Path = required()
@@ -67,12 +68,12 @@ class CalibrateOptions:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures and writes the file; the exit code.
+    """Measure, and write the file; return the exit code.
 
     Collective over: world.
 
     Raises:
-        SystemExit: code 2 after one line about what the user can mend.
+        SystemExit: code 2 after one line about a mistake that the user can correct.
     """
     comm = mpikfac.world()
     with mpikfac.ending(comm):
@@ -92,7 +93,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     """Return the checked options.
 
     Raises:
-        ValueError: a wrong option, or a single rank.
+        ValueError: an option is wrong, or the job has a single rank.
     """
     options = read("mpikfac calibrate", CalibrateOptions, argv)
     if not options.out.parent.is_dir():
@@ -103,7 +104,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
 
 
 def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.predict.Machine:
-    """The machine, as these ranks see it.
+    """Return the machine, as measured on the ranks of `comm`.
 
     Collective over: comm.
     """
@@ -139,7 +140,7 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
 
 
 def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
-    """Sizes of communicators and the distance of their ranks: rows and columns of grids."""
+    """Yield sizes of communicators and the distance of the members: rows and columns of grids."""
     for size in mpikfac.plan.divisors(comm.size)[1:]:
         for distance in sorted({1, comm.size // size}):
             yield size, distance
@@ -148,7 +149,9 @@ def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
 def message_samples(
     comm: mpikfac.comm.Comm, hosts: list[str], size: int, distance: int
 ) -> list[mpikfac.predict.Sample]:
-    """Each collective, while all groups of `size` ranks, `distance` apart, do it at once.
+    """Return measurements of each collective, carried out by all groups of ranks at once.
+
+    A group has `size` ranks, `distance` apart.
 
     Collective over: comm.
     """
@@ -156,7 +159,7 @@ def message_samples(
     hosts_of = {c: {host for host, of in zip(hosts, colors) if of == c} for c in colors}
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
-        return []  # like neighbours
+        return []  # as fast as neighbours
     sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
@@ -177,7 +180,7 @@ def message_samples(
 
 
 def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
-    """The codec, with error feedback where training has it."""
+    """Return the codec, with error feedback if training has error feedback."""
     return None if codec is None else mpikfac.plan.Codec(codec, feedback=codec != "bfloat16")
 
 
@@ -187,7 +190,7 @@ def curve(
     primitive: str,
     codec: mpikfac.plan.Codec | None,
 ) -> tuple[tuple[float, float], ...]:
-    """Bytes and seconds of a collective of all groups, up to where it takes long.
+    """Return bytes and seconds of a collective of all groups; stop after the first long time.
 
     Collective over: comm.
     """
@@ -204,9 +207,10 @@ def curve(
 def collective(
     grid: mpikfac.comm.Grid, primitive: str, elements: int, codec: mpikfac.plan.Codec | None
 ) -> tuple[int, Callable[[], object]]:
-    """Bytes of a collective over about so many elements, and its work, done as in training.
+    """Return the bytes of a collective over about `elements` elements, and the collective.
 
-    Members are roots in turn: in a row, messages of one root would overtake one another.
+    The collective runs as in training. Members are roots in turn, because messages of a single root
+    would overtake one another.
     """
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
@@ -216,7 +220,7 @@ def collective(
     spans = [(0, len(flat))]
     if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
         spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
-    stage = f"{STAGE} {len(flat)}"  # what encoding loses is kept for each
+    stage = f"{STAGE} {len(flat)}"  # each stage has its own residual of the encoding
     roots = range(ranks) if primitive in ("Reduce", "Bcast") else range(-1, 0)
     messages = [
         mpikfac.plan.message(stage, primitive, "world", spans, ranks, 4, group.rank, root, codec)
@@ -227,7 +231,7 @@ def collective(
 
 
 def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
-    """Sends a message to the other rank of two, which returns it."""
+    """Send a message from rank 0 to rank 1 and back."""
     if pair.rank == 0:
         pair.Send(buffer, dest=1)
         pair.Recv(buffer, source=1)
@@ -239,17 +243,17 @@ def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
 def hidden_part(
     comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: Network
 ) -> float:
-    """Which part of a message's seconds the network's steps do not feel if it is sent beside them.
+    """Return the share of an overlapped message's seconds that does not lengthen a step.
 
-    The one with which the model has the difference that is measured between steps that send beside
-    their backward pass and steps that send the same messages in turn; from -10 to 1.
+    The share, from -10 to 1, is fitted: the model then has the measured difference between steps
+    with overlapped messages and steps that send the same messages in turn.
 
     Collective over: comm.
     """
     ways = [mpikfac.Strategy.comm_opt(comm.size, fusion=3, overlap=way) for way in (True, False)]
     try:
         beside, in_turn = network.together(comm, ways)
-    except ValueError:  # an MPI that threads may not call: nothing is sent beside computations
+    except ValueError:  # threads may not call the MPI: no message is overlapped
         return 1.0
     layers, others = models.shapes_of(network.name)
     plans = [mpikfac.make_plan(layers, comm.size, way, others) for way in ways]
@@ -260,7 +264,7 @@ def hidden_part(
         steps = [mpikfac.predict.simulate(plan, chosen, job).factors.seconds for plan in plans]
         return steps[0] - steps[1]
 
-    low, high = -10.0, 1.0  # the difference falls from one to the other
+    low, high = -10.0, 1.0  # the difference falls from low to high
     while high - low > 0.01:
         middle = (low + high) / 2
         low, high = (middle, high) if difference(middle) > beside - in_turn else (low, middle)
@@ -273,7 +277,7 @@ def hidden_part(
 def ladder(
     comm: mpikfac.comm.Comm, orders: Sequence[int], work: Callable[[Tensor], object]
 ) -> tuple[tuple[float, float], ...]:
-    """Orders and seconds of what is done to a factor, up to where it takes long.
+    """Return orders and seconds of a computation on a factor; stop after the first long time.
 
     Collective over: comm.
     """
@@ -288,7 +292,7 @@ def ladder(
 
 
 def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
-    """Looks at all networks once more.
+    """Measure steps of all networks once more.
 
     Collective over: comm.
     """
@@ -298,10 +302,10 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
 
 
 class Network:
-    """Times of a network's training steps, that each rank takes by itself, at the same time.
+    """Times of a network's training steps; all ranks take the steps at once, each by itself.
 
     Attributes:
-        orders: of its factors.
+        orders: the orders of the network's factors.
     """
 
     def __init__(self, name: str, batch: int) -> None:
@@ -312,7 +316,7 @@ class Network:
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
 
     def look(self, comm: mpikfac.comm.Comm, solver: str) -> None:
-        """Takes some steps. Every other one takes new factors; the first one does not count.
+        """Take some steps. Every second step takes new factors; the first step does not count.
 
         Collective over: comm.
         """
@@ -327,12 +331,14 @@ class Network:
         self._factors[solver] += steps[2::2]
 
     def together(self, comm: mpikfac.comm.Comm, ways: Sequence[mpikfac.Strategy]) -> list[float]:
-        """Seconds of a step with new factors in each way; ways take turns, one does not count.
+        """Return seconds of a step with new factors by each strategy.
+
+        Strategies take turns; the first turn does not count.
 
         Collective over: comm.
 
         Raises:
-            ValueError: a way is not possible here.
+            ValueError: a strategy is not possible with the present MPI.
         """
         made = [self._trainer(comm, strategy=way) for way in ways]
         taken: list[list[float]] = [[] for _ in ways]
@@ -350,7 +356,7 @@ class Network:
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
     ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
-        """K-FAC of this network that decomposes once, images and labels."""
+        """Return K-FAC of the network with a single decomposition, images and labels."""
         classes, channels, size = image_shape(self.name)
         torch.manual_seed(0)
         model = models.channels_last(models.build(self.name, classes, channels))
@@ -360,7 +366,7 @@ class Network:
         return kfac, images, torch.randint(classes, (self.batch,))
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
-        """Medians of all steps so far, on the rank where they are longest.
+        """Return medians of all steps so far, on the slowest rank.
 
         Collective over: comm.
         """
@@ -387,12 +393,12 @@ class Network:
 
 
 def medians(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each part of a step."""
+    """Return the median of each part of a step."""
     return {part: median(step[part] for step in steps) for part in steps[0]}
 
 
 def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, float]:
-    """Seconds of the parts of one training step; "others" is what KFAC.step does beside two."""
+    """Return seconds of the parts of a training step; "others": `KFAC.step` without two stages."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
     start = time.perf_counter()
@@ -407,13 +413,13 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
 
 
 def image_shape(name: str) -> tuple[int, int, int]:
-    """Classes, channels and pixels of a side of what a network is made for."""
+    """Return classes, channels and pixels of a side of a network's usual images."""
     network = models.network(name)
     return network.classes, network.image[0], network.image[1]
 
 
 def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:
-    """Median seconds of the slowest rank, of repetitions that all begin together.
+    """Return the median over repetitions of the slowest rank's seconds; ranks begin together.
 
     Collective over: comm.
     """
@@ -427,6 +433,6 @@ def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:
 
     work()
     first = slowest(1)
-    at_once = min(50, max(1, int(2e-3 / first)))  # what is short is timed several times together
+    at_once = min(50, max(1, int(2e-3 / first)))  # short work is timed several times together
     count = min(15, max(3, int(BUDGET / (first * at_once))))
     return median(slowest(at_once) for _ in range(count))

@@ -1,4 +1,4 @@
-"""What several programs say of a plan: its strategy, its kinds of steps, its orders, its ranks."""
+"""Describe a plan for several programs: strategy, kinds of steps, orders of factors, ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mpikfac
 
-ALL_RANKS = 256  # a larger job is judged by SAMPLE of its ranks and the most loaded one
+ALL_RANKS = 256  # of a larger job, SAMPLE ranks and the most loaded rank stand for all ranks
 SAMPLE = 64
 KINDS_OF_STEP = (
     ("Ordinary step", False, False),
@@ -17,40 +17,44 @@ KINDS_OF_STEP = (
 
 
 def orders_of(factors: Sequence[mpikfac.plan.FactorShape]) -> str:
-    """Orders of a side's factors: "64", of many "16 x 9", of blocks "512+513"; "-" for none.
+    """Return the orders of a side's factors as a text, "-" for no factors.
 
-    Of low rank, "64:8" with the eigenvectors that are kept.
+    A factor is "64"; 16 factors of order 9 are "16 x 9"; blocks are "512+513". "64:8" is a factor
+    of low rank, of which 8 eigenvectors are kept.
     """
     return "+".join(map(order_of, factors)) or "-"
 
 
 def order_of(factor: mpikfac.plan.FactorShape) -> str:
-    """One factor of `orders_of`."""
+    """Return a single factor of the text of `orders_of`."""
     order = str(factor.order) if factor.rank is None else f"{factor.order}:{factor.rank}"
     return f"{factor.count} x {order}" if factor.count > 1 else order
 
 
 def most_loaded(plan: mpikfac.plan.Plan) -> int:
-    """The rank with the longest decompositions; 0 if there are none."""
+    """Return the rank with the longest decompositions; 0 without decompositions."""
     return max(sorted(set(plan.owners.values())), key=plan.load, default=0)
 
 
 def looked_at(plan: mpikfac.plan.Plan) -> list[int]:
-    """All ranks of a small job; of a large one some, the same each time, and the most loaded."""
+    """Return all ranks of a small job; of a large job a fixed sample and the most loaded rank."""
     ranks = range(plan.ranks)
     if plan.ranks <= ALL_RANKS:
         return list(ranks)
-    # At random: a fixed interval may be a multiple of the columns and meet one of them only.
+    # A fixed interval could be a multiple of the columns, with ranks of a single column only.
     return sorted({most_loaded(plan), *random.Random(0).sample(ranks, SAMPLE)})
 
 
 def near_root(ranks: int) -> int:
-    """The divisor whose square is nearest to the number of ranks."""
+    """Return the divisor whose square is nearest to the number of ranks."""
     return min(mpikfac.plan.divisors(ranks), key=lambda count: abs(count**2 - ranks))
 
 
 def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, str]:
-    """The strategy of that name, and the solver: as asked, but where factors are vectors."""
+    """Return a named strategy and its solver: `solver`, unless the strategy's factors are vectors.
+
+    "sgd" has no K-FAC; "own" is the solver of the named strategy.
+    """
     if name == "sgd":
         return mpikfac.Strategy.mem_opt(), "inverse"
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}

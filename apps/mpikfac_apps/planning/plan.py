@@ -1,4 +1,4 @@
-"""Prints the communication plan of a model on so many ranks: who computes and sends what. No MPI.
+"""Print the communication plan of a model: who computes and sends what. No MPI.
 
 mpikfac plan --model resnet50 --ranks 64 --workers 8
 """
@@ -13,18 +13,17 @@ import mpikfac
 from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, inline, listed, required
-from mpikfac_apps.options.options import KfacOptions
-from mpikfac_apps.options.strategy import coverage, make_plan, make_strategy
+from mpikfac_apps.options.options import KfacOptions, Options
+from mpikfac_apps.options.strategy import coverage, for_machine, make_plan, make_strategy
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import in_lines, mib, number, show, table
 
-TABLE = 60  # layers; longer models are listed several to a line
+TABLE = 60  # layers; of longer models, a line names several layers
 PROGRAM = "mpikfac plan"
 BASIC = (
-    *("model", "classes", "ranks", "parts", "strategy", "fraction", "workers", "reduction"),
-    *("update", "replicate_below", "delay", "curvature_ranks", "overlap", "ranks_per_node"),
-    *("solver", "largest", "rank", "norms", "skip"),
+    *("model", "classes", "ranks", "strategy", "workers", "reduction", "update", "delay"),
+    *("overlap", "ranks_per_node", "solver", "skip"),
 )
 
 
@@ -33,15 +32,20 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
 
     Args:
-        model: a network.
+        model: the network.
         ranks: the number of ranks that train.
-        classes: null for 10, or 1000 for ImageNet's networks.
-        parts: the parts that a batch is dealt out in, to be added up in order; null for none.
+        classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
+            all further networks.
+        batch_per_rank: the number of images of a step on each rank, for the predictions of
+            `machine`.
+        parts: the number of parts of a batch, whose gradients and statistics are added in order;
+            null: MPI adds.
     """
 
     model: str = listed(models.MODELS)
     ranks: int = required(">= 1")
     classes: int | None = bounded(None, ">= 1")
+    batch_per_rank: int = bounded(32, ">= 1")
     parts: int | None = bounded(None, ">= 1")
     kfac: KfacOptions = inline(KfacOptions)
 
@@ -55,7 +59,7 @@ def print_plan(options: PlanOptions) -> int:
     """Print the plan of the options; return 0.
 
     Raises:
-        ValueError: options that do not fit together.
+        ValueError: options do not fit together.
     """
     plan = plan_of(options)
     sections = [heading(options.model, plan), grid(plan)]
@@ -66,25 +70,28 @@ def print_plan(options: PlanOptions) -> int:
 
 
 def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
-    """Return the plan that training with the options makes.
+    """Return the plan that training makes with the options.
 
     Raises:
-        ValueError: options that do not fit together.
+        ValueError: options do not fit together.
     """
     shapes = models.shapes_of(options.model, options.classes, coverage(options.kfac))
     strategy, settings = make_strategy(options.kfac, options.ranks, options.parts)
+    batch = options.batch_per_rank * options.ranks
+    run = Options(model=options.model, batch=batch, kfac=options.kfac)
+    _, strategy = for_machine(run, shapes, options.ranks, strategy, settings)
     return make_plan(options.kfac, *shapes, options.ranks, strategy, settings["solver"])
 
 
 def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
-    """What is planned, in words."""
+    """Return lines with model, solver, strategy and digest of a plan."""
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.curvature_ranks
-    beside = [f"{number(spared, 'curvature rank')} beside them"] if spared else []
+    more = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
-        *beside,
+        *(more if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
         f"colocate={strategy.colocate}, parts={strategy.transport.parts}, "
@@ -94,7 +101,7 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def grid(plan: mpikfac.plan.Plan) -> list[str]:
-    """The grid of ranks; a picture where it is small enough to see."""
+    """Return lines about the grid of ranks, with a picture of a small grid."""
     lines = [
         f"Grid: {number(plan.grid.workers, 'row')} x {number(plan.grid.columns, 'column')}; "
         "the ranks of a column are the workers of its layers"
@@ -111,7 +118,7 @@ def grid(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def owners(plan: mpikfac.plan.Plan) -> list[str]:
-    """Who decomposes the factors of each layer."""
+    """Return lines about the owners of the factors of each layer."""
     if len(plan.layers) > TABLE:
         return ["Owners of factors (layer A:G)", *in_lines(brief_owners(plan))]
     rows: list[tuple[str, ...]] = [("layer", "order A", "order G", "column", "owner A", "owner G")]
@@ -123,22 +130,22 @@ def owners(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def owners_of(plan: mpikfac.plan.Plan, factors: Sequence[mpikfac.plan.FactorShape]) -> str:
-    """Ranks that decompose the factors of a side."""
+    """Return the ranks that decompose the factors of a side."""
     return "+".join(dict.fromkeys(str(plan.owners[factor.name]) for factor in factors)) or "-"
 
 
 def brief_owners(plan: mpikfac.plan.Plan) -> Iterator[str]:
-    """Each layer and its owners, in two words."""
+    """Yield each layer and the owners of the layer, in two words."""
     for layer in plan.layers:
         a, g = (owners_of(plan, layer.side(side)) for side in "AG")
         yield f"{layer.name} {a}" if a == g else f"{layer.name} {a}:{g}"
 
 
 def balance(plan: mpikfac.plan.Plan) -> list[str]:
-    """How evenly decompositions are spread, and what bounds the gain of spreading them."""
+    """Return lines about the load of decompositions over ranks, and the bound on the speed-up."""
     works = {name: f.work() for name, f in plan.factors.items() if not f.solver.vector}
     if not works:
-        return ["Load of the decompositions: none, factors are vectors"]
+        return ["Load of the decompositions: none, because factors are vectors"]
     busiest = most_loaded(plan)
     total, longest = sum(works.values()), plan.load(busiest)
     idle = plan.ranks - len(set(plan.owners.values()))
@@ -146,18 +153,18 @@ def balance(plan: mpikfac.plan.Plan) -> list[str]:
     bound = total / works[largest]
     low = any(factor.rank for factor in plan.factors.values())
     return [
-        f"Load of the decompositions, as the sum of n^3{', of few vectors 2 n^2 rank' * low}",
+        f"Load of the decompositions, as the sum of n^3{' (low rank: 2 n^2 rank)' * low}",
         f"  all ranks together     {total:10.3g}",
         f"  most loaded rank       {longest:10.3g}   rank {busiest}",
         f"  ranks that own nothing {idle:10}   of {plan.ranks}",
-        f"  makespan over ideal    {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
+        f"  longest over mean load {longest * plan.ranks / total:9.2f}x   1 is perfect balance",
         f"  speed-up by spreading  {total / longest:9.2f}x   at most {bound:.2f}x: "
         f"{largest} has order {plan.factors[largest].order}",
     ]
 
 
 def memory(plan: mpikfac.plan.Plan) -> list[str]:
-    """What the ranks keep for K-FAC beside the model."""
+    """Return lines about the memory of a rank for K-FAC, without the model."""
     held = [plan.memory(rank) for rank in looked_at(plan)]
     held = [{**kinds, "together": sum(kinds.values())} for kinds in held]
     rows = [("", "least", "median", "most")]
@@ -167,15 +174,16 @@ def memory(plan: mpikfac.plan.Plan) -> list[str]:
 
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
-    """The heading of the tables of collectives."""
+    """Return the heading of the tables of collectives."""
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
-        "  buffer: what a rank hands to MPI; wire: the most that a rank sends if MPI uses a ring",
+        "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",
+        "  if MPI uses a ring",
     ]
 
 
 def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool) -> list[str]:
-    """The collectives of one kind of step, in order."""
+    """Return lines about the collectives of a kind of step, in order."""
     steps = [plan.messages(rank, statistics, refresh) for rank in looked_at(plan)]
     if not any(steps):
         return [f"{title}: no messages"]
@@ -185,7 +193,7 @@ def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool
     longest = max(steps, key=len)
     for kind in dict.fromkeys(map(kind_of, longest)):
         same = [[message for message in step if kind_of(message) == kind] for step in steps]
-        same = [found for found in same if found]  # a column without layers takes no part in some
+        same = [found for found in same if found]  # a column without layers leaves some out
         sizes = spread([sum(message.bytes for message in found) for found in same])
         wire = mib(max(sum(message.wire for message in found) for found in same))
         rows.append((*kind, str(max(map(len, same))), *sizes, wire))
@@ -195,17 +203,17 @@ def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool
 
 
 def kind_of(message: mpikfac.plan.Message) -> tuple[str, str, str]:
-    """What messages of one row of the table share."""
+    """Return stage, collective and communicator: the kinds of messages are rows of the table."""
     codec = f" ({message.codec.name})" if message.codec else ""
     return message.stage, message.primitive + codec, message.over
 
 
 def sample_note(plan: mpikfac.plan.Plan) -> str:
-    """Says so where not all ranks are looked at."""
+    """Return a note about the sample if not all ranks are counted, otherwise ""."""
     looked = len(looked_at(plan))
     return f" (of {looked} among {plan.ranks} ranks)" if looked < plan.ranks else ""
 
 
 def spread(sizes: list[int]) -> tuple[str, str, str]:
-    """Least, median and most of sizes in bytes."""
+    """Return least, median and most of sizes in bytes."""
     return mib(min(sizes)), mib(median(sizes)), mib(max(sizes))

@@ -1,8 +1,8 @@
-"""Predicts step times of strategies on a machine, for any number of ranks. No MPI.
+"""Predict step times of strategies on a machine, for any number of ranks. No MPI.
 
     mpikfac simulate --model resnet50 --ranks 16,256,4096 --machine v100-edr --basis_every 100
 
-A machine is a file that `mpikfac calibrate` wrote, or a published one.
+A machine is a file of `mpikfac calibrate`, or a published machine.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from mpikfac_apps.text import counts, mib, number, show, table
 
 PROGRAM = "mpikfac simulate"
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
-OWN = ("strategy", "solver", "basis_every", "machine")  # options of K-FAC that mean something else
-BOUNDED = ("delayed", "event-driven")
-
-
+OWN = ("strategy", "solver", "basis_every", "machine")  # K-FAC's options with another meaning here
+BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
 BASIC = (
     *("machine", "model", "classes", "ranks", "strategy", "solver", "batch_per_rank", "stragglers"),
     *("factor_every", "basis_every", "json"),
@@ -55,16 +53,20 @@ class SimulateOptions:
     """Predict step times of strategies on a machine, for any number of ranks. No MPI.
 
     Args:
-        machine: a file of `mpikfac calibrate`, or a published machine.
-        model: a network.
-        ranks: numbers of ranks, such as 16,64,256.
-        classes: null for 10, or 1000 for ImageNet's networks.
-        strategy: names of strategies with commas between them, or all.
-        solver: the solver of every strategy without vectors; own: as each strategy was published.
-        basis_every: steps between two decompositions.
-        batch_per_rank: images.
-        stragglers: the spread of the computing times of ranks, such as 0.05.
-        json: a file for the predictions.
+        machine: the machine: a file of `mpikfac calibrate`, or a published machine.
+        model: the network.
+        ranks: the numbers of ranks to predict for, with commas: 16,64,256.
+        classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
+            all further networks.
+        strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
+            `mpikfac strategies` lists, and "sgd", training without K-FAC.
+        solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
+            "own": the solver with which each strategy was published.
+        basis_every: the number of steps from one decomposition of the factors to the next.
+        batch_per_rank: the number of images of a step on each rank.
+        stragglers: the spread of the computing times of ranks, as a standard deviation of the
+            logarithm; 0.05 for 5 %.
+        json: a file to write the predictions to; null for none.
     """
 
     machine: str = listed(mpikfac.predict.published_machines())
@@ -89,7 +91,7 @@ def predict(options: SimulateOptions) -> int:
     """Print the predictions; return 0.
 
     Raises:
-        ValueError: nothing can be predicted.
+        ValueError: no strategy can be predicted.
         OSError: a file cannot be read or written.
     """
     machine = mpikfac.predict.load_machine(options.machine)
@@ -101,7 +103,7 @@ def predict(options: SimulateOptions) -> int:
 
 
 def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[dict[str, Any]]:
-    """Return a row for each strategy and number of ranks, or the reason why there is none.
+    """Return a row for each strategy and number of ranks; without a prediction, the reason.
 
     Raises:
         ValueError: no strategy can be predicted.
@@ -131,10 +133,10 @@ def plan_of(
     machine: mpikfac.predict.Machine,
     job: mpikfac.predict.Job,
 ) -> mpikfac.plan.Plan:
-    """Return the plan of a strategy by name, with the messages that suit the machine.
+    """Return the plan of a strategy by name, with messages chosen for the machine.
 
     Raises:
-        ValueError: choices that do not fit together, or a network that the machine does not know.
+        ValueError: choices do not fit together, or the machine does not know the network.
     """
     kfac = options.kfac
     layers, others = models.shapes_of(options.model, options.classes, coverage(kfac))
@@ -158,24 +160,26 @@ def plan_of(
 
 
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:
-    """What is predicted, in words."""
+    """Return lines with the job, the machine and the meaning of the columns."""
     lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "
         f"solver {options.solver}, "
         f"factors every {options.kfac.factor_every} steps, bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
-        "Milliseconds of a step: the mean; without new factors, with them, with new bases, too;",
-        "  of the mean, comm: nothing but communication, wait: for ranks that compute longer.",
-        "MiB: kept beside the model, on the fullest rank; sent by a rank in a mean step",
-        "* at most: as if no core were free for the background, and all factors had changed",
+        "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
+        "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",
+        "  rank does nothing but communicate, and wait, for slower ranks.",
+        "MiB kept for K-FAC, without the model, by the fullest rank; MiB sent by a rank in a mean",
+        "  step",
+        "* upper bounds: as if no core were free for the background and all factors had changed",
     ]
     if machine.between is None:
-        lines.append("  The machine is one node: so many ranks are taken to be on one, too")
+        lines.append("The machine is a single node: predictions assume all ranks on a single node")
     return lines
 
 
 def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
-    """The table for one number of ranks."""
+    """Return the table for a number of ranks."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
     left_out = []
     for row in rows:

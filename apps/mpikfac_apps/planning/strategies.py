@@ -1,4 +1,4 @@
-"""Lists the strategies by name: what each does, what it sends, and where it was published. No MPI.
+"""List the strategies by name: computation, messages, source. No MPI.
 
 mpikfac strategies
 """
@@ -34,19 +34,20 @@ def print_list(options: StrategiesOptions) -> int:
 
 
 def introduction() -> list[str]:
-    """What costs are counted in."""
+    """Return lines about the units of costs."""
     text = (
-        "Bytes that a rank sends in a ring, beside those of averaging gradients: on steps with new "
-        "factors + in a refresh + on every step. P ranks, w workers; 4F, 4T and 4V bytes of all "
-        "factors as squares, triangles and vectors, 4N of all gradients. The same estimator: the "
-        "numbers of one process that trains on the joined batch, with the same delay, stagger and "
+        "Sent are the bytes of a rank in a ring, without the bytes of averaging gradients: on "
+        "steps with new factors + in a refresh + on every step. P ranks, w workers. "
+        "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
+        "vectors; 4N are the bytes of all gradients. With the same estimator, the numbers are the "
+        "numbers of one process that trains on the joined batch with the same delay, stagger and "
         "tolerance."
     )
     return textwrap.wrap(text, WIDTH)
 
 
 def paragraph(name: str) -> list[str]:
-    """One strategy."""
+    """Return lines about a strategy."""
     way = mpikfac.plan.NAMED[name]
     kind = "the same estimator" if way.same else "another estimator"
     settings = {**way.choices, **way.settings} or {"workers": "as asked"}

@@ -300,7 +300,7 @@ def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.kfac, training, options.parts)
-    _, strategy = for_machine(options, model, training, strategy, settings)
+    _, strategy = for_machine(options, (layers, others), training, strategy, settings)
     return make_plan(options.kfac, layers, others, training, strategy, settings["solver"])
 
 

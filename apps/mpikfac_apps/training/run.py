@@ -19,7 +19,13 @@ import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
-from mpikfac_apps.options.strategy import for_machine, kfac_settings, learning_rate, make_strategy
+from mpikfac_apps.options.strategy import (
+    coverage,
+    for_machine,
+    kfac_settings,
+    learning_rate,
+    make_strategy,
+)
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches, checkpoints, run_directory
@@ -116,7 +122,8 @@ class Run:
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
             else:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
-                name, strategy = for_machine(options, model, comm.size, strategy, chosen)
+                shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
+                name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, strategy)
                 settings = kfac_settings(options.kfac, chosen)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
