@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from mpikfac.files import printable, printable_lines
+
 USAGE_ERROR = 2
 CRASH = 1
 PATIENCE = 2.0
@@ -18,8 +20,12 @@ PATIENCE = 2.0
 class UserError(Exception):
     """Report a mistake that the user can mend; the text names the wrong value and right values.
 
-    Every rank raises the same text: a single rank prints the text, and all ranks exit.
+    Every rank raises the same text: a single rank prints the text, and all ranks exit. The text is
+    a single printable line, also if a part of the text comes from a file.
     """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class _Ranks(Protocol):
@@ -65,7 +71,8 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )
         (summary,) = traceback.format_exception_only(error)[-1:]
-        report = f"{traceback.format_exc()}mpikfac: {place}: {' '.join(summary.split())}\n"
+        trace = printable_lines(traceback.format_exc())
+        report = f"{trace}mpikfac: {place}: {printable(' '.join(summary.split()))}\n"
         # A single write, end of line included: the launcher puts notes between two writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)

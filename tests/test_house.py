@@ -53,7 +53,7 @@ def is_module(parts: list[str]) -> bool:
 def private(tree: ast.AST) -> set[str]:
     """Return a program's imports that no door of the library exports, and MPI and HDF5."""
     public = {"mpikfac", *(f"mpikfac.{name}" for name in mpikfac.__all__)}
-    for room in (*ROOMS, "timeline", "trace"):
+    for room in (*ROOMS, "files", "timeline", "trace"):
         module = importlib.import_module(f"mpikfac.{room}")
         names = getattr(module, "__all__", vars(module))
         public |= {f"mpikfac.{room}", *(f"mpikfac.{room}.{name}" for name in names)}

@@ -28,6 +28,9 @@ from mpikfac.errors import UserError
 
 PATIENCE = 5.0  # seconds until all ranks must see the files that rank 0 sees
 
+SOUND: dict[Path, object] = {}
+"""Checkpoints that this process has written or checked, with the `_signature` at the time."""
+
 log = logging.getLogger("mpikfac")
 
 
@@ -160,7 +163,8 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
 def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
     """Return the newest undamaged checkpoint under `root`, after checking all files; or None.
 
-    A damaged checkpoint is skipped with a warning. So is a checkpoint from which 2 starts in a
+    Everything named `step-<step>` counts as a checkpoint. A damaged checkpoint, also without
+    manifest, is skipped with a warning. So is a checkpoint from which 2 starts in a
     row committed no newer checkpoint. If all undamaged checkpoints have been tried in vain, the
     newest undamaged checkpoint is taken again.
 
@@ -172,11 +176,11 @@ def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) ->
     Raises:
         UserError: all checkpoints are damaged, or ranks see different files.
     """
-    complete: list[Path] = []
+    named: list[Path] = []
     with together(comm, f"looking for checkpoints in {root}"):
         if comm.rank == 0:
-            complete = [path for path in durable.complete(Path(root)) if path.name not in skip]
-    paths = comm.bcast(complete[::-1])
+            named = [path for path in durable.named(Path(root)) if path.name not in skip]
+    paths = comm.bcast(named[::-1])
     _wait_for_files(comm, paths)
     skipped: list[str] = []
     tried: list[Checkpoint] = []
@@ -262,9 +266,34 @@ def _finish(comm: Comm, begun: _Begun, write: Callable[[], dict[str, Any] | None
 def _prune(final: Path, keep: int) -> None:
     """Delete older checkpoints; only warn on a failure, because the new checkpoint is complete."""
     try:
-        durable.prune(final, keep)
-    except OSError as error:
+        SOUND[final] = _signature(read_checkpoint(final))
+        durable.prune(final, keep, _is_sound)
+    except (OSError, UserError) as error:
         log.warning("checkpoints older than %s are not deleted: %s", final, error)
+    for path in [path for path in SOUND if not path.exists()]:
+        del SOUND[path]
+
+
+def _is_sound(path: Path) -> bool:
+    """Return whether a checkpoint can be read; the files are read unless they are known."""
+    try:
+        checkpoint = read_checkpoint(path)
+        signature = _signature(checkpoint)
+        if SOUND.get(path) != signature:
+            for file in checkpoint.shards:
+                checkpoint.check(file)
+            SOUND[path] = signature
+    except (OSError, UserError) as error:
+        log.warning("%s; it is not one of the checkpoints to keep", error)
+        return False
+    return True
+
+
+def _signature(checkpoint: Checkpoint) -> object:
+    """Return values that change if a file of the checkpoint changes."""
+    found = {file: (checkpoint.path / file).lstat() for file in checkpoint.shards}
+    times = [(file, seen.st_ino, seen.st_size, seen.st_mtime_ns) for file, seen in found.items()]
+    return checkpoint.digest, times
 
 
 def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, Any] | None:
@@ -354,7 +383,7 @@ def _files(directories: Sequence[Path]) -> dict[str, int]:
     return {
         str(file): file.lstat().st_size
         for directory in directories
-        if directory.exists()
+        if directory.is_dir()
         for file in directory.iterdir()
     }
 

@@ -1,11 +1,11 @@
 """Make checkpoint directories; a directory gets its final name once all content is on disk.
 
     root/.step-000000120.partial    being written, or left by a killed run
-    root/step-000000120             complete
+    root/step-000000120             complete; damaged if the manifest is missing
     root/step-000000100.replaced    complete; a newer checkpoint of step 100 was about to follow
     root/.step-000000080.deleted    being deleted, or left by a killed run
 
-Call all functions on a single rank, except `partial`, `read` and `write`. Collective over: none.
+Call all functions on a single rank, except `partial` and `write`. Collective over: none.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ import io
 import os
 import re
 import shutil
-import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from mpikfac import files
+
 MANIFEST = "manifest.json"
+REPLACED = ".replaced"
 AHEAD = 2**23  # bytes after which the system is asked to begin to write to the disk
 
 
 def begin(final: Path) -> None:
     """Make the temporary directory of `final`, and remove the leftovers of killed runs."""
     for leftover in final.parent.glob(".step-*.partial"):
-        shutil.rmtree(leftover)
+        _delete(leftover)
     missing = [path for path in final.parents if not path.exists()]
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
@@ -40,7 +42,7 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
         OSError: writing failed; the error has the file's name.
     """
     try:
-        with open(path, "wb") as file:
+        with io.BufferedWriter(files.writing(path)) as file:
             begun = 0
             for block in blocks:
                 file.write(block)
@@ -56,20 +58,10 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
         raise
 
 
-def read(path: Path) -> io.BufferedReader:
-    """Open a regular file: a link could lead out of the directory, a pipe could never end.
-
-    Raises:
-        OSError: `path` is a link, a pipe or a device, or cannot be opened.
-    """
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise OSError("it is a link, or not a regular file")
-    return open(path, "rb")
-
-
 def replace(path: Path, content: bytes) -> None:
     """Replace the file's content on disk; a killed run leaves the new or the old content."""
     new = path.with_name(f".{path.name}.new")
+    _delete(new)
     write(new, [content])
     os.replace(new, path)
     _sync(path.parent)
@@ -79,7 +71,7 @@ def commit(final: Path, manifest: bytes) -> None:
     """Write the manifest, and rename the temporary directory to `final`; shards are written."""
     write(partial(final) / MANIFEST, [manifest])
     _sync(partial(final))
-    if final.exists():
+    if os.path.lexists(final):
         _remove(_replaced(final))
         os.replace(final, _replaced(final))
     os.replace(partial(final), final)
@@ -96,24 +88,49 @@ def free(path: Path) -> int:
     return shutil.disk_usage(next(found for found in [path, *path.parents] if found.exists())).free
 
 
-def prune(final: Path, keep: int) -> None:
-    """Delete the checkpoint replaced by `final`, and older checkpoints but the last `keep` - 1."""
-    found = complete(final.parent)
-    older = [path for path in found[: found.index(final)] if path != _replaced(final)]
+def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
+    """Delete the checkpoint replaced by `final`, and checkpoints older than the last `keep`.
+
+    Links and files with the name of a checkpoint are passed over.
+
+    Args:
+        keep: how many sound checkpoints to keep, `final` included.
+        sound: tells whether a checkpoint can be read; damaged checkpoints do not count.
+    """
     for leftover in final.parent.glob(".step-*.deleted"):
-        shutil.rmtree(leftover)
-    for path in [_replaced(final), *older[: max(0, len(older) - keep + 1)]]:
+        _delete(leftover)
+    _remove(_replaced(final))
+    found = [path for path in named(final.parent) if path.is_dir() and not path.is_symlink()]
+    older = found[: found.index(final)]
+    kept = 1
+    while older and kept < keep:
+        kept += sound(older.pop())
+    for path in older:
         _remove(path)
 
 
-def complete(root: Path) -> list[Path]:
-    """Return the complete checkpoints under `root`, oldest first."""
+def named(root: Path) -> list[Path]:
+    """Return everything under `root` with the name of a checkpoint, damaged or not, oldest first.
+
+    Raises:
+        OSError: `root` is no directory, or cannot be read.
+    """
     found = {}
-    for path in root.iterdir() if root.exists() else ():
-        match = re.fullmatch(r"step-(\d{9,})(\.replaced)?", path.name)
-        if match and (path / MANIFEST).exists():
-            found[int(match[1]), match[2] is None] = path
+    for path in root.iterdir() if os.path.lexists(root) else ():
+        if (step := step_of(path)) is not None:
+            found[step, not path.name.endswith(REPLACED)] = path
     return [found[key] for key in sorted(found)]
+
+
+def complete(root: Path) -> list[Path]:
+    """Return the checkpoints under `root` that have a manifest, oldest first."""
+    return [path for path in named(root) if (path / MANIFEST).is_file()]
+
+
+def step_of(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint; None for any other name."""
+    match = re.fullmatch(rf"step-(\d{{9,}})({re.escape(REPLACED)})?", path.name, re.ASCII)
+    return int(match[1]) if match else None
 
 
 def partial(final: Path) -> Path:
@@ -122,7 +139,7 @@ def partial(final: Path) -> Path:
 
 
 def _replaced(final: Path) -> Path:
-    return final.with_name(f"{final.name}.replaced")
+    return final.with_name(final.name + REPLACED)
 
 
 def _sync(directory: Path) -> None:
@@ -136,7 +153,15 @@ def _sync(directory: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a checkpoint; rename first, so that a half deleted directory never looks complete."""
     doomed = path.with_name(f".{path.name}.deleted")
-    for found in (doomed, path):
-        if found.exists():
-            os.replace(found, doomed)
-            shutil.rmtree(doomed)
+    _delete(doomed)
+    if os.path.lexists(path):
+        os.replace(path, doomed)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a directory with its content, or a file; of a link only the link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -16,11 +16,19 @@ from typing import Any
 
 from blake3 import blake3
 
+from mpikfac import files
 from mpikfac.checkpoint import durable
 from mpikfac.checkpoint.shard import STORED, Value, check_shard, read_item, read_shard
 from mpikfac.errors import UserError
 
 FORMAT, VERSION = "mpikfac checkpoint", 2
+MOST_STEPS = 2**53
+"""A step above the number is a mistake: no run takes as many, and float64 counts no further."""
+UNREADABLE = (
+    *(ArithmeticError, AttributeError, LookupError, MemoryError),
+    *(OSError, RuntimeError, TypeError, ValueError),
+)
+"""What reading a file of unknown content may raise."""
 
 
 def latest_checkpoint(root: str | Path) -> Path | None:
@@ -38,9 +46,13 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     Collective over: none.
 
     Raises:
-        UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
+        UserError: `path` holds no complete checkpoint of this format, the manifest is damaged, or
+            the directory's name has another step.
     """
-    return Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
+    checkpoint = Checkpoint(Path(path), _read_manifest(Path(path) / durable.MANIFEST))
+    if durable.step_of(checkpoint.path) not in (None, checkpoint.step):
+        raise UserError(f"{path} holds the manifest of step {checkpoint.step}: renamed, or damaged")
+    return checkpoint
 
 
 class Checkpoint(Mapping[str, Value]):
@@ -89,7 +101,7 @@ class Checkpoint(Mapping[str, Value]):
             if file not in self._open:
                 self._open[file] = read_shard(self.path / file, **self.shards[file])
             return read_item(self._open[file], name, item)
-        except (KeyError, OSError, RuntimeError, TypeError, ValueError) as error:
+        except UNREADABLE as error:
             raise UserError(f"{self.path / file}, item {name!r}: {error}") from error
 
     def described(self) -> dict[str, dict[str, Any]]:
@@ -121,31 +133,33 @@ def make_manifest(
         shares: by rank, names of the items that the rank wrote.
         shards: by rank, `size` and `digest` of the rank's file; None: the rank wrote no file.
     """
-    files = [f"shard-{rank}.h5" for rank in range(len(shards))]
+    names = [f"shard-{rank}.h5" for rank in range(len(shards))]
     manifest = {
         "format": FORMAT,
         "version": VERSION,
         "step": step,
-        "shards": {file: shard for file, shard in zip(files, shards, strict=True) if shard},
+        "shards": {file: shard for file, shard in zip(names, shards, strict=True) if shard},
         "items": {
             name: {"shard": file} | described[name]
-            for file, described, names in zip(files, held, shares, strict=True)
-            for name in sorted(names)
+            for file, described, share in zip(names, held, shares, strict=True)
+            for name in sorted(share)
         },
     }
-    return json.dumps(manifest | {"digest": _digest(manifest)}).encode()
+    text = json.dumps(manifest | {"digest": _digest(manifest)}).encode()
+    if len(text) > files.LIMIT:
+        raise ValueError(f"the manifest has {len(text):,} bytes; at most {files.LIMIT:,} are read")
+    return text
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        with durable.read(path) as file:
-            manifest: dict[str, Any] = json.load(file)
+        manifest: dict[str, Any] = files.read_json(path)
         form, version = manifest["format"], manifest["version"]
     except FileNotFoundError:
         raise UserError(f"{path} is missing; this is no complete checkpoint") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    except (KeyError, RecursionError, TypeError, ValueError):
+        raise UserError(f"{path} cannot be read: {files.why(error)}") from error
+    except (KeyError, TypeError, ValueError):
         raise UserError(f"{path} is damaged, or not the manifest of a checkpoint") from None
     if (form, version) != (FORMAT, VERSION):
         raise UserError(f"{path} is of {form} {version}; this program reads {FORMAT} {VERSION}")
@@ -164,6 +178,8 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _check_form(manifest: Mapping[str, Any]) -> None:
     """Raise if the manifest differs in form from `make_manifest`; a right digest is no proof."""
     numbers = [manifest["step"]]
+    if type(manifest["step"]) is int and manifest["step"] > MOST_STEPS:
+        raise ValueError(f"has step {manifest['step']}, more than any run takes")
     for file, shard in manifest["shards"].items():
         if not re.fullmatch(r"shard-\d+\.h5", file):
             raise ValueError(f"names a file {file!r}; shards are called shard-<number>.h5")

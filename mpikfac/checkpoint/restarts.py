@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import suppress
 from pathlib import Path
 
+from mpikfac import files
 from mpikfac.checkpoint import durable
-from mpikfac.checkpoint.manifest import Checkpoint
+from mpikfac.checkpoint.manifest import UNREADABLE, Checkpoint
 
 RECORD = "starts.json"
 TRIES = 2
@@ -31,7 +33,12 @@ def note_start(checkpoint: Checkpoint) -> None:
     Collective over: none.
     """
     root = checkpoint.path.parent
-    started = [start for start in _read(root) if start[0] > checkpoint.step]
+    try:
+        known = _read(root)
+    except UNREADABLE as error:
+        log.warning("starts are counted anew: %s cannot be read: %s", root / RECORD, error)
+        known = []
+    started = [start for start in known if start[0] > checkpoint.step]
     started.append((checkpoint.step, checkpoint.digest, starts_from(checkpoint) + 1))
     record = [dict(zip(FIELDS, start)) for start in started]
     try:
@@ -45,20 +52,26 @@ def note_end(root: str | Path) -> None:
 
     Collective over: none.
     """
-    (Path(root) / RECORD).unlink(missing_ok=True)
+    try:
+        (Path(root) / RECORD).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("starts stay counted: %s", error)
 
 
 def starts_from(checkpoint: Checkpoint) -> int:
-    """Return how many starts in a row resumed from the checkpoint and committed no newer one."""
-    counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}
-    return counts.get(checkpoint.digest, 0)
+    """Return how many starts in a row resumed from the checkpoint and committed no newer one.
+
+    A damaged record counts as no record.
+    """
+    with suppress(*UNREADABLE):
+        counts = {digest: starts for _, digest, starts in _read(checkpoint.path.parent)}
+        return counts.get(checkpoint.digest, 0)
+    return 0
 
 
 def _read(root: Path) -> list[tuple[int, str, int]]:
     try:
-        record = json.loads((root / RECORD).read_bytes())
-        return [
-            (int(start["step"]), str(start["digest"]), int(start["starts"])) for start in record
-        ]
-    except (OSError, KeyError, TypeError, ValueError):  # no record yet, or damaged
+        record = files.read_json(root / RECORD, files.SMALL)
+    except FileNotFoundError:  # no record yet
         return []
+    return [(int(start["step"]), str(start["digest"]), int(start["starts"])) for start in record]

@@ -25,6 +25,7 @@ from blake3 import blake3
 from h5py import h5d, h5p, h5s, h5t
 from torch import Tensor
 
+from mpikfac import files
 from mpikfac.checkpoint import durable
 from mpikfac.errors import UserError
 
@@ -243,14 +244,16 @@ def _content(value: Value) -> memoryview:
 @contextmanager
 def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
-        with durable.read(path) as file:
+        with files.reading(path) as file:
             if (found := os.fstat(file.fileno()).st_size) != size:
                 raise UserError(f"{path} is damaged: {found} bytes, {size} were written")
+            if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
+                raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file
     except FileNotFoundError:
         raise UserError(f"{path} is missing") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
+        raise UserError(f"{path} cannot be read: {files.why(error)}") from error
 
 
 def _compare(path: Path, found: str, expected: str) -> None:

@@ -86,7 +86,7 @@ def swapped(newest: Path) -> Iterator[Path]:
         shutil.copy(other, file)
         yield file
     shutil.copy(older / "manifest.json", newest / "manifest.json")  # stale
-    yield newest / "shard-0.h5"
+    yield newest
 
 
 def replaced_by_links(newest: Path) -> Iterator[Path]:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import io
-import json
 import os
 import pickle
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -22,7 +20,7 @@ from blake3 import blake3
 import mpikfac
 from mpikfac import UserError, find_checkpoint, save_checkpoint
 from mpikfac.checkpoint import read_checkpoint
-from mpikfac.checkpoint.manifest import _digest
+from support.forgery import manifest_of, seal
 from support.forked import FORK, traced
 
 MODULES = ("durable", "manifest", "restarts", "shard", "checkpoint")
@@ -40,16 +38,6 @@ def outside(tmp_path) -> Path:
     with h5py.File(tmp_path / "outside.h5", "w") as file:
         file["x"] = np.ones(4, "f4")
     return tmp_path / "outside.h5"
-
-
-def seal(path: Path, manifest: dict[str, Any]) -> None:
-    manifest.pop("digest", None)
-    text = json.dumps(manifest | {"digest": _digest(manifest)})
-    (path / "manifest.json").write_text(text)
-
-
-def manifest_of(path: Path) -> dict[str, Any]:
-    return json.loads((path / "manifest.json").read_text())
 
 
 def forge(path: Path, build: Callable[[h5py.File], object], **changes: object) -> None:
