@@ -19,6 +19,7 @@ import json
 import logging
 import os
 import platform
+import re
 import threading
 import time
 import uuid
@@ -27,6 +28,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from mpikfac import files
 
 TOUCH_EVERY = 10.0  # seconds
 STALE = 60.0  # seconds without a touch after which a holder on another machine counts as gone
@@ -139,7 +142,7 @@ class Lock:
     def _is_named_in(self, path: Path) -> bool:
         try:
             return _read(path)[0] == self._holder
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, files.Refused, ValueError):
             return False
 
 
@@ -211,17 +214,24 @@ def _waiting(path: Path, holder: Holder) -> str:
 
 
 def _write(path: Path, holder: Holder) -> None:
-    with open(path, "x") as file:
-        file.write(json.dumps(dataclasses.asdict(holder)) + "\n")
-        file.flush()
+    with files.writing(path, "new") as file:
+        file.write(json.dumps(dataclasses.asdict(holder)).encode() + b"\n")
         os.fsync(file.fileno())
 
 
 def _read(path: Path) -> tuple[Holder, float]:
     """Return the run that the file names, and the time of the last touch."""
-    with open(path) as file:
-        text, touched = file.read(), os.fstat(file.fileno()).st_mtime
-    try:
-        return Holder(**json.loads(text)), touched
-    except (ValueError, TypeError):
-        raise ValueError(f"{path} names no run; remove it if no run uses the directory") from None
+    with files.reading(path, files.SMALL) as file:
+        text, touched = file.read(files.SMALL), os.fstat(file.fileno()).st_mtime
+    with suppress(ValueError, TypeError):
+        holder = Holder(**files.json_of(text))
+        if _names_a_run(holder):
+            return holder, touched
+    raise ValueError(f"{path} names no run; remove it if no run uses the directory")
+
+
+def _names_a_run(holder: Holder) -> bool:
+    """Return whether values have the right types, and the token can be a part of a file's name."""
+    texts = {key: value for key, value in dataclasses.asdict(holder).items() if key != "pid"}
+    whole = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
+    return whole and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None
