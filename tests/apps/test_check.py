@@ -113,6 +113,11 @@ def number():
 def alone():
     return nn.Linear(4, 3)
 
+def zero():  # no gradient arrives behind the head
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    nn.init.zeros_(model[2].weight)
+    return model
+
 def frozen():
     return alone().requires_grad_(False)
 
@@ -172,6 +177,13 @@ def test_a_model_that_is_one_layer_passes(file, capsys):
     found, text = wrong(capsys, f"{file()}:alone", "--input", "4")
     assert re.search(r"^  \(model\) +Linear +A 5, G 3$", text, re.MULTILINE)
     assert verdicts(text) == {"(model)": "ok"}
+    assert not found
+
+
+def test_a_model_with_a_head_of_zeros_passes(file, capsys):
+    """Oracle: the gradient of the first layer is 0, and so is the direction; G is 0."""
+    found, text = wrong(capsys, f"{file()}:zero", "--input", "4")
+    assert verdicts(text) == {"0": "ok", "2": "ok"}
     assert not found
 
 

@@ -225,8 +225,13 @@ def kronecker_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> T
 
 
 def tikhonov_solve(gradient: Tensor, a: Tensor, g: Tensor, damping: float) -> Tensor:
-    """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G."""
-    pi = ((a.trace() / len(a)) / (g.trace() / len(g))) ** 0.5
+    """Solve with factored Tikhonov: `pi sqrt(damping)` for A, `sqrt(damping) / pi` for G.
+
+    A factor of zeros, as G behind a layer initialised to zero, has no size to compare with. Then
+    pi is 1.
+    """
+    means = a.trace() / len(a), g.trace() / len(g)
+    pi = (means[0] / means[1]) ** 0.5 if all(mean > 0 for mean in means) else 1.0
     damped_a = a + pi * damping**0.5 * torch.eye(len(a), dtype=a.dtype)
     damped_g = g + damping**0.5 / pi * torch.eye(len(g), dtype=g.dtype)
     return kronecker_solve(gradient, damped_a, damped_g, 0.0)
