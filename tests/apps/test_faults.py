@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -137,6 +138,29 @@ def test_whatever_a_rank_does_the_job_ends_and_says_who_it_was(end, case):
         assert "Thread 0x" in "".join(path.read_text() for path in ended.hang.glob("rank-*"))
     else:  # Open MPI waits, raises or crashes
         assert len(ended.told) <= 1
+
+
+def test_a_write_that_never_ends_is_told_and_ends_the_job(tmp_path):
+    """Oracle: the rank that sleeps in its write, while both ranks train on."""
+    fault = (str(PROGRAMS / "faulty.py"), "sleep", "write", "1", str(tmp_path / "time"))
+    options = (
+        *("--batch=120", "--data.train_images=360", "--epochs=9999", "--threads=1"),
+        *("--checkpoint_minutes=0.001", "--hang_after=2", f"--run_dir={tmp_path / 'run'}"),
+    )
+    job = launch(2, *fault, *options)
+    ended = End(job.returncode, job.stdout + job.stderr, tmp_path / "run" / "hang")
+    assert ended.code != 0
+    log = (tmp_path / "run" / "log.txt").read_text()
+    step = re.search(r"rank 1 still writes a checkpoint of step (\d+), begun 2 s ago", log)[1]
+    (line,) = ended.told
+    assert re.fullmatch(
+        rf"mpikfac: no progress for 20 s: rank 1 on \S+ in \"write\" of checkpoint at step {step}; "
+        rf"rank 0 on \S+ waiting in checkpoint at step {step}; stacks in {ended.hang}",
+        line,
+    )
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] > int(step) + 10
+    assert "in write_shard" in (ended.hang / "rank-1.txt").read_text()
 
 
 def refused(tmp_path: Path, *program: str) -> str:

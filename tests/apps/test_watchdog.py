@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mpikfac_apps.guard.watchdog import set_aside, summary
+from mpikfac_apps.guard.reports import set_aside, summary
 from support.launch import launch
 
 HANGS = """
@@ -19,7 +19,8 @@ import ctypes, os, re, signal, sys, time
 from pathlib import Path
 import mpikfac
 from mpikfac_apps.guard.requests import Requests
-from mpikfac_apps.guard.watchdog import Watchdog, set_aside
+from mpikfac_apps.guard.reports import Reports, set_aside
+from mpikfac_apps.guard.watchdog import Watchdog
 
 def sleep(): time.sleep(600)
 def stop(): os.kill(os.getpid(), signal.SIGSTOP)
@@ -31,7 +32,7 @@ Requests(None, end=None, every_minutes=None)  # SIGTERM kills no rank then
 if comm.rank == 0:
     set_aside(directory)
 comm.Barrier()
-watchdog = Watchdog(directory, comm.rank, comm.size, 2, lambda: trace.current)
+watchdog = Watchdog(Reports(directory, comm.rank, comm.size), 2, lambda: trace.current)
 for step in range(3):
     watchdog.enter("step", step)
     with trace.stage("precondition"):
@@ -85,10 +86,11 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
 ALONE = """
 import ctypes, os, sys, time
 from pathlib import Path
+from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
 hang = Path(sys.argv[1])
 def watched(limit):
-    return Watchdog(hang, 0, 1, limit, lambda: "decompose")
+    return Watchdog(Reports(hang, 0, 1), limit, lambda: "decompose")
 """
 
 
@@ -109,7 +111,7 @@ def test_what_may_last_longer_is_not_ended(tmp_path):
         watchdog.enter("step", step)
         time.sleep(0.01)
     watchdog.enter("evaluation", 40)
-    ctypes.PyDLL(None).usleep(2_400_000)
+    ctypes.PyDLL(None).usleep(2_700_000)
     watchdog.enter("step", 40)
     watchdog.close()
     time.sleep(0.7)
@@ -156,8 +158,67 @@ def test_progress_that_comes_too_late_does_not_save_a_job(tmp_path):
     assert ' in "decompose" of step 1; stacks in ' in ran.stderr
 
 
+FULL = """
+    os.dup2(os.open("/dev/full", os.O_WRONLY), reports.file)
+"""
+SILENT_DISK = """
+    os.fsync = lambda descriptor: time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("storage", "why"),
+    [(FULL, "[Errno 28] No space left on device"), (SILENT_DISK, "no answer in 0.6 s")],
+)
+def test_a_hang_is_told_even_if_the_disk_is_full_or_hangs(tmp_path, storage, why):
+    """Oracle: the function that hangs; the device that is always full, an endless fsync."""
+    body = """
+    def hangs():
+        time.sleep(60)
+    watchdog = Watchdog(reports, 0.2, lambda: "decompose")
+    for step in range(2):
+        watchdog.enter("step", step)
+    hangs()
+    """
+    ran = alone(tmp_path, "    reports = Reports(hang, 0, 1)" + storage + body)
+    assert ran.returncode == 1
+    line, *stacks = ran.stderr.splitlines()
+    assert line.startswith("mpikfac: no progress for 0.2 s: rank 0 on ")
+    end = f'in "decompose" of step 1; stacks below, as {tmp_path}/rank-0.txt cannot be written: '
+    assert line.endswith(end + why)
+    assert any("in hangs" in stack for stack in stacks)
+
+
+WRITES = """
+    watchdog = watched(0.1)
+    watchdog.enter("step", 0)
+    watchdog.begin_write(4, lambda: UNFINISHED)
+    for step in range(1, 400):
+        watchdog.enter("step", step)
+        if step == END:
+            watchdog.end_write()
+        time.sleep(0.01)
+    watchdog.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "where"),
+    [("True", 'in "write" of checkpoint at step 4'), ("False", "waiting in checkpoint at step 4")],
+)
+def test_a_write_beside_the_steps_has_a_limit(tmp_path, unfinished, where):
+    """Oracle: 10 times the limit of a step, while steps go on."""
+    ran = alone(tmp_path, WRITES.replace("UNFINISHED", unfinished).replace("END", "-1"))
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("mpikfac: no progress for 1 s: rank 0 on ")
+    assert f"{where}; stacks in {tmp_path}" in ran.stderr
+    in_time = alone(tmp_path, WRITES.replace("UNFINISHED", unfinished).replace("END", "50"))
+    assert (in_time.returncode, in_time.stderr) == (0, "")
+
+
 def report(stage: str, phase: str = "step", host: str = "node5") -> dict[str, object]:
-    return {"host": host, "pid": 1, "phase": phase, "step": 120, "stage": stage}
+    about = {"phase": phase, "step": 120, "stage": stage, "waits": stage == "publish bases"}
+    return {"host": host, "pid": 1} | about
 
 
 def test_the_summary_names_first_who_does_not_wait():

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpikfac import comm
+from mpikfac.checkpoint import durable
 from mpikfac.engine import bases, decomposers
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
@@ -35,6 +36,7 @@ PLACES = {
     "publish bases": (comm.Grid, "exchange", 2),
     "curvature": (decomposers, "_answer", 16),
     "checkpoint": (checkpoints.Saver, "save", 1),
+    "write": (durable, "write", 1),
     "evaluation": (run.Run, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),
 }

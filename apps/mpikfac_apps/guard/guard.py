@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import mpikfac
-from mpikfac_apps.guard import watchdog
+from mpikfac_apps.guard import reports
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.guard.requests import Requests, end_of_job
+from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
 
 BEGAN = time.time()
@@ -46,13 +47,9 @@ class Guard:
             minutes = options.checkpoint_minutes if leads else None
             control = self._directory / "control" if leads else None
             self.requests = Requests(control, end=end, every_minutes=minutes)
-        self._watchdog = watchdog.Watchdog(
-            self._directory / "hang",
-            comm.rank,
-            comm.size,
-            options.hang_after,
-            lambda: self.stage(),
-        )
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
+            files = reports.Reports(self._directory / "hang", comm.rank, comm.size)
+        self._watchdog = Watchdog(files, options.hang_after, lambda: self.stage())
 
     def _take_directory(self, resume: str) -> None:
         if self._directory.exists() and not self._directory.is_dir():
@@ -63,7 +60,7 @@ class Guard:
         except ValueError:
             self._lock.release()
             raise
-        watchdog.set_aside(self._directory / "hang")
+        reports.set_aside(self._directory / "hang")
 
     def enter(self, phase: str, step: int) -> None:
         """Note the beginning of a phase; the watchdog allows each phase its own time.
@@ -75,6 +72,14 @@ class Guard:
             raise mpikfac.UserError(f"run_dir={self._directory} was taken over by another run")
         self.phase = phase, step
         self._watchdog.enter(phase, step)
+
+    def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
+        """Note the beginning of a checkpoint that is written while steps go on."""
+        self._watchdog.begin_write(step, unfinished)
+
+    def end_write(self) -> None:
+        """Note the end of the checkpoint."""
+        self._watchdog.end_write()
 
     def where(self) -> str:
         """Return the run's phase and stage, such as `step 12, reduce gradients`."""

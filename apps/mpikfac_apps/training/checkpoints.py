@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
-from mpikfac_apps.guard.requests import Requests
+from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.guard.watchdog import LONGER
 from mpikfac_apps.options.options import Options
 
 log = logging.getLogger("mpikfac.train")
@@ -29,10 +30,10 @@ class Saver:
 
     step = -1
 
-    def __init__(self, comm: mpikfac.comm.Comm, root: Path, requests: Requests) -> None:
+    def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
         self._writer = mpikfac.CheckpointWriter(comm, root)
-        self._requests = requests
-        self._began = 0.0
+        self._guard = guard
+        self._began = self._told = 0.0
 
     @property
     def pending(self) -> bool:
@@ -53,7 +54,8 @@ class Saver:
         self.settle(last and self.step == step)
         if self.step == step:
             return
-        self._began = time.monotonic()
+        self._began = self._told = time.monotonic()
+        self._guard.begin_write(step, lambda: not self.written)
         try:
             self._writer.begin(items, step)
         except mpikfac.UserError as error:
@@ -71,17 +73,39 @@ class Saver:
             self._failed(error, last)
             return
         if path:
+            self._guard.end_write()
             seconds = time.monotonic() - self._began
-            self._requests.saved(seconds)
+            self._guard.requests.saved(seconds)
             log.info("wrote %s in %.1f s", path, seconds)
+
+    def remind(self, written: int, late: int, limit: float | None) -> None:
+        """Warn of a checkpoint that takes long, once for every `limit` seconds; not collective.
+
+        Args:
+            written: how many ranks have written their parts.
+            late: the sum of `rank + 1` over the remaining ranks.
+        """
+        now = time.monotonic()
+        if not self.pending or limit is None or now - self._told < limit:
+            return
+        self._told = now
+        rest = self._writer.comm.size - written
+        who = f"rank {late - 1} still writes" if rest == 1 else f"{rest} ranks still write"
+        log.warning(
+            "%s a checkpoint of step %d, begun %d s ago; training goes on, and the job ends after "
+            "%d s",
+            *(who, self.step, now - self._began, LONGER * limit),
+        )
 
     def abandon(self) -> None:
         """Forget the pending checkpoint, as parts of lost ranks may be missing; not collective."""
+        self._guard.end_write()
         self._writer.abandon()
 
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
         self.step = -1
-        self._requests.saved(time.monotonic() - self._began)
+        self._guard.end_write()
+        self._guard.requests.saved(time.monotonic() - self._began)
         if last:
             raise error
         log.warning("%s; training goes on, the next one is tried when it is due", error)

@@ -33,7 +33,7 @@ from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.traced_steps import Recording
 
 # Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
-CHECKPOINT, STOP, WRITTEN, TROUBLES, DECOMPOSITIONS = range(5)
+CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
 log = logging.getLogger("mpikfac.train")
 
@@ -65,7 +65,7 @@ class Run:
         self._load_data()
         self._build_trainer()
         guard.stage = lambda: self.trainer.trace.current
-        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard.requests)
+        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
             log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
         self.steps = options.epochs * len(self.batches)
@@ -219,9 +219,11 @@ class Run:
     def _vote(self) -> None:
         """Hand the votes to the next step: requests to this rank, and progress of writing."""
         asked, troubles = self.guard.requests, self.trainer.nonfinite.counts.total()
-        due = asked.checkpoint and not self.saver.pending
+        pending, written = self.saver.pending, self.saver.written
+        due = asked.checkpoint and not pending
+        late = self.comm.rank + 1 if pending and not written else 0
         decompositions = self.trainer.trace.calls["decompositions"]
-        votes = [due, asked.stop, self.saver.written, troubles, decompositions]
+        votes = [due, asked.stop, written, late, troubles, decompositions]
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
 
     def _follow_votes(self) -> bool:
@@ -233,6 +235,8 @@ class Run:
             return True
         if votes[WRITTEN] == ranks:
             self.saver.settle()
+        elif self.comm.rank == 0:
+            self.saver.remind(votes[WRITTEN], votes[LATE], self.options.hang_after)
         if votes[CHECKPOINT] or (every and self.trainer.steps % every == 0):
             self._save()
         return False

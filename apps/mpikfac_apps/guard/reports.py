@@ -1,0 +1,179 @@
+"""Report where the ranks of a hanging job are: to files, and in a single line to stderr.
+
+    RUN/hang/rank-2.txt     the place of rank 2, in one line of JSON, and the stacks of all threads
+    RUN/hang/summary.txt    the printed line about all ranks
+
+No rank waits for a second rank in this module. The file system may be full, or may not answer. A
+rank that cannot write its file prints its own place and stacks to stderr.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import json
+import os
+import platform
+import shutil
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+# Seconds after the limit: ranks that wait for each other reach their limits at nearly one time.
+ANSWER = 0.6  # a file system that has not written the report by now counts as hanging
+SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
+OTHERS = 1.25  # if rank 0 is silent, another rank prints the summary
+
+Place = dict[str, Any]
+
+
+def set_aside(directory: Path) -> None:
+    """Rename the reports of an earlier start, if any.
+
+    Call the function on one rank, before any rank makes `Reports`.
+    """
+    if any(path.stat().st_size for path in directory.glob("*")):
+        ended = time.localtime(directory.stat().st_mtime)
+        directory.rename(f"{directory}-{time.strftime('%Y%m%d-%H%M%S', ended)}")
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class Reports:
+    """The files of a job's reports, seen from a rank.
+
+    Args:
+        directory: folder of the reports, the same on all ranks.
+
+    Attributes:
+        file: descriptor of this rank's file; a C thread may write to the descriptor.
+
+    Raises:
+        OSError: this rank's file cannot be made.
+    """
+
+    def __init__(self, directory: Path, rank: int, ranks: int) -> None:
+        self._directory, self._rank, self._ranks = directory, rank, ranks
+        self._screen = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2
+        directory.mkdir(parents=True, exist_ok=True)
+        self.file = os.open(self._path(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def close(self) -> None:
+        """Remove this rank's file unless the file has content."""
+        empty = not os.fstat(self.file).st_size
+        os.close(self.file)
+        with suppress(OSError):  # for example, a file system that has become read-only
+            if empty:
+                self._path(self._rank).unlink(missing_ok=True)
+            self._directory.rmdir()  # the last rank succeeds
+
+    def tell(self, place: Place, seconds: float) -> None:
+        """Report this rank's place after `seconds` without progress, and print a line."""
+        began, stacks = time.monotonic(), _stacks()
+        about = place | {"host": platform.node(), "pid": os.getpid()}
+        failure = self._write(json.dumps(about).encode() + b"\n" + stacks)
+        if failure:
+            where = f"rank {self._rank} on {platform.node()} {_doing(place)}"
+            file = self._path(self._rank)
+            self._print(
+                f"no progress for {seconds:g} s: {where}; stacks below, as {file} cannot be "
+                f"written: {failure}\n",
+                stacks,
+            )
+        else:
+            turn = OTHERS if self._rank else SUMMARY
+            time.sleep(max(0.0, began + turn - time.monotonic()))
+            self._summarise(seconds)
+
+    def _write(self, report: bytes) -> str:
+        """Write this rank's file, and return the reason of a failure, or ""."""
+        failure = [f"no answer in {ANSWER:g} s"]
+
+        def write() -> None:
+            try:
+                if os.write(self.file, report) < len(report):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(self.file)  # else the file may be invisible on other hosts
+                failure[0] = ""
+            except OSError as error:
+                failure[0] = str(error)
+
+        writer = threading.Thread(target=write, name="report", daemon=True)
+        writer.start()
+        writer.join(ANSWER)
+        return failure[0]
+
+    def _summarise(self, seconds: float) -> None:
+        """Print the places of all ranks, unless a second rank was first."""
+        try:
+            file = os.open(self._directory / "summary.txt", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        except OSError:
+            return
+        places = summary([self._read(rank) for rank in range(self._ranks)])
+        line = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}\n"
+        self._print(line)
+        with suppress(OSError):
+            os.write(file, line.encode())
+
+    def _print(self, line: str, stacks: bytes = b"") -> None:
+        with suppress(OSError):  # sys.stderr may be locked for ever
+            os.write(self._screen, f"mpikfac: {line}".encode() + stacks)
+
+    def _read(self, rank: int) -> Place | None:
+        """Return a rank's report; None if the rank could not write."""
+        try:
+            with open(self._path(rank)) as file:
+                report: Place = json.loads(file.readline())
+                return report
+        except (OSError, ValueError):
+            return None
+
+    def _path(self, rank: int) -> Path:
+        return self._directory / f"rank-{rank}.txt"
+
+
+def _stacks() -> bytes:
+    """Return the stacks of all threads."""
+    memory = os.memfd_create("stacks")
+    try:
+        faulthandler.dump_traceback(memory)
+        os.lseek(memory, 0, os.SEEK_SET)
+        return os.read(memory, 2**20)
+    finally:
+        os.close(memory)
+
+
+def summary(reports: Sequence[Place | None]) -> str:
+    """Return the ranks' places: first computing ranks, then silent ranks, then waiting ranks."""
+    found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    for rank, report in enumerate(reports):
+        if report is None:
+            found[1, "silent (stopped, holding the GIL, or at its end)"].append(rank)
+        else:
+            found[2 * report["waits"], _doing(report)].append(rank)
+    groups = [f"{_named(found[key], reports)} {key[1]}" for key in sorted(found)]
+    return "; ".join(groups)
+
+
+def _doing(place: Mapping[str, Any]) -> str:
+    phase, step, stage = place["phase"], place["step"], place["stage"]
+    where = f"step {step}" if phase == "step" else f"{phase} at step {step}"
+    where = f'"{stage}" of {where}' if stage else where
+    return f"waiting in {where}" if place["waits"] else f"in {where}"
+
+
+def _named(ranks: list[int], reports: Sequence[Place | None]) -> str:
+    """Return names such as "rank 2 on node5" or "ranks 0-3, 5"."""
+    if len(ranks) == 1:
+        report = reports[ranks[0]]
+        return f"rank {ranks[0]}" + (f" on {report['host']}" if report else "")
+    runs = [
+        [rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda p: p[1] - p[0])
+    ]
+    return "ranks " + ", ".join(f"{run[0]}-{run[-1]}" if run[1:] else f"{run[0]}" for run in runs)
