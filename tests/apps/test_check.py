@@ -205,7 +205,7 @@ def test_a_derived_class_and_normalisations_are_left_out_with_reasons(file, monk
     path = file()
     Path(path).write_text(Path(path).read_text().replace("COVERS =", "UNUSED ="))
     found, text = wrong(capsys, f"{path}:mixed", *MIXED)
-    assert "Scaled: trained first-order; derived from Linear, may compute something else" in text
+    assert "Scaled: trained first-order; derived from Linear, may compute differently" in text
     assert "BatchNorm2d: trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS}" in text
     assert not found
 

@@ -263,10 +263,10 @@ def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, caps
     assert study.main([str(file), f"--run_dir={tmp_path / 'place'}"]) == 75
     assert (tmp_path / "starts").read_text() == "\n"
     out = capsys.readouterr().out
-    assert "[1/2] sgd on 1 rank: stopped; the same command goes on" in out
+    assert "[1/2] sgd on 1 rank: stopped; the same command resumes the study" in out
     page = (tmp_path / "place" / "report.html").read_text()
     assert "Failed" not in page
-    assert "goes on with them): sgd on 1 rank; mine on 1 rank." in page
+    assert "the same command resumes the study): sgd on 1 rank; mine on 1 rank." in page
 
 
 def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
@@ -294,7 +294,7 @@ def interrupt(file, place, environment, once):
         job.send_signal(signal.SIGTERM)
         _, errors = job.communicate(timeout=240)
     assert job.returncode == 130
-    assert errors == "mpikfac study: interrupted; the same command goes on\n"
+    assert errors == "mpikfac study: interrupted; the same command resumes the study\n"
 
 
 def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):

@@ -46,12 +46,16 @@ class CheckOptions:
     """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
 
     Args:
-        model: a network by name, such as resnet20, or FILE.py:FUNCTION.
-        input: the shape of an example, such as 3,32,32.
-        tokens: examples hold whole numbers below `tokens`; null for real numbers.
-        classes: the classes of a network by name.
-        batch: the examples of a rank.
-        ranks: the number of ranks to plan for; null for the ranks of the job, or 4.
+        model: the model: a network by name, such as resnet20, or FILE.py:FUNCTION, where the
+            function returns the model.
+        input: the shape of an example, such as 3,32,32. null for the usual images of a network by
+            name; a model of FILE.py needs the shape.
+        tokens: the number of words of a model of words: examples hold whole numbers below `tokens`.
+            null for examples of real numbers.
+        classes: the number of classes of a network by name.
+        batch: the number of examples on each rank.
+        ranks: the number of ranks to plan for; null for the ranks of the job, or for 4 ranks if the
+            job has a single rank.
     """
 
     model: str = positional()
@@ -174,10 +178,10 @@ def why_not(name: str, module: nn.Module, asked: Subject) -> str:
     if name in asked.refused:
         return asked.refused[name]
     if type(module) in mpikfac.NORMS:
-        return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers it"
+        return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers the module"
     for kind in asked.coverage.covers:
         if isinstance(module, kind):
-            return f"trained first-order; derived from {kind.__name__}, may compute something else"
+            return f"trained first-order; derived from {kind.__name__}, may compute differently"
     return "trained first-order"
 
 
@@ -189,9 +193,9 @@ def numbers(findings: Mapping[str, Finding], examples: int) -> list[str]:
         rows.append((shown(name), str(finding.vectors), *cells, judged(finding)))
     return [
         f"Numbers: relative errors in float64, {number(examples, 'example')}",
-        "  A, G: recorded, against vectors that the module itself shows",
-        "  gradient: each example's alone by autograd, and all of the model, against sums of g a^T",
-        f"  eigen, inverse: solvers, against dense solves of order {LARGEST_PRODUCT:,} at most",
+        "  A, G: recorded factors, against factors from the vectors that the module itself shows",
+        "  gradient: sums of g a^T, against autograd for each example alone and for the model",
+        f"  eigen, inverse: solvers, against dense solves up to order {LARGEST_PRODUCT:,}",
         *table(rows),
     ]
 
@@ -208,12 +212,13 @@ def judged(finding: Finding) -> str:
 def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
     """Return lines about the difference between strategies and a single process."""
     if not found:
-        return ["Strategies: start it under mpirun with 2 ranks or more to compare them"]
+        return ["Strategies: not compared; start the check under mpirun with 2 ranks or more"]
     rows = [("strategy", "difference", "")]
     rows += [(name, f"{off:.0e}", "ok" if good(off) else "WRONG") for name, off in found.items()]
     return [
-        f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process on all",
-        "  examples, relative to the largest change; all but covered layers in eval() mode",
+        f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process with all",
+        "  examples; differences relative to the largest change of a weight; only covered layers",
+        "  are in train() mode",
         *table(rows),
     ]
 
@@ -235,8 +240,9 @@ def plans(asked: Subject, ranks: int) -> list[str]:
         ]
         rows.append((name, str(strategy.workers), *map(mib, (min(kept), max(kept), *sent))))
     return [
-        f"Plans for {number(ranks, 'rank')}: MiB in float32 that a rank keeps for K-FAC,",
-        "  and sends at most in a step that is plain, with new factors, with new bases, too",
+        f"Plans for {number(ranks, 'rank')}: MiB in float32. Kept: by a rank for K-FAC. Sent: at",
+        "  most by a rank, in a plain step, a step with new factors, a step with new factors and",
+        "  bases",
         *table(rows),
     ]
 

@@ -60,9 +60,9 @@ class ExportOptions:
     """Write weights and factors of a checkpoint as files for programs without mpikfac. No MPI.
 
     Args:
-        path: a checkpoint, or a run for the newest checkpoint of the run.
-        weights: a new file for the model, .pt or .safetensors.
-        factors: a new file for A and G of every layer, .npz.
+        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        weights: a new file for the weights of the model, .pt or .safetensors; null for none.
+        factors: a new file for the factors A and G of every layer, .npz; null for none.
     """
 
     path: Path = positional()

@@ -42,11 +42,11 @@ def picture(text: str) -> Path:
 
 @dataclass(frozen=True)
 class InspectOptions:
-    """Check a checkpoint and print its contents, with the spectra of K-FAC's factors. No MPI.
+    """Check a checkpoint and print the contents, with the spectra of K-FAC's factors. No MPI.
 
     Args:
-        path: a checkpoint, or a run for the newest checkpoint of the run.
-        picture: a file for the spectra, .png or .svg.
+        path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
+        picture: a file to draw the spectra into, .png or .svg; null for none.
     """
 
     path: Path = positional()

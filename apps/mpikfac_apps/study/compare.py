@@ -26,9 +26,9 @@ class CompareOptions:
     """Compare runs, also unfinished runs: a table, and curves by epoch and by seconds.
 
     Args:
-        runs: run directories.
-        target: the test accuracy to reach, such as 0.97.
-        png: a file for the curves.
+        runs: the directories of the runs.
+        target: the test accuracy whose time is reported, such as 0.97; null for no target.
+        png: a file to draw the curves into; null for none.
     """
 
     runs: list[Path] = positional()

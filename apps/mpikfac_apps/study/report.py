@@ -34,7 +34,7 @@ COLUMNS = (
         "against SGD",
         "in collectives",
     ),
-    *("waiting in them", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
+    *("waiting", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
 )
 
 
@@ -127,7 +127,7 @@ def _variants(
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.kfac.distribution.strategy)
-            what = f"{named.what} [{named.source}]" if named else "What the machine is best at"
+            what = f"{named.what} [{named.source}]" if named else "The machine's quickest strategy"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]
         rows[variant] = (variant, letters[variant], what, words)
@@ -175,7 +175,7 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
-    yield "time of jobs, each one's last start", f"{sum(jobs.values()) / 60:.1f} min"
+    yield "time of all jobs, by last start", f"{sum(jobs.values()) / 60:.1f} min"
     if known:
         begun = sorted(about["started"] for about in known)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
@@ -183,14 +183,14 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
         if values := distinct(about.get(key) for about in known):
             yield name, values
     if cores := distinct(cell.result.cores for cell in cells if cell.result):
-        yield "cores where it was started", cores
+        yield "cores where the study was started", cores
     if threads := distinct(about.get("threads_per_rank") for about in known):
         yield "threads per rank", threads
     versions = [{"python": a.get("python"), **a.get("packages", {})} for a in known]
     if versions:
         yield "versions", ", ".join(f"{k} {v}" for k, v in versions[-1].items())
         if any(version != versions[-1] for version in versions):
-            yield "beware", "not all cells were run with the same versions"
+            yield "warning", "cells were run with different versions"
 
 
 def _common_accuracy(cells: Sequence[Measured]) -> float | None:
@@ -207,45 +207,48 @@ def _pictures(
 ) -> Iterator[dict[str, str]]:
     """Return title, caption and data of each picture, or the reason for a missing picture."""
     batch = {cell.cell.options.batch for cell in cells}
-    kind = "strong scaling: the batch is shared" if len(batch) == 1 else "the batch grows, too"
+    same = "strong scaling: all numbers of ranks share a batch of the same size"
+    kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
     traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
     for title, picture, caption, missing in (
         (
             "Where a step's time goes",
             pictures.breakdown(cells),
-            "Means over ranks and over traced steps, which are whole intervals between two "
-            "decompositions. Waiting is the time in a collective before the last rank has come to "
-            "it, and is taken out of the messages.",
+            "Means over ranks and over traced steps. The traced steps are whole intervals between "
+            "two decompositions. Waiting is the time in a collective until the last rank enters "
+            "the collective; the bars of messages leave out waiting.",
             traced,
         ),
         (
             "One step, rank by rank",
             pictures.timeline(cells),
-            "Left a step that only uses curvature (or takes statistics), right one that refreshes "
-            "it, on one scale. A stage inside another is drawn over it.",
+            "Left: a step that only uses curvature or takes statistics. Right: a step that "
+            "refreshes curvature. Both steps have the same scale. A stage inside a longer stage is "
+            "drawn on top of the longer stage.",
             "no cell holds a trace (trace.json.gz, written with trace_steps)",
         ),
         (
-            "What is learnt, and for what",
+            "Accuracy, and the price in seconds and bytes",
             pictures.curves(cells, target),
-            "Test accuracy after each epoch. Seconds are those of training steps. Bytes are those "
-            "that a rank sends if collectives are rings. The dotted line is the target of the "
-            "table. Curves of one letter coincide by epochs and differ by seconds and bytes only.",
+            "Test accuracy after each epoch. Seconds count training steps only. Bytes are the "
+            "bytes that a rank sends if collectives are rings. The dotted line is the target of "
+            "the table. Curves with the same letter are equal by epochs, and differ by seconds and "
+            "bytes only.",
             "no cell has completed an epoch",
         ),
         (
             "More ranks",
             pictures.scaling(cells),
-            f"Images per second of all ranks together ({kind}), and what is left of a rank's pace "
-            "on the fewest ranks.",
+            f"Images per second of all ranks together ({kind}), and images per second of a rank as "
+            "a share of the same figure on the fewest ranks.",
             "no variant was measured on two numbers of ranks",
         ),
         (
             "Measured against predicted",
             pictures.predicted(cells, predictions),
-            "Milliseconds of a step; the number at a point is that of its ranks. On the line, both "
-            "are equal.",
-            "the study names no machine, or that has no times of these networks and batches",
+            "Milliseconds of a step. The number at a point is the number of ranks. On the line, "
+            "prediction and measurement are equal.",
+            "the study names no machine, or the machine has no times of the networks and batches",
         ),
     ):
         data = base64.b64encode(picture).decode() if picture else ""

@@ -38,8 +38,8 @@ from mpikfac_apps.text import number
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
-OWN = ("run_dir", "resume", "stop_code")  # options that the study itself gives each run
-LEAST_SHOWN = 10  # steps, of which one line of metrics tells
+OWN = ("run_dir", "resume", "stop_code")  # options that only the study itself sets
+LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 OPTIONS = [leaf.key for leaf in leaves(Options)]

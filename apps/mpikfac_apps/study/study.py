@@ -27,9 +27,10 @@ class StudyOptions:
     """Run a study, every combination of some options of the training program, and report on it.
 
     Args:
-        study: the file of the study; see docs/study.md.
-        run_dir: the directory of all runs and of the report; null for runs/NAME.
-        report_only: write the report and run nothing.
+        study: the file of the study, in YAML; docs/study.md describes the file.
+        run_dir: the directory of all runs and of the report; null for runs/NAME, with the name of
+            the study.
+        report_only: the report is written from the existing files, and nothing runs.
     """
 
     study: Path = positional()
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"mpikfac study: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("mpikfac study: interrupted; the same command goes on", file=sys.stderr)
+        print("mpikfac study: interrupted; the same command resumes the study", file=sys.stderr)
         return 130
     print(f"report: {path}")
     return code
@@ -87,7 +88,7 @@ def _run(study: Study, directory: Path) -> int:
             ended, again = jobs.run(cell, place, study.launcher), ""
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
-            how = "stopped; the same command goes on"
+            how = "stopped; the same command resumes the study"
         print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
         if ended.code == STOPPED and study.launcher == "mpirun":
             return STOPPED  # the next cells would be asked to stop, too

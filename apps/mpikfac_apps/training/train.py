@@ -2,7 +2,7 @@
 
     mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
 
-Every option of `--help` may stand in the file or, as `--key value`, on the command line.
+Every option of `--help_all` may stand in the file or, as `--key value`, on the command line.
 """
 
 from __future__ import annotations
