@@ -16,6 +16,7 @@ from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
 
 BEGAN = time.time()
+FOLDERS = ("checkpoints", "control", "hang", "tensorboard")
 
 
 class Guard:
@@ -103,7 +104,13 @@ class Guard:
 
 
 def check_directory(run_dir: Path, resume: str) -> None:
-    """Raise ValueError if the directory holds files of an earlier run, unless the run resumes."""
+    """Raise ValueError if the directory holds files of an earlier run, unless the run resumes.
+
+    Folders of the directory must be no links: the run writes nothing outside the directory.
+    """
+    for path in (run_dir / name for name in FOLDERS):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
     found = set(os.listdir(run_dir)) - {"lock"}
     if resume != "auto" and found:
         raise ValueError("it is not empty; give another one, or resume=auto to go on with it")

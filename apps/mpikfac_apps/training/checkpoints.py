@@ -15,6 +15,7 @@ import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.training import run_directory
 
 log = logging.getLogger("mpikfac.train")
 
@@ -119,13 +120,19 @@ def open_checkpoint(
     Collective over: comm.
 
     Raises:
-        UserError: the checkpoint of `resume` is damaged, or all checkpoints of the run are damaged.
+        UserError: the checkpoint of `resume` is damaged, all checkpoints of the run are damaged, or
+            a run that had checkpoints has none.
     """
     if options.resume == "never":
         return None
     if options.resume != "auto":
         return mpikfac.load_checkpoint(comm, options.resume)
-    return mpikfac.find_checkpoint(comm, root(options))
+    found = mpikfac.find_checkpoint(comm, root(options))
+    if found is None:
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
+            if comm.rank == 0:
+                run_directory.start_anew(Path(options.run_dir))
+    return found
 
 
 def megabytes(plan: mpikfac.plan.Plan) -> float:

@@ -6,6 +6,8 @@ RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensor
 
 from __future__ import annotations
 
+import io
+import itertools
 import json
 import logging
 import logging.handlers
@@ -20,6 +22,7 @@ from typing import Any
 import yaml
 from tqdm import tqdm
 
+from mpikfac import files
 from mpikfac_apps.options.options import Options
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
@@ -39,12 +42,22 @@ class Screen(logging.Handler):
             sys.stdout.flush()  # users read the log of a running batch job
 
 
+class Printable(logging.Formatter):
+    """Format records without control characters: parts of a record may come from files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's printable lines."""
+        return files.printable_lines(super().format(record))
+
+
 def start_log() -> logging.handlers.MemoryHandler:
     """Send the log to the screen; the returned handler keeps the log for the later file."""
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
     kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
-    library.handlers[:] = [Screen(), kept]  # without handlers of an earlier run in the process
+    screen = Screen()
+    screen.setFormatter(Printable())
+    library.handlers[:] = [screen, kept]  # without handlers of an earlier run in the process
     return kept
 
 
@@ -69,15 +82,15 @@ class Record:
         path = Path(options.run_dir)
         path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(dict(config), sort_keys=False)
-        (path / "config.yaml").write_text(text)
-        (path / "environment.json").write_text(json.dumps(environment, indent=1) + "\n")
+        files.write_text(path / "config.yaml", text)
+        files.write_text(path / "environment.json", json.dumps(environment, indent=1) + "\n")
         logging.raiseExceptions = False  # no traceback per line on a full disk
-        file = logging.FileHandler(path / "log.txt")
-        file.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        text_file = io.BufferedWriter(files.writing(path / "log.txt", "end"))
+        file = logging.StreamHandler(io.TextIOWrapper(text_file, "utf-8", "backslashreplace"))
+        file.setFormatter(Printable("%(asctime)s %(message)s"))
         kept_log.setTarget(file)
         kept_log.flush()
-        # The file stays open until the run ends.
-        self._metrics = open(path / "metrics.jsonl", "ab", buffering=0)  # noqa: SIM115
+        self._metrics = files.writing(path / "metrics.jsonl", "end")  # open until the run ends
         self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
         self._unwritten = b""
         self._board = None
@@ -105,10 +118,29 @@ class Record:
 
 def metrics_bytes(run_dir: str) -> int:
     """Return the bytes of the run's metrics.jsonl, after an attempt to flush the file to disk."""
-    with open(Path(run_dir) / "metrics.jsonl", "ab") as metrics:
+    with files.writing(Path(run_dir) / "metrics.jsonl", "end") as metrics:
         with suppress(OSError):
             os.fsync(metrics.fileno())
         return metrics.tell()
+
+
+def start_anew(run_dir: Path) -> None:
+    """Set the metrics of a run aside that was killed before its first checkpoint was complete.
+
+    Raises:
+        ValueError: the run had checkpoints: a start at step 0 would be a mistake.
+    """
+    metrics, folder = run_dir / "metrics.jsonl", run_dir / "checkpoints"
+    if not os.path.lexists(metrics) or not metrics.lstat().st_size:
+        return
+    if os.path.lexists(folder) and not any(folder.glob(".step-*.partial")):
+        raise ValueError(
+            f"{metrics} is of a run with checkpoints, and {folder} has none; put a checkpoint "
+            f"back, or delete metrics.jsonl to start at step 0"
+        )
+    names = (run_dir / f"metrics-{number}.jsonl" for number in itertools.count(1))
+    aside = metrics.rename(next(name for name in names if not os.path.lexists(name)))
+    log.warning("no checkpoint: the run starts at step 0, and the earlier metrics are in %s", aside)
 
 
 class Progress:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
 
@@ -83,8 +84,8 @@ class Recording:
             return
         picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
         try:
-            (self.directory / "stages.json").write_text(json.dumps(means, indent=1) + "\n")
-            (self.directory / "trace.json.gz").write_bytes(gzip.compress(picture.encode()))
+            files.write_text(self.directory / "stages.json", json.dumps(means, indent=1) + "\n")
+            files.write_bytes(self.directory / "trace.json.gz", gzip.compress(picture.encode()))
         except OSError as error:
             log.warning("stages.json and trace.json.gz cannot be written: %s", error)
 
@@ -92,6 +93,6 @@ class Recording:
 def _steps(path: Path) -> int:
     """Return the number of steps behind the means in a file; 0 without means."""
     try:
-        return len(json.loads(path.read_text())["steps"])
+        return len(files.read_json(path)["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
