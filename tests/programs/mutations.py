@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 COPIED = ("mpikfac", "apps", "tests", "pyproject.toml")
 LANES = {"fast": "not slow", "slow": "slow"}  # marks of the tests, by lane
 LIMIT = 240.0  # seconds of a run of tests; a mistake may let ranks wait for ever
-FAILURE = re.compile(r"^(?:FAILED|ERROR|rank \d+:) (tests/\S+::\S+)", re.MULTILINE)
+FAILURE = re.compile(r"^(?:FAILED|ERROR|rank \d+:) (tests/\S+::.+?)(?= - |$)", re.MULTILINE)
 
 
 class Mistake(NamedTuple):
@@ -116,18 +116,260 @@ TABLE = (
         "tests/unit/test_kfac.py",
     ),
     Mistake(
-        "decay: the first averages are biased, as their weight is ignored",
+        "decay: the correction of the bias of early averages is lost",
         "engine/factors.py",
         "(1 - decay) * count / weight",
         "1 - decay",
         "tests/unit/test_kfac.py",
     ),
     Mistake(
-        "clip: the KL clip takes the learning rate instead of its square",
+        "clip: the KL clip takes the learning rate, not the square of the learning rate",
         "engine/directions.py",
         "if by_norm else self._along_gradient(2)",
         "if by_norm else self._along_gradient(1)",
         "tests/unit/test_kfac.py",
+    ),
+    Mistake(
+        "publish: directions come from the denominators of older bases",
+        "engine/bases.py",
+        "self.ready = True\n        self.rescaled()",
+        "self.ready = True",
+        "tests/unit/test_kfac.py",
+    ),
+    # -- placement, layouts, messages
+    Mistake(
+        "placement: the owner of a factor is off by one",
+        "plan/roles.py",
+        "dict.fromkeys(names, owner)",
+        "dict.fromkeys(names, (owner + 1) % ranks)",
+        "tests/property/test_plan.py",
+    ),
+    Mistake(
+        "layouts: a block begins before the end of the block before",
+        "plan/layout.py",
+        "end += -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT",
+        "end += math.prod(shape) // ALIGNMENT * ALIGNMENT",
+        "tests/property/test_plan.py",
+    ),
+    Mistake(
+        "messages: a member of a gather counts the bytes of all members as sent bytes",
+        "plan/messages.py",
+        "        handed = sizes[own]\n    elif",
+        "        handed = size\n    elif",
+        "tests/unit/test_plan.py",
+    ),
+    Mistake(
+        "two levels: a broadcast goes inside the nodes first, and then between nodes",
+        "plan/messages.py",
+        'return first + then if primitive == "Reduce" else then + first',
+        "return first + then",
+        "tests/property/test_levels.py",
+    ),
+    Mistake(
+        "two levels: the communicator between nodes has the ranks of a node",
+        "comm/grid.py",
+        "team.Split(inside.rank)",
+        "team.Split(node)",
+        "tests/mpi/test_nodes.py",
+        4,
+    ),
+    Mistake(
+        "overlap: a rank sends messages in its own order",
+        "comm/outbox.py",
+        "common := self._in_common(list(ready))",
+        "common := list(ready)",
+        "tests/unit/test_outbox.py",
+    ),
+    Mistake(
+        "codecs: losses of the encoding are not kept for the next step",
+        "comm/encoded.py",
+        "return encode(flat[part], codec, self.lost[stage][part])",
+        "return encode(flat[part], codec)",
+        "tests/mpi/test_wires.py",
+        2,
+    ),
+    Mistake(
+        "codecs: numbers are rounded towards 0",
+        "numerics/codecs.py",
+        ".round_().clamp_(-127, 127)",
+        ".trunc_().clamp_(-127, 127)",
+        "tests/property/test_codecs.py",
+    ),
+    Mistake(
+        "parts: a rank adds up the parts from the last to the first",
+        "comm/collectives.py",
+        "for part in parts:",
+        "for part in parts.flip(0):",
+        "tests/mpi/test_parts.py",
+        2,
+    ),
+    # -- decompositions
+    Mistake(
+        "damping: A gets all of the damping, and G gets all of the damping",
+        "solvers/inverse.py",
+        "return tikhonov_share(means.ratio, damping)",
+        "return torch.full_like(means.factor, damping)",
+        "tests/unit/test_kfac.py",
+    ),
+    Mistake(
+        "damping: eigenvalues are not damped",
+        "solvers/eigen.py",
+        "out += damping",
+        "pass",
+        "tests/unit/test_kron.py",
+    ),
+    Mistake(
+        "delay: a decomposition is used one step early",
+        "engine/bases.py",
+        "step >= self._due",
+        "step + 1 >= self._due",
+        "tests/unit/test_bases.py",
+    ),
+    Mistake(
+        "stagger: a step refreshes the share of the next turn",
+        "settings/settings.py",
+        "return step // self._between(name, step, turns) % turns",
+        "return (step // self._between(name, step, turns) + 1) % turns",
+        "tests/mpi/test_strategies.py",
+        3,
+    ),
+    Mistake(
+        "tolerance: a fitting decomposition is made anew, a misfitting decomposition is kept",
+        "engine/bases.py",
+        "misfit <= tolerance",
+        "misfit >= tolerance",
+        "tests/unit/test_bases.py",
+    ),
+    Mistake(
+        "curvature ranks: factors are sent without the damping",
+        "engine/decomposers.py",
+        "request[factor.added].copy_(added[factor.name])",
+        "pass",
+        "tests/mpi/test_curvature.py",
+        3,
+    ),
+    Mistake(
+        "non-finite: a batch without usable statistics ages the average",
+        "engine/factors.py",
+        "        one.total.zero_()\n        one.count.zero_()",
+        "        one.total.zero_()",
+        "tests/mpi/test_numbers.py",
+        2,
+    ),
+    Mistake(
+        "EKFAC: scales shrink with the number of examples",
+        "engine/scales.py",
+        "count**2 if of_loss",
+        "count if of_loss",
+        "tests/unit/test_scales.py",
+    ),
+    Mistake(
+        "low rank: the mean of the rest counts the kept eigenvalues, too",
+        "solvers/eigen.py",
+        "others / (order - rank)",
+        "others / order",
+        "tests/property/test_low_rank.py",
+    ),
+    Mistake(
+        "rank-one: the length of the vectors is not damped",
+        "solvers/rank_one.py",
+        "along / (size + damping)",
+        "along / size",
+        "tests/unit/test_kron.py",
+    ),
+    Mistake(
+        "grafting: a direction keeps a length of its own",
+        "engine/directions.py",
+        "torch.where(own > 0, length / own, 1.0)",
+        "torch.where(own > 0, length, 1.0)",
+        "tests/unit/test_step_length.py",
+    ),
+    # -- statistics
+    Mistake(
+        "convolution: height and width swap their padding",
+        "layers/convolution/window.py",
+        "for pair in reversed(self.padding) for count in pair",
+        "for pair in self.padding for count in pair",
+        "tests/unit/test_convolution.py",
+    ),
+    Mistake(
+        "convolution: patches are taken without the stride",
+        "layers/convolution/window.py",
+        "pixels.unfold(dim, reach + 1, stride)",
+        "pixels.unfold(dim, reach + 1, 1)",
+        "tests/unit/test_convolution.py",
+    ),
+    Mistake(
+        "convolution: channels are dealt to groups in turn",
+        "layers/convolution/autocorrelation.py",
+        "x.unflatten(1, (groups, channels)).permute(1, 2, 0, 3, 4)",
+        "x.unflatten(1, (channels, groups)).permute(2, 1, 0, 3, 4)",
+        "tests/unit/test_convolution.py",
+    ),
+    Mistake(
+        "embedding: the padding entry counts as used",
+        "layers/embedding.py",
+        "used[self.module.padding_idx] = 0",
+        "pass",
+        "tests/unit/test_kinds.py",
+    ),
+    Mistake(
+        "normalisation: blocks shrink with the batch",
+        "layers/normalization.py",
+        "1.0 if vectors else float(batch)",
+        "1.0",
+        "tests/unit/test_kinds.py",
+    ),
+    Mistake(
+        "sampled Fisher: all labels are equally likely",
+        "numerics/fisher.py",
+        "rows = probabilities.movedim",
+        "rows = torch.ones_like(probabilities).movedim",
+        "tests/unit/test_fisher.py",
+    ),
+    # -- settings, checkpoints, predictions
+    Mistake(
+        "schedule: an interval ends one step early",
+        "settings/schedule.py",
+        "return step % int(steps) == 0",
+        "return (step + 1) % int(steps) == 0",
+        "tests/unit/test_schedule.py",
+    ),
+    Mistake(
+        "checkpoint: checksums of an item on several ranks are not compared",
+        "checkpoint/checkpoint.py",
+        "_compare(sums)\n",
+        "pass\n",
+        "tests/mpi/test_checkpoint.py",
+        2,
+    ),
+    Mistake(
+        "checkpoint: a restart accepts a stale shard of the right size",
+        "checkpoint/shard.py",
+        "_compare(path, found, digest)",
+        "pass",
+        "tests/unit/test_checkpoint.py",
+    ),
+    Mistake(
+        "restarts: the second start from a checkpoint counts as the first start",
+        "checkpoint/restarts.py",
+        "starts_from(checkpoint) + 1",
+        "1",
+        "tests/unit/test_starts.py",
+    ),
+    Mistake(
+        "simulate: waiting for gradients takes no time",
+        "predict/simulator.py",
+        "now = max(now, urgent)\n",
+        "pass\n",
+        "tests/unit/test_simulator.py",
+    ),
+    Mistake(
+        "tuning: messages within the latency are not merged",
+        "predict/tuning.py",
+        "at <= start or at - start < latency",
+        "at <= start",
+        "tests/unit/test_tuning.py",
     ),
 )
 
@@ -141,10 +383,12 @@ def run(copy: Path, tests: list[str], ranks: int) -> str | None:
         if ranks > 1:
             job = launch.start(ranks, *command, env=env)
         else:
-            pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
             job = subprocess.Popen(
                 [sys.executable, *command],
-                **{"env": os.environ | env, "stdin": nothing, "stdout": pipe, "stderr": pipe},
+                env=os.environ | env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
             )
     with job:

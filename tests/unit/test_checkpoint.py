@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import mpikfac
-from mpikfac import UserError, load_checkpoint, save_checkpoint
+from mpikfac import UserError, find_checkpoint, load_checkpoint, save_checkpoint
 from mpikfac.checkpoint import latest_checkpoint
 from mpikfac.checkpoint.checkpoint import _assign
 from mpikfac.checkpoint.manifest import _digest
@@ -343,6 +343,17 @@ def test_damaged_shards_are_refused_by_name(comm, tmp_path, monkeypatch) -> None
         assert whole or f"{len(content)} bytes, {len(good)} were written" in message
     shard.unlink()
     assert f"{shard} is missing" in refusal(comm, path)
+
+
+def test_a_stale_shard_is_passed_over(comm, tmp_path) -> None:
+    """Oracle: the step before, whose shard lies in the place of the newest step's shard."""
+    older, newest = (
+        save_checkpoint(comm, tmp_path, {"x": torch.full((300,), float(step))}, step) / "shard-0.h5"
+        for step in (1, 2)
+    )
+    assert newest.stat().st_size == older.stat().st_size
+    shutil.copy(older, newest)
+    assert find_checkpoint(comm, tmp_path).step == 1
 
 
 def test_any_flipped_bit_of_a_manifest_is_refused(comm, tmp_path) -> None:

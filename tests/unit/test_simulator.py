@@ -76,6 +76,7 @@ WAIT_FOR_ALL = Event("decompose", 0, "wait for all")
         ([message(4, beside=True), urgent(2), compute(1), WAIT, compute(3)], 6, 2),
         ([message(4, beside=True), urgent(2), compute(1), WAIT_FOR_ALL, compute(3)], 9, 5),
         ([compute(1), urgent(2), compute(4), WAIT, compute(1)], 6, 0),
+        ([urgent(2), compute(1), WAIT, compute(3)], 5, 1),
         ([compute(1), felt(2, 0.5), compute(4)], 5.5, 0.5),
     ],
 )
