@@ -1,1 +1,1 @@
-"""The options of a training run: names, reading, the strategy that follows, and refused values."""
+"""The options of a run: names, reading, refused values, and the strategy made from options."""

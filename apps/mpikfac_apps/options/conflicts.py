@@ -1,4 +1,4 @@
-"""Values of options that are right alone and wrong together."""
+"""Refuse values of options that are right alone and wrong together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     """Refuse values that are right alone and wrong together, in a job where `ranks` ranks train.
 
     Raises:
-        ValueError: one line with the options and what would be right.
+        ValueError: two values do not fit together; a single line names the options and a remedy.
     """
     network(options.model)
     _check_data(options.data)
@@ -44,7 +44,11 @@ def _check_data(data: DataOptions) -> None:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Refuse a number of parts that does not fit the number of ranks or the batch."""
+    """Refuse a number of parts that does not fit the number of ranks or the batch.
+
+    Raises:
+        ValueError: the number does not fit; a single line names the options.
+    """
     parts, batch = options.parts, options.batch
     if parts and parts % ranks:
         raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
@@ -72,10 +76,10 @@ def _check_schedule(options: Options) -> None:
 
 
 def global_batch(options: Options, ranks: int) -> int:
-    """Return the images of a step, of all ranks together.
+    """Return the number of images of a step, of all ranks together.
 
     Raises:
-        ValueError: no batch is given, or two, or no multiple of the number of ranks.
+        ValueError: no batch or two batches are given, or the batch is no multiple of the ranks.
     """
     batch, per_rank = options.batch, options.batch_per_rank
     if (batch is None) == (per_rank is None):

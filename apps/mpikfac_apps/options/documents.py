@@ -1,4 +1,4 @@
-"""YAML documents in which every key is known and given once, nested or dotted."""
+"""Check YAML documents: every key is known, and given once, nested or dotted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import yaml
 
 
 def check_file(path: str, known: Collection[str]) -> None:
-    """Return if a file of options holds known keys only, each once, and no value for a group.
+    """Return if a file of options holds only known keys, each key once, and no value for a group.
 
     Raises:
-        ValueError: the file does not; one line with file, line and key.
+        ValueError: a key is wrong; a single line names file, line and key.
     """
     try:
         document = composed(Path(path).read_text(), f"config={path}, ")
@@ -26,10 +26,10 @@ def check_file(path: str, known: Collection[str]) -> None:
 
 
 def composed(text: str, where: str = "") -> yaml.Node | None:
-    """Return a document in which every key is given once, nested or dotted.
+    """Return the document of a text after a check that every key is given once, nested or dotted.
 
     Raises:
-        ValueError: the text is no YAML, or gives a key twice; one line that begins with `where`.
+        ValueError: the text is no YAML, or gives a key twice; a single line begins with `where`.
     """
     try:
         document = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -48,7 +48,7 @@ def composed(text: str, where: str = "") -> yaml.Node | None:
 
 
 def unknown(key: str, known: Collection[str]) -> str:
-    """Return the message about an unknown key, with a known key that is spelled alike."""
+    """Return the message about an unknown key, with a known key of a similar spelling."""
     close = get_close_matches(key, known, n=1, cutoff=0.8)
     if close:
         return f"unknown key {key}; did you mean {close[0]}?"
@@ -58,7 +58,7 @@ def unknown(key: str, known: Collection[str]) -> str:
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return mappings within mappings as dotted keys."""
+    """Return nested mappings as a single mapping with dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -69,7 +69,7 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return dotted keys as mappings within mappings."""
+    """Return a mapping with dotted keys as nested mappings."""
     found: dict[str, Any] = {}
     for key, value in flat.items():
         *groups, name = key.split(".")
@@ -81,7 +81,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
-    """Yield dotted key and line of all entries of a document, groups included."""
+    """Yield the dotted key and the line of every entry of a document, groups included."""
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
             key = f"{group}{name.value}"

@@ -202,7 +202,7 @@ class Options:
 
     @property
     def step_batch(self) -> int:
-        """The images of a step, of all ranks together, once the number of ranks is known."""
+        """The number of images of a step, of all ranks together; `parse` fills in the number."""
         assert self.batch is not None, "`parse` fills in the batch"
         return self.batch
 

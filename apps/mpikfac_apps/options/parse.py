@@ -1,4 +1,4 @@
-"""The options of a training run, read and checked; and with the choices that follow from them."""
+"""Read and check the options of a training run; resolve the choices that options leave open."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     command line.
 
     Raises:
-        ValueError: something is wrong; one line that names key, value and the allowed values.
-        SystemExit: code 0, after --help or --print_config.
+        ValueError: an option is wrong; a single line names key, value and the allowed values.
+        SystemExit: code 0, after --help, --help_all or --print_config.
     """
     options = read("mpikfac train", Options, argv, basic=BASIC, files=True)
     training = training_ranks(options, ranks)
@@ -33,10 +33,10 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:
-    """Return all options as a YAML file has them, with the choices of the strategy for null.
+    """Return all options as in a YAML file, with the choices of the strategy in place of null.
 
-    The file starts an equal run. The number of workers depends on the number of ranks and stays
-    null; so do all choices of strategy=auto.
+    A run with the file is an equal run. The number of workers stays null, because the number
+    depends on the number of ranks. All choices of strategy=auto stay null, too.
 
     Args:
         ranks: the ranks that train.

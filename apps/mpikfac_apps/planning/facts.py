@@ -60,4 +60,5 @@ def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, s
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
     strategy, settings = mpikfac.named(name, ranks, **workers)
     own = settings.get("solver", "inverse")
-    return strategy, own if solver == "own" or own == "rank-one" else solver
+    keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[own].form.vector
+    return strategy, own if keeps_own else solver
