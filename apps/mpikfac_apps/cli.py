@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import mpikfac
+from mpikfac import files
 
 Options = TypeVar("Options")
 
@@ -17,8 +18,13 @@ def run(program: str, work: Callable[[], int]) -> int:
     try:
         return work()
     except (OSError, ValueError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        complain(program, error)
         return 2
+
+
+def complain(program: str, error: Exception) -> None:
+    """Print an error on a single line; parts of the text may come from files."""
+    print(files.printable(f"{program}: {error}"), file=sys.stderr)
 
 
 def read_options(comm: mpikfac.comm.Comm, parse: Callable[[], Options]) -> Options | None:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from mpikfac import files
+
 MIB = 2**20
 NONE = "\N{EN DASH}"
 
@@ -67,8 +69,9 @@ def listed(names: Iterable[str]) -> str:
 
 def show(sections: Sequence[Sequence[str]]) -> None:
     """Print sections of lines with an empty line between sections."""
+    text = "\n\n".join("\n".join(map(files.printable, section)) for section in sections)
     try:
-        print("\n\n".join("\n".join(section) for section in sections), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader, for example `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

@@ -118,7 +118,10 @@ BAD = {
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
     "resume": ("--resume=yes", "resume=yes must be never, auto or a checkpoint's directory"),
     "missing file": ("--config=none.yaml", "config=none.yaml cannot be read: No such file"),
-    "directory for a file": ("--config=.", "config=. cannot be read: Is a directory"),
+    "directory for a file": (
+        "--config=.",
+        "config=. cannot be read: it is a directory, not a regular file",
+    ),
     "group": ("--kfac=none.yaml", "kfac is a group of options; give one of them, such as --kfac.s"),
     "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
     "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
@@ -136,7 +139,7 @@ BAD = {
     "list for a file": ("- 1\n", "bad.yaml: the file must hold lines of the form `key: value`"),
     "empty file": ("\n", "bad.yaml: the file must hold lines of the form `key: value`"),
     "unknown in a file": ("lr: 1\nkfac:\n  foo: 1\n", "bad.yaml, line 3: unknown key kfac.foo; k"),
-    "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1: unknown key"),
+    "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is no YAML: found unhashable key"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
     "number for a name": ("optimizer: 1\n", "optimizer=1 must be one of kfac, sgd, adamw"),
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional, read_by
@@ -81,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             write(file, content)
             print(f"wrote {file}: {len(content)} tensors of step {checkpoint.step}")
     except (OSError, ValueError, mpikfac.UserError) as error:
-        print(f"mpikfac export: {error}", file=sys.stderr)
+        complain("mpikfac export", error)
         return 2
     return 0
 

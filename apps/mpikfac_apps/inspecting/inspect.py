@@ -8,7 +8,6 @@ Exit code 1: the checkpoint is damaged, or has an unknown format version.
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import yaml
 from torch import Tensor
 
 import mpikfac
-from mpikfac_apps.cli import checkpoint_at
+from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional, read_by
@@ -75,10 +74,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             title = f"{checkpoint.path}, condition number with {described(*inversion)}"
             spectra.draw(found, conditions, title, options.picture)
     except mpikfac.UserError as error:
-        print(f"mpikfac inspect: {error}", file=sys.stderr)
+        complain("mpikfac inspect", error)
         return 1
     except (OSError, ValueError) as error:
-        print(f"mpikfac inspect: {error}", file=sys.stderr)
+        complain("mpikfac inspect", error)
         return 2
     return int(any(faults.values()))
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 import yaml
+
+from mpikfac import files
+from mpikfac_apps.options.bounded import Bounded
 
 
 def check_file(path: str, known: Collection[str]) -> None:
@@ -17,9 +19,9 @@ def check_file(path: str, known: Collection[str]) -> None:
         ValueError: a key is wrong; a single line names file, line and key.
     """
     try:
-        document = composed(Path(path).read_text(), f"config={path}, ")
+        document = composed(files.read_text(path, links=True), f"config={path}, ")
     except OSError as error:
-        raise ValueError(f"config={path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"config={path} cannot be read: {files.why(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"config={path} is no YAML: {error.reason}") from error
     _check_keys(document, path, "", known)
@@ -31,20 +33,39 @@ def composed(text: str, where: str = "") -> yaml.Node | None:
     Raises:
         ValueError: the text is no YAML, or gives a key twice; a single line begins with `where`.
     """
+    return _read(text, where)[0]
+
+
+def loaded(text: str) -> Any:
+    """Return the plain data of a document in which every key is given once, nested or dotted.
+
+    Raises:
+        ValueError: the text is no YAML, or gives a key twice; one line.
+    """
+    return _read(text, "")[1]
+
+
+def _read(text: str, where: str) -> tuple[yaml.Node | None, Any]:
+    """Return the nodes and the plain data of a document."""
     try:
-        document = yaml.compose(text, Loader=yaml.SafeLoader)
+        loader = Bounded(text)
+        document = loader.get_single_node()
+        _check_once(document, where)
+        return document, None if document is None else loader.construct_document(document)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ValueError(f"{where}line {line} is no YAML: {error.problem}") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ValueError(f"{where}line {line} is no YAML: {error.reason}") from error
+
+
+def _check_once(document: yaml.Node | None, where: str) -> None:
     seen = set()
     for key, line in _keys(document):
         if key in seen:
             raise ValueError(f"{where}line {line}: {key} is given twice; give it once")
         seen.add(key)
-    return document
 
 
 def unknown(key: str, known: Collection[str]) -> str:

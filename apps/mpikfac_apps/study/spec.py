@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 import mpikfac
-from mpikfac_apps.options.documents import composed, flattened
+from mpikfac import files
+from mpikfac_apps.options.documents import flattened, loaded
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
@@ -123,8 +123,8 @@ def read(path: Path) -> Study:
         ValueError: the file is wrong; a single line names the wrong value and the place.
     """
     try:
-        text = path.read_text()
-        asked = _checked(_loaded(text))
+        text = files.read_text(path, links=True)
+        asked = _checked(loaded(text))
         machine = mpikfac.predict.load_machine(str(asked["machine"])) if asked["machine"] else None
         cells, left_out = _expanded(asked)
     except (ValueError, OSError) as error:
@@ -148,11 +148,6 @@ def slug(name: str) -> str:
 # -- the file ------------------------------------------------------------------------------------
 
 
-def _loaded(text: str) -> Any:
-    composed(text)
-    return yaml.safe_load(text)
-
-
 def _checked(asked: Any) -> dict[str, Any]:
     """Return the content of the file with all keys and with values of the right kind."""
     if not isinstance(asked, dict):
@@ -174,7 +169,7 @@ def _checked(asked: Any) -> dict[str, Any]:
         raise ValueError(f"base={asked['base']} is no file")
     asked["options"] = _options("options", asked["options"])
     asked["strategies"] = {
-        name: _options(f"strategies.{name}", options or {})
+        str(name): _options(f"strategies.{name}", options or {})
         for name, options in asked["strategies"].items()
     }
     asked["matrix"] = _axes(asked["matrix"], {**NAMED, **asked["strategies"]})
@@ -208,7 +203,7 @@ def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str,
         if key not in ("strategy", "ranks"):
             _check_option("matrix: ", key)
     for name in axes["strategy"]:
-        if name not in strategies:
+        if not isinstance(name, str) or name not in strategies:
             raise ValueError(f"matrix.strategy: unknown strategy {name}{_hint(name, strategies)}")
     for ranks in axes["ranks"]:
         if type(ranks) is not int or ranks < 1:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpikfac import files
+from mpikfac_apps.cli import complain
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.options import command_line
 from mpikfac_apps.options.fields import positional
@@ -53,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory.mkdir(parents=True, exist_ok=True)
         path = report.write(study, directory, ["mpikfac", "study", *arguments])
     except (OSError, ValueError) as error:
-        print(f"mpikfac study: {error}", file=sys.stderr)
+        complain("mpikfac study", error)
         return 2
     except KeyboardInterrupt:
         print("mpikfac study: interrupted; the same command resumes the study", file=sys.stderr)
@@ -79,7 +81,7 @@ def run(study: Study, directory: Path) -> int:
 
 def _run(study: Study, directory: Path) -> int:
     for label, why in study.left_out:
-        print(f"left out: {label}: {why}")
+        print(files.printable(f"left out: {label}: {why}"))
     code = 0
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
@@ -89,7 +91,8 @@ def _run(study: Study, directory: Path) -> int:
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
             how = "stopped; the same command resumes the study"
-        print(f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}", flush=True)
+        line = f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}"
+        print(files.printable(line), flush=True)
         if ended.code == STOPPED and study.launcher == "mpirun":
             return STOPPED  # the next cells would be asked to stop, too
         code = 1 if ended.code else code
