@@ -111,8 +111,6 @@ def test_a_folder_of_a_run_that_is_none(run, tmp_path, capfd, name, kind) -> Non
         (run / name).symlink_to(outside)
     else:
         (run / name).write_text("")
-    if (kind, name) == ("file", "hang"):
-        pytest.skip("to come")
     if (kind, name) == ("file", "tensorboard"):  # a run without TensorBoard leaves it alone
         assert train.main(arguments(run)) == 0
     else:
@@ -125,3 +123,19 @@ def test_the_run_directory_itself_may_be_a_link(run, tmp_path) -> None:
     """Oracle: the run goes on."""
     (tmp_path / "link").symlink_to(run)
     assert train.main(arguments(tmp_path / "link")) == 0
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe", "directory"])
+def test_a_report_of_hanging_ranks_that_is_no_file(run, tmp_path, capfd, kind) -> None:
+    """Oracle: the run ends well, and a link's target stays: earlier reports are set aside."""
+    outside, report = tmp_path / "outside", run / "hang" / "rank-0.txt"
+    outside.write_text("mine")
+    report.parent.mkdir()
+    if kind == "link":
+        report.symlink_to(outside)
+    elif kind == "pipe":
+        os.mkfifo(report)
+    else:
+        report.mkdir()
+    assert train.main(arguments(run)) == 0
+    assert outside.read_text() == "mine"

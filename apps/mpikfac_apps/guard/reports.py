@@ -25,6 +25,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from mpikfac import files
+
 # Seconds after the limit: ranks that wait for each other reach their limits at nearly one time.
 ANSWER = 0.6  # a file system that has not written the report by now counts as hanging
 SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
@@ -38,7 +40,7 @@ def set_aside(directory: Path) -> None:
 
     Call the function on one rank, before any rank makes `Reports`.
     """
-    if any(path.stat().st_size for path in directory.glob("*")):
+    if any(path.lstat().st_size for path in directory.glob("*")):
         ended = time.localtime(directory.stat().st_mtime)
         directory.rename(f"{directory}-{time.strftime('%Y%m%d-%H%M%S', ended)}")
     else:
@@ -62,12 +64,13 @@ class Reports:
         self._directory, self._rank, self._ranks = directory, rank, ranks
         self._screen = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2
         directory.mkdir(parents=True, exist_ok=True)
-        self.file = os.open(self._path(rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        self._opened = files.writing(self._path(rank))
+        self.file = self._opened.fileno()
 
     def close(self) -> None:
         """Remove this rank's file unless the file has content."""
         empty = not os.fstat(self.file).st_size
-        os.close(self.file)
+        self._opened.close()
         with suppress(OSError):  # for example, a file system that has become read-only
             if empty:
                 self._path(self._rank).unlink(missing_ok=True)
@@ -112,14 +115,14 @@ class Reports:
     def _summarise(self, seconds: float) -> None:
         """Print the places of all ranks, unless a second rank was first."""
         try:
-            file = os.open(self._directory / "summary.txt", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            file = files.writing(self._directory / "summary.txt", "new")
         except OSError:
             return
         places = summary([self._read(rank) for rank in range(self._ranks)])
         line = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}\n"
         self._print(line)
         with suppress(OSError):
-            os.write(file, line.encode())
+            file.write(line.encode())
 
     def _print(self, line: str, stacks: bytes = b"") -> None:
         with suppress(OSError):  # sys.stderr may be locked for ever
@@ -128,8 +131,8 @@ class Reports:
     def _read(self, rank: int) -> Place | None:
         """Return a rank's report; None if the rank could not write."""
         try:
-            with open(self._path(rank)) as file:
-                report: Place = json.loads(file.readline())
+            with files.reading(self._path(rank)) as file:
+                report: Place = files.json_of(file.readline(files.SMALL))
                 return report
         except (OSError, ValueError):
             return None
