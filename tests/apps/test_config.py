@@ -212,6 +212,17 @@ def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
     assert " ".join(text.split()).count("default: ") == len(leaves(Options))
 
 
+def test_a_printed_configuration_is_a_file_of_all_options(capsys, tmp_path):
+    """Oracle: the fields of the options, and the options that were given."""
+    with pytest.raises(SystemExit):
+        parse(["--batch=12", "--kfac.delay=2", "--print_config"], RANKS)
+    text = capsys.readouterr().out
+    assert set(flattened(yaml.safe_load(text))) == {leaf.key for leaf in leaves(Options)}
+    file = tmp_path / "printed.yaml"
+    file.write_text(text)
+    assert parse([f"--config={file}"], RANKS) == parse(["--batch=12", "--kfac.delay=2"], RANKS)
+
+
 @pytest.mark.parametrize(
     ("given", "workers"),
     [
