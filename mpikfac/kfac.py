@@ -38,7 +38,7 @@ from mpikfac.engine import (
     needed_state,
     report_others,
 )
-from mpikfac.layers import Coverage, Votes, cover
+from mpikfac.layers import Coverage, Votes, cover, offers
 from mpikfac.numerics import LOSSES, Loss, all_finite, without_autocast
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, one_of, plan_for
 from mpikfac.settings import (
@@ -143,7 +143,7 @@ class KFAC:
         self._build(Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite), team)
         self._begin(0)
         if rank == 0:
-            report_others(self.others, optimizer)
+            report_others(self.others, optimizer, offers(model, self.others, coverage))
 
     def _cover(self, coverage: Coverage | None) -> tuple[torch.dtype, torch.device]:
         """Find the layers to cover; return the dtype to compute in, and the device."""

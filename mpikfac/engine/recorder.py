@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mpikfac.engine.factors import Factors
 from mpikfac.engine.site import Part
-from mpikfac.layers import Layer
+from mpikfac.layers import Attached, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.settings import Estimator, Turn
@@ -136,12 +136,11 @@ class Recorder(Part):
         self._layers = {one.layer.name: one for one in every if one.sides}
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
-        self._hooks = [model.register_forward_pre_hook(self._on_pass)]
-        self._hooks += [
-            module.register_forward_hook(partial(self._on_forward, sums.layer), with_kwargs=True)
-            for sums in self._layers.values()
-            for module in sums.layer.modules
-        ]
+        self._hooks: list[Attached] = [model.register_forward_pre_hook(self._on_pass)]
+        for sums in self._layers.values():
+            hook = partial(self._on_forward, sums.layer)
+            for module in sums.layer.modules:
+                self._hooks += sums.layer.attach(module, hook)
 
     def __reduce__(self) -> Any:
         # A copied or saved model takes its hooks along; a copy's hooks record nothing.

@@ -202,12 +202,16 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
     return groups
 
 
-def report_others(others: Iterable[Other], optimizer: Optimizer) -> None:
-    """Log the parameters trained without K-FAC, and the parameters not trained at all."""
+def report_others(
+    others: Iterable[Other], optimizer: Optimizer, offers: Iterable[str] = ()
+) -> None:
+    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained."""
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [other for other in others if other.parameters]
     names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
     log.info("trained first-order, as no layer covers them: %s", names or "none")
+    for offer in offers:
+        log.warning("%s", offer)
     forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
     if forgotten:
         log.warning("not trained, as the optimizer does not have them: %s", forgotten)

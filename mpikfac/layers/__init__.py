@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from mpikfac.layers.convolution.layer import ConvLayer
-from mpikfac.layers.coverage import (
-    KINDS,
-    NORMS,
-    Coverage,
-    Kinds,
-    Rule,
-    cover,
-    covered_shapes,
-    find_uncovered,
-)
+from mpikfac.layers.coverage import Coverage, Rule, cover, covered_shapes, find_uncovered, offers
 from mpikfac.layers.embedding import EmbeddingLayer
-from mpikfac.layers.layer import Layer
+from mpikfac.layers.kinds import KINDS, NORMS, Kinds, covered_base, maker_of, offer, same_as
+from mpikfac.layers.layer import Attached, Layer, NotCovered
 from mpikfac.layers.normalization import NormLayer
+from mpikfac.layers.refusals import Refused
+from mpikfac.layers.transposed import TransposedLayer
 from mpikfac.layers.uncovered import VOTES, Counts, Other, Statistic, Votes
 
 __all__ = [
     "KINDS",
     "NORMS",
     "VOTES",
+    "Attached",
     "ConvLayer",
     "Counts",
     "Coverage",
@@ -29,11 +24,19 @@ __all__ = [
     "Kinds",
     "Layer",
     "NormLayer",
+    "NotCovered",
     "Other",
+    "Refused",
     "Rule",
     "Statistic",
+    "TransposedLayer",
     "Votes",
     "cover",
+    "covered_base",
     "covered_shapes",
     "find_uncovered",
+    "maker_of",
+    "offer",
+    "offers",
+    "same_as",
 ]

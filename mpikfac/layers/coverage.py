@@ -1,46 +1,22 @@
-"""Choose the modules of a model that K-FAC covers, the kinds of layers, and uncovered tensors."""
+"""Choose the modules of a model that K-FAC covers, the forms of layers, and uncovered tensors."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
-from mpikfac.layers.attention import attention_layers
-from mpikfac.layers.convolution.layer import ConvLayer
-from mpikfac.layers.embedding import EmbeddingLayer
-from mpikfac.layers.layer import Layer
-from mpikfac.layers.normalization import NormLayer
+from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
+from mpikfac.layers.layer import Layer, NotCovered
+from mpikfac.layers.refusals import Refused, by_reason, check_skip, not_alike
 from mpikfac.layers.uncovered import Other, Statistic, Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
-Kinds = Mapping[type[nn.Module], Callable[[str, Any], Layer | list[Layer]]]
 Rule = Callable[[LayerShape], LayerShape]
-
-KINDS: Kinds = {
-    nn.Linear: Layer,
-    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvLayer),
-    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ConvLayer),
-    nn.Embedding: EmbeddingLayer,
-    nn.MultiheadAttention: attention_layers,
-}
-"""The kinds of modules covered by default. Modules of a derived class are not covered: a derived
-class may compute something else."""
-
-NORMS: Kinds = dict.fromkeys(
-    (
-        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
-        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
-    ),
-    NormLayer,
-)
-"""Normalisations, for `covers={**KINDS, **NORMS}`."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +25,9 @@ class Coverage:
 
     Args:
         skip: names of modules to train first-order, with all modules inside.
-        covers: the kind of layer for each type of module. `KINDS`: linear layers, convolutions,
-            embeddings and attention. `{**KINDS, **NORMS}`: normalisations, too. Modules of your own
-            are added in the same way, see `layers`.
+        covers: the kind of layer for each class of modules, or for the full name of the class.
+            `KINDS`: linear layers, convolutions, embeddings and attention. `{**KINDS, **NORMS}`:
+            normalisations, too. Modules of your own are added in the same way, see `layers`.
         rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
             only one side; how positions that share a weight count; the layer's solver, if different
             from the run's solver.
@@ -84,28 +60,35 @@ def cover(
         statistics_dtype: inputs of convolutions are rounded to this dtype before multiplying.
 
     Raises:
-        ValueError: a layer cannot be covered exactly, or no module has a name in `skip`.
+        Refused: modules cannot be covered exactly; the error names all refused modules.
+        ValueError: no module has a name in `skip`.
     """
     coverage = coverage or Coverage()
     skip, covers = tuple(coverage.skip), coverage.covers
-    _check_skip(model, skip)
+    check_skip(model, skip)
     layers: list[Layer] = []
+    refused: list[tuple[str, str]] = []
     covering: dict[int, Layer] = {}  # by parameter
     for name, module in model.named_modules():
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
-        skipped = any(name == s or name.startswith(f"{s}.") for s in skip)
-        if type(module) not in covers or not trained or skipped:
+        make = maker_of(module, covers)
+        if make is None or not trained or skipped(name, skip):
             continue
         if (first := covering.get(id(trained[0]))) and alike(first.module, module):
             first.modules.append(module)
             continue
-        made = covers[type(module)](name, module)
+        try:
+            made = make(name, module)
+        except NotCovered as error:
+            refused.append((name, str(error)))
+            continue
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
             layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
-    _check_shared(model, layers)
+    if refusals := [*by_reason(refused), *not_alike(model, layers)]:
+        raise Refused(refusals)
     return layers, find_uncovered(model, covering)
 
 
@@ -137,6 +120,29 @@ def alike(one: nn.Module, other: nn.Module) -> bool:
     return shared and (type(one), one.extra_repr()) == (type(other), other.extra_repr())
 
 
+def offers(
+    model: nn.Module, others: Sequence[Other], coverage: Coverage | None = None
+) -> list[str]:
+    """Return a line for each class of uncovered modules that computes as a covered class does."""
+    coverage = coverage or Coverage()
+    uncovered = {id(other.tensor) for other in others if other.parameters}
+    names: dict[type[nn.Module], list[str]] = {}
+    for name, module in model.named_modules():
+        left = uncovered.intersection(map(id, module.parameters(recurse=False)))
+        if left and not skipped(name, coverage.skip) and same_as(module, coverage.covers):
+            names.setdefault(type(module), []).append(name)
+    return [
+        f"trained first-order, as {kind.__name__} is a derived class: {', '.join(some)}; "
+        f"{offer(kind, coverage.covers)}"
+        for kind, some in names.items()
+    ]
+
+
+def skipped(name: str, skip: Sequence[str]) -> bool:
+    """Return whether a module is in `skip`, or inside a module in `skip`."""
+    return any(name == s or name.startswith(f"{s}.") for s in skip)
+
+
 def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:
     """Return trained parameters whose `id` is not in `covered`, and all running statistics.
 
@@ -165,29 +171,3 @@ def covered_shapes(
     layers, others = cover(model, coverage)
     others.append(Votes(torch.float32, torch.device("cpu")))
     return [layer.shape for layer in layers], [(o.name, tuple(o.tensor.shape)) for o in others]
-
-
-def _check_skip(model: nn.Module, skip: tuple[str, ...]) -> None:
-    names = [name for name, _ in model.named_modules()]
-    for name in skip:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"skip names {name!r}, which is no module of the model{hint}")
-
-
-def _check_shared(model: nn.Module, layers: list[Layer]) -> None:
-    """Raise ValueError if a layer misses a use of its parameters: a gradient sums over all uses."""
-    holders: dict[int, dict[str, nn.Module]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            holders.setdefault(id(parameter), {})[name] = module
-    for layer in layers:
-        own = {part for module in layer.modules for part in module.modules()}
-        for parameter in layer.parameters:
-            held = holders[id(parameter)]
-            if not own.issuperset(held.values()):
-                raise ValueError(
-                    f"layers {' and '.join(map(repr, held))} share a parameter but are not alike, "
-                    f"which is not covered; add {layer.name!r} to skip to train it first-order"
-                )

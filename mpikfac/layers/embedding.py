@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mpikfac.layers.layer import Layer
+from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.plan import LayerShape
 
 
@@ -21,10 +21,7 @@ class EmbeddingLayer(Layer):
     def __init__(self, name: str, module: nn.Embedding) -> None:
         for choice, plain in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
             if (value := getattr(module, choice)) != plain:
-                raise ValueError(
-                    f"layer {name!r}: Embedding with {choice}={value} is not covered; "
-                    f"add {name!r} to skip to train it first-order"
-                )
+                raise NotCovered(f"Embedding with {choice}={value} is not covered")
         super().__init__(name, module)
 
     def whole_shape(self) -> LayerShape:

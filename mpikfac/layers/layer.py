@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,20 @@ from mpikfac.plan import LayerShape
 Call = tuple[Tensor, Callable[[Callable[[Tensor], None]], object]]
 """An input, and a function that registers a hook on the gradient of the input's product with the
 weight."""
+
+
+class Attached(Protocol):
+    """Something added to a module, such as a hook."""
+
+    def remove(self) -> None:
+        """Leave the module as before."""
+
+
+class NotCovered(ValueError):
+    """Report that a module cannot be covered; the text is the reason, without the module's name.
+
+    Raised while a layer is made. `cover` collects the reasons of all modules of a model.
+    """
 
 
 class Layer:
@@ -58,11 +72,16 @@ class Layer:
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
     ) -> None:
-        """Take weight and bias from `given`, or else the module's `weight` and `bias`."""
+        """Take weight and bias from `given`, or else the module's `weight` and `bias`.
+
+        Raises:
+            NotCovered: weight or bias is no parameter of the module, but computed in every pass.
+        """
         self.name = name
         self.modules = [module]
         self.module: nn.Module = module
         given = given or [getattr(module, "weight", None), getattr(module, "bias", None)]
+        _check_kept(module, given)
         trained = [p for p in given if p is not None and p.requires_grad]
         self.parameters: list[Tensor] = trained
         self.bias = trained[-1] is given[1]
@@ -71,13 +90,22 @@ class Layer:
 
     def whole_shape(self) -> LayerShape:
         """Return the shape with whole factors A and G; for a bias trained alone, only G."""
-        outputs = self.parameters[0].shape[0]
+        first = self.arranged(self.parameters[0])
+        outputs = len(first)
         if self.bias_alone:
             return LayerShape(self.name, 1, outputs, sides="G")
-        fan_in = self.parameters[0][0].numel()
+        fan_in = first[0].numel()
         return LayerShape(self.name, fan_in + self.bias, outputs)
 
     # -- statistics ------------------------------------------------------------------------------
+
+    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
+        """Call `hook` after each forward call of a module of the layer; return what to remove.
+
+        The hook comes before all hooks of the program: a hook of the program may replace the
+        module's output.
+        """
+        return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
     def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the input and the hook of a module call; None without a backward pass."""
@@ -212,3 +240,17 @@ class Layer:
     @cached_property
     def _arranged_shapes(self) -> list[torch.Size]:
         return [self.arranged(parameter).shape for parameter in self.parameters]
+
+
+def _check_kept(module: nn.Module, given: Sequence[Tensor | None]) -> None:
+    """Check that the module keeps weight and bias.
+
+    Raises:
+        NotCovered: weight or bias is computed in every pass.
+    """
+    kept = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    if any(tensor is not None and id(tensor) not in kept for tensor in given):
+        raise NotCovered(
+            "the weight is computed in every pass, as by weight_norm, spectral_norm or prune, "
+            "which is not covered"
+        )

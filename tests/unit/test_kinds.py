@@ -15,9 +15,27 @@ from support.brute import matrices, own_gradients, rows, squares, vectors
 BATCH = 3
 KINDS = {**layers.KINDS, **layers.NORMS}
 
+
+class Conv1D(nn.Module):
+    """The computation of a class of transformers, under the class's name."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(inputs, outputs))
+        self.bias = nn.Parameter(torch.empty(outputs))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
 LINEAR = [  # layers that multiply inputs by a weight, and an example's input
     (lambda: nn.Linear(3, 4), (3,)),
     (lambda: nn.Linear(3, 4, bias=False), (2, 3)),
+    (lambda: Conv1D(4, 3), (2, 3)),
+    (lambda: frozen(Conv1D(4, 3), "weight"), (2, 3)),
+    (lambda: frozen(Conv1D(4, 3), "bias"), (3,)),
     (lambda: nn.Conv1d(4, 6, 3, stride=2, padding=1, groups=2), (4, 7)),
     (lambda: nn.Conv2d(4, 6, (3, 2), padding=(1, 0), dilation=(1, 2), groups=2), (4, 5, 6)),
     (lambda: nn.Conv2d(3, 6, 3, groups=3, padding="same", bias=False), (3, 4, 5)),

@@ -5,7 +5,9 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
+import mpikfac
 from mpikfac import LayerShape, layers
 from mpikfac.layers.convolution import moments
 
@@ -131,6 +133,34 @@ def test_everything_else_is_trained_as_it_is():
     assert (covered(model), others(model)) == (["1"], names)
 
 
+class Loud(nn.Linear):
+    """A layer that computes something else."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def offered(model, coverage=None):
+    _, others = layers.cover(model, coverage)
+    return layers.offers(model, others, coverage)
+
+
+def test_a_class_that_computes_as_a_covered_class_is_offered():
+    """Oracle: the classes by hand; `covers` of the offered line covers the modules."""
+    model = nn.Sequential(*(kind(2, 2) for kind in (Subclass, Loud, Subclass, Subclass)))
+    parametrize.register_parametrization(model[3], "weight", nn.Tanh())
+    model.append(nn.MultiheadAttention(2, 1))
+    (line,) = offered(model)
+    assert "trained first-order, as Subclass is a derived class: 0, 2; covers=" in line
+    chosen = re.search(r"covers=(\{.*\}) covers Subclass$", line)[1]
+    names = {"mpikfac": mpikfac, "torch": torch, "Subclass": Subclass}
+    coverage = layers.Coverage(covers=eval(chosen, names))
+    assert [layer.name for layer in layers.cover(model, coverage)[0]][:2] == ["0", "2"]
+    assert offered(model, coverage) == []
+    assert offered(model, layers.Coverage(skip=["0", "2"])) == []
+    assert offered(model, layers.Coverage(["0", "2"], {nn.Linear: layers.Layer})) == []
+
+
 def test_skip_takes_a_module_and_all_in_it():
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), *[nn.Linear(2, 2)] * 10)
     model = nn.ModuleDict({"body": model[0], "body2": nn.Linear(2, 2)})
@@ -144,6 +174,17 @@ def tied():
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3))
     model[1].weight = model[0].weight
     return model
+
+
+class Translator(nn.Module):
+    """Three embeddings and a head with a common weight, as of an encoder and a decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared, self.encoder, self.decoder = (nn.Embedding(3, 2) for _ in range(3))
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 3, bias=False)
+        for module in (self.encoder, self.decoder, self.head):
+            module.weight = self.shared.weight
 
 
 def twins():
@@ -174,14 +215,41 @@ def test_modules_that_share_their_parameters_are_one_layer():
         (
             tied(),
             [],
-            "layers '0' and '1' share a parameter but are not alike, which is not covered; "
-            "add '0' to skip",
+            "layers '0' and '1': the layers share a parameter but are not alike, which is not "
+            "covered; add '0', '1' to skip",
         ),
     ],
 )
 def test_what_cannot_be_covered_is_refused_by_name(model, skip, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         layers.cover(model, layers.Coverage(skip))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+def test_weights_that_are_computed_in_every_pass_are_refused():
+    """Oracle: the modules; the model is accepted if the named modules are skipped."""
+    model = nn.Sequential(
+        *(nn.utils.weight_norm(nn.Linear(2, 2)) for _ in range(2)),
+        prune.identity(nn.Conv1d(2, 2, 1), "weight"),
+        nn.utils.spectral_norm(nn.Conv1d(2, 2, 1)),
+        *(nn.Linear(2, 2), nn.Embedding(4, 4, max_norm=1.0)),
+    )
+    text = (
+        "layers '0', '1', '2' and '3': the weight is computed in every pass, as by weight_norm, "
+        "spectral_norm or prune, which is not covered; layer '5': Embedding with max_norm=1.0 is "
+        "not covered; add '0', '1', '2', '3', '5' to skip for first-order training"
+    )
+    with pytest.raises(layers.Refused, match=re.escape(text)):
+        layers.cover(model)
+    assert covered(model, skip=["0", "1", "2", "3", "5"]) == ["4"]
+
+
+def test_all_modules_of_a_shared_weight_are_refused_at_once():
+    """Oracle: the modules; the model is accepted if the error's own list is skipped."""
+    with pytest.raises(layers.Refused, match="'shared', 'encoder', 'decoder' and 'head'") as error:
+        layers.cover(Translator())
+    assert list(error.value.reasons) == ["shared", "encoder", "decoder", "head"]
+    assert covered(Translator(), skip=list(error.value.reasons)) == ["body"]
 
 
 def test_what_was_refused_may_be_skipped():

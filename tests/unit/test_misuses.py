@@ -142,6 +142,20 @@ class Attends(nn.Module):
         return y.transpose(1, 2) if self.attention.batch_first else y.permute(1, 2, 0)
 
 
+def hooked():
+    """Return a convolution with a hook that replaces the output."""
+    module = conv()
+    module.register_forward_hook(lambda module, given, output: 3 * torch.sin(output))
+    return module
+
+
+class Sine(nn.Module):
+    """The computation of the hook."""
+
+    def forward(self, x):
+        return 3 * torch.sin(x)
+
+
 def attention(*choices):
     return lambda: tuple(Network(Attends(*choices, apart)) for apart in (False, True))
 
@@ -160,6 +174,7 @@ PAIRS = {
         Network(conv(), nn.ReLU(inplace=True)),
         Network(conv(), nn.ReLU()),
     ),
+    "a hook that replaces the output": lambda: (Network(hooked()), Network(conv(), Sine())),
     "channels last": lambda: (
         Network(conv()).to(memory_format=torch.channels_last),
         Network(conv()),

@@ -179,9 +179,11 @@ def why_not(name: str, module: nn.Module, asked: Subject) -> str:
         return asked.refused[name]
     if type(module) in mpikfac.NORMS:
         return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers the module"
-    for kind in asked.coverage.covers:
-        if isinstance(module, kind):
-            return f"trained first-order; derived from {kind.__name__}, may compute differently"
+    covers = asked.coverage.covers
+    if mpikfac.layers.same_as(module, covers):
+        return f"trained first-order; {mpikfac.layers.offer(type(module), covers)}"
+    if base := mpikfac.layers.covered_base(type(module), covers):
+        return f"trained first-order; derived from {base.__name__}, may compute differently"
     return "trained first-order"
 
 

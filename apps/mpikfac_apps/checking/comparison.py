@@ -235,7 +235,7 @@ def distributed(
     Collective over: comm.
     """
     kinds = asked.coverage.covers.items()
-    covers = {kind: by for kind, by in kinds if not issubclass(kind, _BatchNorm)}
+    covers = {k: by for k, by in kinds if isinstance(k, str) or not issubclass(k, _BatchNorm)}
     coverage = dataclasses.replace(asked.coverage, covers=covers)
     strategy, solver = strategy_of(name, comm.size, "inverse")
     kfac = mpikfac.KFAC(

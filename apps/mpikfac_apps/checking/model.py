@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,26 +144,12 @@ def told(what: str) -> Iterator[None]:
 
 
 def refusals(model: nn.Module, covers: mpikfac.layers.Kinds) -> dict[str, str]:
-    """Return modules that cannot be covered, each with the library's message.
-
-    Raises:
-        ValueError: the library refuses the model for a reason that no single module causes.
-    """
+    """Return modules that cannot be covered, each with the library's message."""
     refused: dict[str, str] = {}
-    names = [name for name, module in model.named_modules() if type(module) in covers]
-    while message := _refusal(model, covers, refused):
-        others = (n for n in names if _refusal(model, covers, {*refused, n}) != message)
-        name = next(others, None)
-        if name is None:
-            raise ValueError(message)
-        refused[name] = message
-    return refused
-
-
-def _refusal(model: nn.Module, covers: mpikfac.layers.Kinds, skip: Collection[str]) -> str:
-    """Return the reason for refusing the model without the modules in `skip`; "" if accepted."""
-    try:
-        mpikfac.layers.cover(model, mpikfac.Coverage(list(skip), covers))
-    except ValueError as error:
-        return str(error)
-    return ""
+    while True:  # a module may be refused only if others are skipped
+        try:
+            mpikfac.layers.cover(model, mpikfac.Coverage(list(refused), covers))
+        except mpikfac.layers.Refused as error:
+            refused |= error.reasons
+        else:
+            return refused

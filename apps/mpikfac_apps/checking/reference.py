@@ -197,7 +197,7 @@ def gradient_of(layer: mpikfac.Layer) -> Tensor:
 
 def is_norm(layer: mpikfac.Layer) -> bool:
     """Return whether a layer is a normalisation: a scale and a shift, without a matrix."""
-    return isinstance(layer.module, tuple(mpikfac.NORMS))
+    return type(layer.module) in mpikfac.NORMS
 
 
 @torch.no_grad()

@@ -1,0 +1,86 @@
+"""The kinds of layers: by class of the module, or by the full name of the class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from mpikfac.layers.attention import attention_layers
+from mpikfac.layers.convolution.layer import ConvLayer
+from mpikfac.layers.embedding import EmbeddingLayer
+from mpikfac.layers.layer import Layer
+from mpikfac.layers.normalization import NormLayer
+from mpikfac.layers.transposed import TransposedLayer
+
+Maker = Callable[[str, Any], Layer | list[Layer]]
+Kinds = Mapping[type[nn.Module] | str, Maker]
+
+KINDS: Kinds = {
+    nn.Linear: Layer,
+    **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), ConvLayer),
+    **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ConvLayer),
+    nn.Embedding: EmbeddingLayer,
+    nn.MultiheadAttention: attention_layers,
+    # Of packages that mpikfac does not import.
+    "transformers.pytorch_utils.Conv1D": TransposedLayer,
+    "timm.layers.linear.Linear": Layer,
+}
+"""The kinds of modules covered by default. Modules of a derived class are not covered: a derived
+class may compute something else."""
+
+NORMS: Kinds = dict.fromkeys(
+    (
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+        *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm),
+    ),
+    NormLayer,
+)
+"""Normalisations, for `covers={**KINDS, **NORMS}`."""
+
+
+def maker_of(module: nn.Module, covers: Kinds) -> Maker | None:
+    """Return the maker of a module's layers; None if the module's class is not covered."""
+    kind = type(module)
+    return covers.get(kind) or covers.get(f"{kind.__module__}.{kind.__qualname__}")
+
+
+# -- derived classes -----------------------------------------------------------------------------
+
+NEVER_CALLED = (NonDynamicallyQuantizableLinear,)  # an attention multiplies by the weight itself
+
+
+def same_as(module: nn.Module, covers: Kinds) -> bool:
+    """Return whether an uncovered module computes as a covered class does, by inherited methods."""
+    kind = type(module)
+    base = covered_base(kind, covers)
+    if base is None or maker_of(module, covers) or kind in NEVER_CALLED:
+        return False
+    return not any(_changes(part, base) for part in kind.__mro__[: kind.__mro__.index(base)])
+
+
+def offer(kind: type[nn.Module], covers: Kinds) -> str:
+    """Return the choice of `covers` for a class that computes as a covered class does."""
+    base, own = covered_base(kind, covers), kind.__name__
+    assert base is not None
+    (known, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
+    same = f"mpikfac.{known}[torch.nn.{base.__name__}]"
+    return f"covers={{**mpikfac.KINDS, {own}: {same}}} covers {own}"
+
+
+def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:
+    """Return the nearest covered class of torch that a class is derived from."""
+    known = {*KINDS, *NORMS}.intersection(covers)
+    return next((base for base in kind.__mro__[1:] if base in known), None)
+
+
+def _changes(kind: type, base: type) -> bool:
+    """Return whether a class may change what the methods of a base class compute."""
+    harmless = {"__init__", "__module__", "__doc__", "__repr__", "extra_repr", "reset_parameters"}
+    return any(
+        isinstance(value, property) or (callable(value) and hasattr(base, name))
+        for name, value in vars(kind).items()
+        if name not in harmless
+    )

@@ -1,0 +1,15 @@
+"""Describe linear layers that keep the weight's transpose, as `Conv1D` of transformers."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mpikfac.layers.layer import Layer
+
+
+class TransposedLayer(Layer):
+    """Cover a linear layer with a weight `[inputs, outputs]`."""
+
+    def arranged(self, parameter: Tensor) -> Tensor:
+        """Return the bias, or the weight's transpose."""
+        return parameter.T if parameter.dim() == 2 else parameter
