@@ -101,6 +101,11 @@ class Measured:
         return self.result is not None and self.result.code == 0
 
     @property
+    def pending(self) -> bool:
+        """True if the study will run the cell, or the rest of the cell."""
+        return self.state in ("begun", "not run")
+
+    @property
     def state(self) -> str:
         """Run state: "complete", "failed", "begun" (running or stopped early) or "not run"."""
         if self.result is None or self.result.code == STOPPED:

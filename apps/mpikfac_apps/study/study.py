@@ -20,7 +20,8 @@ from mpikfac_apps.cli import complain
 from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.options import command_line
 from mpikfac_apps.options.fields import positional
-from mpikfac_apps.study import jobs, report
+from mpikfac_apps.study import jobs
+from mpikfac_apps.study.report import page
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         directory = options.run_dir or Path("runs") / slug(study.name)
         code = 0 if options.report_only else run(study, directory)
         directory.mkdir(parents=True, exist_ok=True)
-        path = report.write(study, directory, ["mpikfac", "study", *arguments])
+        path = page.write(study, directory, ["mpikfac", "study", *arguments])
     except (OSError, ValueError) as error:
         complain("mpikfac study", error)
         return 2

@@ -1,4 +1,4 @@
-"""Write the report of a study: a single HTML file with all pictures, without need of a server."""
+"""Write the report of a study: a page with all pictures, without need of a server, and tables."""
 
 from __future__ import annotations
 
@@ -16,104 +16,63 @@ import mpikfac
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
-from mpikfac_apps.study import pictures, results
-from mpikfac_apps.study.results import WAITING, Measured
-from mpikfac_apps.study.sentences import baseline, distinct, findings
+from mpikfac_apps.study import results
+from mpikfac_apps.study.report import pictures, table
+from mpikfac_apps.study.report.findings import distinct, findings
+from mpikfac_apps.study.report.style import inline_svg
+from mpikfac_apps.study.report.timelines import timeline
+from mpikfac_apps.study.results import Measured
 from mpikfac_apps.study.spec import Study, basis_every
-from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
-
-MESSAGES = ("factor messages", "basis messages", "gradient messages")
-COLUMNS = (
-    *(
-        "cell",
-        "numbers",
-        "ms per step",
-        "range",
-        "predicted",
-        "images/s",
-        "against SGD",
-        "in collectives",
-    ),
-    *("waiting", "MiB sent per step", "MiB held", "test accuracy", "s to target"),
-)
+from mpikfac_apps.text import percent
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
-    """Write `report.html` from the cells in a study's directory; return the path of the file."""
+    """Write report.html, report.csv and report.json; return the path of the page.
+
+    The files tell of the cells in a study's directory.
+    """
     cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
     target = study.target or _common_accuracy(cells)
     letters = results.estimators(study.cells)
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(Path(__file__).with_name("report.html").read_text())
-    text = template.render(
+    rows = table.rows(cells, target, letters, predictions)
+    means = table.means(rows)
+    about = {
+        **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
+        **{"command": shlex.join(command), "target_test_accuracy": target},
+    }
+    files = {"csv": table.as_csv(rows), "json": table.as_json(about, rows, means)}
+    columns, averaged = table.columns(target), table.columns_of_means(target)
+    page = _template().render(
         study=study,
-        written=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        command=shlex.join(command),
+        about=about,
+        files={kind: base64.b64encode(text.encode()).decode() for kind, text in files.items()},
         facts=list(_facts(cells)),
         findings=list(findings(cells, target, letters)),
+        complete=sum(cell.complete for cell in cells),
+        cells=len(cells),
         target=percent(target),
-        columns=COLUMNS,
-        groups=_table(cells, target, letters, predictions),
-        failures=[(c.cell.label, c.result.why) for c in cells if c.result and c.state == "failed"],
-        unfinished=[c.cell.label for c in cells if c.state in ("not run", "begun")],
+        columns=columns,
+        groups=table.by_ranks(rows, columns),
+        averaged=averaged,
+        means=table.by_ranks(means, averaged),
+        failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed" and c.result],
+        unfinished=[cell.cell.label for cell in cells if cell.pending],
         variants=_variants(cells, letters),
         pictures=list(_pictures([c for c in cells if c.complete], target, predictions)),
         shared=_shared(cells),
     )
-    path = directory / "report.html"
-    path.write_text(text, encoding="utf-8")
-    return path
+    for kind, text in {**files, "html": page}.items():
+        (directory / f"report.{kind}").write_text(text, encoding="utf-8")
+    return directory / "report.html"
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string(Path(__file__).with_name("page.html").read_text())
 
 
 # -- tables --------------------------------------------------------------------------------------
-
-
-def _table(
-    cells: Sequence[Measured],
-    target: float | None,
-    letters: Mapping[str, str],
-    predictions: Mapping[str, float],
-) -> list[tuple[str, list[list[str]]]]:
-    """Return rows of all cells, by number of ranks."""
-    groups: dict[int, list[list[str]]] = {}
-    for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
-        base = baseline(cells, cell)
-        ratio = cell.step / base.step if base and base.step and cell.step else None
-        share, waiting = _collectives(cell)
-        reached = cell.curve.reached(target) if target else None
-        row = [
-            _name(cell),
-            letters[cell.cell.variant],
-            ms(cell.step),
-            NONE.join(ms(f(cell.step_seconds)) for f in (min, max)) if cell.step else NONE,
-            ms(predictions.get(cell.cell.label)),
-            f"{cell.images_per_second:,.0f}" if cell.images_per_second else NONE,
-            f"{ratio:.2f} x" if ratio else NONE,
-            percent(share, 0),
-            percent(waiting, 0),
-            brief_mib(cell.wire),
-            brief_mib(cell.memory),
-            percent(cell.accuracy),
-            f"{reached[1]:.1f}" if reached else "never" if cell.complete else NONE,
-        ]
-        groups.setdefault(cell.cell.ranks, []).append(row)
-    return [(number(ranks, "rank"), rows) for ranks, rows in groups.items()]
-
-
-def _name(cell: Measured) -> str:
-    """Return a cell's name without the number of ranks, with the state of an incomplete cell."""
-    name = cell.cell.label.replace(f" on {number(cell.cell.ranks, 'rank')}", "")
-    return name if cell.complete else f"{name} ({cell.state})"
-
-
-def _collectives(cell: Measured) -> tuple[float | None, float | None]:
-    """Return the share of a step in collectives, and the share of waiting for further ranks."""
-    parts = cell.breakdown
-    if not parts or not cell.traced_seconds:
-        return cell.communication, None
-    busy = sum(parts[group] for group in MESSAGES)
-    return (busy + parts[WAITING]) / cell.traced_seconds, parts[WAITING] / cell.traced_seconds
 
 
 def _variants(
@@ -205,7 +164,7 @@ def _common_accuracy(cells: Sequence[Measured]) -> float | None:
 def _pictures(
     cells: Sequence[Measured], target: float | None, predictions: Mapping[str, float]
 ) -> Iterator[dict[str, str]]:
-    """Return title, caption and data of each picture, or the reason for a missing picture."""
+    """Return name, title, caption and SVG of each picture, or the reason for a missing picture."""
     batch = {cell.cell.options.batch for cell in cells}
     same = "strong scaling: all numbers of ranks share a batch of the same size"
     kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
@@ -215,13 +174,14 @@ def _pictures(
             "Where a step's time goes",
             pictures.breakdown(cells),
             "Means over ranks and over traced steps. The traced steps are whole intervals between "
-            "two decompositions. Waiting is the time in a collective until the last rank enters "
-            "the collective; the bars of messages leave out waiting.",
+            "two decompositions. Hatched parts are communication. Waiting is the time in a "
+            "collective until the last rank enters the collective; the bars of messages leave out "
+            "waiting.",
             traced,
         ),
         (
             "One step, rank by rank",
-            pictures.timeline(cells),
+            timeline(cells),
             "Left: a step that only uses curvature or takes statistics. Right: a step that "
             "refreshes curvature. Both steps have the same scale. A stage inside a longer stage is "
             "drawn on top of the longer stage.",
@@ -232,8 +192,8 @@ def _pictures(
             pictures.curves(cells, target),
             "Test accuracy after each epoch. Seconds count training steps only. Bytes are the "
             "bytes that a rank sends if collectives are rings. The dotted line is the target of "
-            "the table. Curves with the same letter are equal by epochs, and differ by seconds and "
-            "bytes only.",
+            "the table. A line is the mean over seeds, a band the interval of 95 %. Curves with "
+            "the same letter are equal by epochs, and differ by seconds and bytes only.",
             "no cell has completed an epoch",
         ),
         (
@@ -251,5 +211,6 @@ def _pictures(
             "the study names no machine, or the machine has no times of the networks and batches",
         ),
     ):
-        data = base64.b64encode(picture).decode() if picture else ""
-        yield {"title": title, "caption": caption, "missing": missing, "data": data}
+        name = title.split(",")[0].lower().replace(" ", "-").replace("'", "")
+        svg = inline_svg(picture, name, title) if picture else ""
+        yield {"name": name, "title": title, "caption": caption, "missing": missing, "svg": svg}

@@ -1,0 +1,1 @@
+"""The report of a study: a page with tables, sentences and pictures, and tables as files."""

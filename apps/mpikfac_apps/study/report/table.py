@@ -1,0 +1,202 @@
+"""Lay out the numbers of a study's cells as tables: for the page, as CSV and as JSON.
+
+Rows hold plain values in seconds, bytes and shares. A `Column` makes the text for the page.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpikfac_apps.study.report.findings import baseline
+from mpikfac_apps.study.report.seeds import Mean, mean_of
+from mpikfac_apps.study.results import WAITING, Measured
+from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
+
+Row = dict[str, Any]
+
+MESSAGES = ("factor messages", "basis messages", "gradient messages")
+AVERAGED = ("step_seconds", "test_accuracy", "epochs_to_target", "seconds_to_target")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table on the page.
+
+    Attributes:
+        show: makes the text of a row.
+        key: the value by which readers sort rows; "" for a column that is sorted by the text.
+    """
+
+    title: str
+    show: Callable[[Row], str]
+    key: str = ""
+
+    def cell(self, row: Row) -> tuple[str, float | str]:
+        """Return the text of a row, and the value to sort by; "" for a missing value."""
+        value = row[self.key] if self.key else self.show(row)
+        value = value.mean if isinstance(value, Mean) else value
+        return self.show(row), "" if value is None else value
+
+
+# -- rows ----------------------------------------------------------------------------------------
+
+
+def rows(
+    cells: Sequence[Measured],
+    target: float | None,
+    letters: Mapping[str, str],
+    predictions: Mapping[str, float],
+) -> list[Row]:
+    """Return a row for each cell, by number of ranks."""
+    found = []
+    for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
+        base = baseline(cells, cell)
+        ratio = cell.step / base.step if base and base.step and cell.step else None
+        share, waiting = _collectives(cell)
+        epochs, seconds = (cell.curve.reached(target) if target else None) or (None, None)
+        row = {
+            **{"cell": cell.cell.label, "variant": cell.cell.variant, "ranks": cell.cell.ranks},
+            **{"seed": cell.cell.options.seed, "state": cell.state},
+            **{"numbers": letters[cell.cell.variant], "step_seconds": cell.step},
+            "least_step_seconds": min(cell.step_seconds, default=None),
+            "most_step_seconds": max(cell.step_seconds, default=None),
+            "predicted_step_seconds": predictions.get(cell.cell.label),
+            **{"images_per_second": cell.images_per_second, "against_sgd": ratio},
+            **{"share_in_collectives": share, "share_waiting": waiting},
+            **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
+            **{"first_train_loss": cell.train_loss, "test_accuracy": cell.accuracy},
+            **{"epochs_to_target": epochs, "seconds_to_target": seconds},
+        }
+        found.append(row)
+    return found
+
+
+def _collectives(cell: Measured) -> tuple[float | None, float | None]:
+    """Return the share of a step in collectives, and the share of waiting for further ranks."""
+    parts, step = cell.breakdown, cell.traced_seconds
+    if not parts or not step:
+        return cell.communication, None
+    waiting = parts[WAITING]
+    return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """Return a row of means over seeds for each variant and number of ranks.
+
+    Cells that are not complete do not count. A study without several seeds has no means.
+    """
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["variant"], row["ranks"]), []).append(row)
+    if all(len(group) == 1 for group in groups.values()):
+        return []
+    found = []
+    for (variant, ranks), group in groups.items():
+        complete = [row for row in group if row["state"] == "complete"]
+        about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
+        about |= {"seeds": len(group), "complete": len(complete)}
+        found.append(about | {key: mean_of(row[key] for row in complete) for key in AVERAGED})
+    return found
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def columns(target: float | None) -> list[Column]:
+    """Return the columns of the table of cells."""
+    return [
+        Column("cell", _name),
+        Column("numbers", lambda row: str(row["numbers"])),
+        Column("ms per step", lambda row: ms(row["step_seconds"]), "step_seconds"),
+        Column("range", _range, "least_step_seconds"),
+        _column("predicted", "predicted_step_seconds", ms),
+        _column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}"),
+        _column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
+        _column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
+        _column("waiting", "share_waiting", lambda share: percent(share, 0)),
+        _column("MiB sent per step", "sent_bytes_per_step", brief_mib),
+        _column("MiB held", "held_bytes", brief_mib),
+        _column("test accuracy", "test_accuracy", percent),
+        Column(f"s to {percent(target)}", _reached, "seconds_to_target"),
+    ]
+
+
+def columns_of_means(target: float | None) -> list[Column]:
+    """Return the columns of the table of means."""
+    return [
+        Column("variant", lambda row: str(row["variant"])),
+        Column("numbers", lambda row: str(row["numbers"])),
+        Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
+        _averaged("ms per step", "step_seconds", ms),
+        _averaged("test accuracy", "test_accuracy", percent),
+        _averaged(f"epochs to {percent(target)}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
+        _averaged(f"s to {percent(target)}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
+    ]
+
+
+def _column(title: str, key: str, show: Callable[[Any], str]) -> Column:
+    return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
+
+
+def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
+    """Return a column of means; seeds without a value are counted in the text."""
+
+    def text(row: Row) -> str:
+        mean: Mean | None = row[key]
+        if mean is None:
+            return NONE
+        around = NONE if mean.half is None else show(mean.half)
+        missing = f" ({mean.count} of {row['complete']})" if mean.count < row["complete"] else ""
+        return f"{show(mean.mean)} \N{PLUS-MINUS SIGN} {around}{missing}"
+
+    return Column(title, text, key)
+
+
+def _name(row: Row) -> str:
+    """Return a cell's name without the number of ranks, with the state of an incomplete cell."""
+    name = row["cell"].replace(f" on {number(row['ranks'], 'rank')}", "")
+    return name if row["state"] == "complete" else f"{name} ({row['state']})"
+
+
+def _range(row: Row) -> str:
+    least, most = row["least_step_seconds"], row["most_step_seconds"]
+    return NONE if least is None else NONE.join((ms(least), ms(most)))
+
+
+def _reached(row: Row) -> str:
+    if row["seconds_to_target"] is not None:
+        return f"{row['seconds_to_target']:.1f}"
+    return "never" if row["state"] == "complete" else NONE
+
+
+def by_ranks(
+    rows: Sequence[Row], columns: Sequence[Column]
+) -> list[tuple[str, list[list[tuple[str, float | str]]]]]:
+    """Return texts and values of all rows, in groups of equal numbers of ranks."""
+    groups: dict[int, list[list[tuple[str, float | str]]]] = {}
+    for row in rows:
+        groups.setdefault(row["ranks"], []).append([column.cell(row) for column in columns])
+    return [(number(ranks, "rank"), lines) for ranks, lines in groups.items()]
+
+
+# -- files ---------------------------------------------------------------------------------------
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    """Return rows as text with commas, and names of the values in the first line."""
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
+
+
+def as_json(about: Mapping[str, Any], rows: Sequence[Row], means: Sequence[Row]) -> str:
+    """Return facts about the study, rows and means as JSON."""
+    plain = [{k: asdict(v) if isinstance(v, Mean) else v for k, v in row.items()} for row in means]
+    return json.dumps({**about, "cells": rows, "means": plain}, indent=1) + "\n"
