@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
@@ -41,12 +42,12 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
         **{"command": shlex.join(command), "target_test_accuracy": target},
     }
-    files = {"csv": table.as_csv(rows), "json": table.as_json(about, rows, means)}
+    tables = {"csv": table.as_csv(rows), "json": table.as_json(about, rows, means)}
     columns, averaged = table.columns(target), table.columns_of_means(target)
     page = _template().render(
         study=study,
         about=about,
-        files={kind: base64.b64encode(text.encode()).decode() for kind, text in files.items()},
+        tables={kind: base64.b64encode(text.encode()).decode() for kind, text in tables.items()},
         facts=list(_facts(cells)),
         findings=list(findings(cells, target, letters)),
         complete=sum(cell.complete for cell in cells),
@@ -62,8 +63,8 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         pictures=list(_pictures([c for c in cells if c.complete], target, predictions)),
         shared=_shared(cells),
     )
-    for kind, text in {**files, "html": page}.items():
-        (directory / f"report.{kind}").write_text(text, encoding="utf-8")
+    for kind, text in {**tables, "html": page}.items():
+        files.write_text(directory / f"report.{kind}", text)
     return directory / "report.html"
 
 
