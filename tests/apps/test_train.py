@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 from pathlib import Path
@@ -14,7 +13,6 @@ from torch import nn
 
 import mpikfac
 from mpikfac_apps.guard import lock
-from mpikfac_apps.options.options import Options
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
@@ -339,26 +337,6 @@ def test_a_terminal_is_looked_for_behind_mpirun(monkeypatch, stderr_of_mpirun, w
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
     monkeypatch.setattr(run_directory.os, "readlink", lambda path: stderr_of_mpirun)
     assert run_directory.on_terminal() == watched
-
-
-def test_a_full_disk_keeps_lines_of_metrics_waiting(tmp_path, monkeypatch, caplog):
-    """Oracle: a file that takes half of the written text, then nothing, then everything."""
-    kept = run_directory.Record(Options(run_dir=str(tmp_path)), {}, {}, run_directory.start_log())
-    file, path = kept._metrics, tmp_path / "metrics.jsonl"
-
-    def nothing(_: bytes) -> int:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    kept.row(1, loss=1.0)
-    for step, write in ((2, lambda text: file.write(text[: len(text) // 2])), (3, nothing)):
-        kept._metrics = SimpleNamespace(write=write, tell=file.tell, truncate=file.truncate)
-        kept.row(step, loss=1.0)
-        assert [row["step"] for row in rows(tmp_path)] == [1]
-        assert run_directory.metrics_bytes(str(tmp_path)) == path.stat().st_size
-    assert caplog.text.count("its lines wait in memory") == 1
-    kept._metrics = file
-    kept.row(4, loss=1.0)
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
 
 
 def test_a_run_whose_directory_another_has_taken_writes_no_more(tmp_path, capfd, monkeypatch):

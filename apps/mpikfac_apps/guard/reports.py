@@ -66,11 +66,13 @@ class Reports:
         directory.mkdir(parents=True, exist_ok=True)
         self._opened = files.writing(self._path(rank))
         self.file = self._opened.fileno()
+        self._memory = os.memfd_create("stacks")  # later no descriptor may be left
 
     def close(self) -> None:
         """Remove this rank's file unless the file has content."""
         empty = not os.fstat(self.file).st_size
         self._opened.close()
+        os.close(self._memory)
         with suppress(OSError):  # for example, a file system that has become read-only
             if empty:
                 self._path(self._rank).unlink(missing_ok=True)
@@ -78,7 +80,7 @@ class Reports:
 
     def tell(self, place: Place, seconds: float) -> None:
         """Report this rank's place after `seconds` without progress, and print a line."""
-        began, stacks = time.monotonic(), _stacks()
+        began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}
         failure = self._write(json.dumps(about).encode() + b"\n" + stacks)
         if failure:
@@ -112,6 +114,12 @@ class Reports:
         writer.join(ANSWER)
         return failure[0]
 
+    def _stacks(self) -> bytes:
+        """Return the stacks of all threads."""
+        faulthandler.dump_traceback(self._memory)
+        os.lseek(self._memory, 0, os.SEEK_SET)
+        return os.read(self._memory, 2**20)
+
     def _summarise(self, seconds: float) -> None:
         """Print the places of all ranks, unless a second rank was first."""
         try:
@@ -139,17 +147,6 @@ class Reports:
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.txt"
-
-
-def _stacks() -> bytes:
-    """Return the stacks of all threads."""
-    memory = os.memfd_create("stacks")
-    try:
-        faulthandler.dump_traceback(memory)
-        os.lseek(memory, 0, os.SEEK_SET)
-        return os.read(memory, 2**20)
-    finally:
-        os.close(memory)
 
 
 def summary(reports: Sequence[Place | None]) -> str:

@@ -74,13 +74,13 @@ class Run:
         self.meter = Meter(comm, self.device)
         self.speed = Speed(options.step_batch, self.trainer.trace)
         self.troubles = 0
-        metrics_bytes = self._restore(checkpoint) if checkpoint is not None else 0
+        kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = None
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             if kept_log is not None:
                 about = environment(place.hosts, self.device)
                 config = resolved(options, comm.size)
-                self.record = run_directory.Record(options, config, about, kept_log, metrics_bytes)
+                self.record = run_directory.Record(options, config, about, kept_log, *kept)
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -340,13 +340,14 @@ class Run:
         """Return rank 0's own items for a checkpoint."""
         if self.comm.rank != 0:
             return {}
-        metrics = run_directory.metrics_bytes(self.options.run_dir)
+        lost = run_directory.state_of_a_lost_rank
+        metrics = self.record.state() if self.record else lost(self.options.run_dir)
         about = checkpoints.identity(self.options)
         about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
         return {
             "run/data": json.dumps(about),
             "run/seconds": self.speed.seconds,
-            "run/metrics_bytes": metrics,
+            **metrics,
         }
 
     def _follow(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> Options:
@@ -361,9 +362,9 @@ class Run:
                 )
         return options
 
-    def _restore(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> int:
-        """Restore the state from the checkpoint, and return the bytes of metrics.jsonl to keep."""
-        kept = 0
+    def _restore(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[int, str]:
+        """Restore the state from the checkpoint, and return what to keep of metrics.jsonl."""
+        kept = 0, ""
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
             self.trainer.load_state_dict(checkpoint)
@@ -371,7 +372,7 @@ class Run:
             self.speed.seconds = items["run/seconds"]
             self.speed.mark()
             if self.options.resume == "auto":
-                kept = items["run/metrics_bytes"]
+                kept = items["run/metrics_bytes"], items.get("run/metrics_waiting", "")
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mpikfac import files
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.training.metrics_file import MetricsFile, state_on_disk
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
 BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal
@@ -67,8 +68,8 @@ class Record:
     Args:
         config: all options, for config.yaml.
         kept_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
-        kept_bytes: length of the part of an earlier metrics.jsonl up to the checkpoint to resume
-            from; the rest is cut off.
+        kept_bytes: see `MetricsFile`.
+        waiting: see `MetricsFile`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Record:
         environment: Mapping[str, Any],
         kept_log: logging.handlers.MemoryHandler,
         kept_bytes: int = 0,
+        waiting: str = "",
     ) -> None:
         path = Path(options.run_dir)
         path.mkdir(parents=True, exist_ok=True)
@@ -90,9 +92,7 @@ class Record:
         file.setFormatter(Printable("%(asctime)s %(message)s"))
         kept_log.setTarget(file)
         kept_log.flush()
-        self._metrics = files.writing(path / "metrics.jsonl", "end")  # open until the run ends
-        self._metrics.truncate(min(kept_bytes, self._metrics.tell()))
-        self._unwritten = b""
+        self._metrics = MetricsFile(path / "metrics.jsonl", kept_bytes, waiting)
         self._board = None
         if options.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -102,26 +102,23 @@ class Record:
     def row(self, step: int, **values: float) -> None:
         """Add a line to metrics.jsonl, rounded to 6 digits; lines wait in memory on a full disk."""
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
-        waiting, begin = self._unwritten, self._metrics.tell()
-        self._unwritten += json.dumps({"step": step, **short}).encode() + b"\n"
-        with suppress(OSError):
-            if self._metrics.write(self._unwritten) == len(self._unwritten):
-                self._unwritten = b""
-            else:
-                self._metrics.truncate(begin)  # a restart cannot read half a line
-        if self._unwritten and not waiting:
-            log.warning("metrics.jsonl cannot be written; its lines wait in memory")
+        self._metrics.add(json.dumps({"step": step, **short}))
         if self._board:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
 
+    def state(self) -> dict[str, int | str]:
+        """Return the items of a checkpoint that a restart gives back to `Record`."""
+        return self._metrics.state()
 
-def metrics_bytes(run_dir: str) -> int:
-    """Return the bytes of the run's metrics.jsonl, after an attempt to flush the file to disk."""
-    with files.writing(Path(run_dir) / "metrics.jsonl", "end") as metrics:
-        with suppress(OSError):
-            os.fsync(metrics.fileno())
-        return metrics.tell()
+
+def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:
+    """Return `Record.state` for the record of a rank that is lost.
+
+    Raises:
+        OSError: metrics.jsonl cannot be opened.
+    """
+    return state_on_disk(Path(run_dir) / "metrics.jsonl")
 
 
 def start_anew(run_dir: Path) -> None:

@@ -63,9 +63,10 @@ def save_what_is_left(run: Run) -> None:
     lost = "no complete state is confirmed"
     if comm.size > 1 and names and not trainer.missing(names):
         counted = run.meter.state()
-        if comm.rank == 0:
-            items |= counted | run.about()
         try:
+            with mpikfac.comm.together(comm, f"run_dir={run.options.run_dir}"):
+                if comm.rank == 0:
+                    items |= counted | run.about()
             mpikfac.save_checkpoint(comm, checkpoints.root(run.options), items, step)
             return
         except mpikfac.UserError as error:

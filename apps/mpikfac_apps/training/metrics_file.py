@@ -1,0 +1,100 @@
+"""Write metrics.jsonl: no line is lost to a full disk, a restart, or the removal of the file."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from mpikfac import files
+
+log = logging.getLogger("mpikfac.train")
+
+
+class MetricsFile:
+    """The open metrics.jsonl of a run; lines that cannot be written wait in memory.
+
+    Args:
+        kept_bytes: length of the part of an earlier file up to the checkpoint to resume from; the
+            rest is cut off.
+        waiting: lines that waited in memory when the checkpoint was written.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, kept_bytes: int = 0, waiting: str = "") -> None:
+        self._path, self._bytes = path, 0
+        self._file = files.writing(path, "end")
+        if (found := self._end()) < kept_bytes:
+            log.warning(
+                "metrics.jsonl has %d of the %d bytes that the checkpoint counted: lines are lost",
+                *(found, kept_bytes),
+            )
+        self._file.truncate(min(kept_bytes, found))
+        self._waiting = b""
+        self._add(waiting.encode())
+
+    def add(self, line: str) -> None:
+        """Add a line to the file, or to the lines that wait."""
+        self._add(line.encode() + b"\n")
+
+    def state(self) -> dict[str, int | str]:
+        """Return the items of a checkpoint: the bytes on disk, and the lines that wait."""
+        self._add(b"")
+        with suppress(OSError):
+            os.fsync(self._file.fileno())
+        return {"run/metrics_bytes": self._end(), "run/metrics_waiting": self._waiting.decode()}
+
+    def _add(self, text: bytes) -> None:
+        waited = bool(self._waiting)
+        self._waiting += text
+        try:
+            self._follow()
+            self._write()
+        except OSError as error:
+            if self._waiting and not waited:
+                why = files.why(error)
+                log.warning("metrics.jsonl cannot be written: %s; its lines wait in memory", why)
+
+    def _write(self) -> None:
+        """Write the lines that wait: all, or none, because a restart cannot read half a line."""
+        end = self._end()
+        if self._waiting and self._file.write(self._waiting) < len(self._waiting):
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._waiting = b""
+
+    def _follow(self) -> None:
+        """Make the file anew if somebody has removed or replaced the file."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
+                return
+        content = b"" if self._path.exists() else self._content()
+        new = files.writing(self._path, "end")
+        self._file.close()
+        self._file, self._waiting = new, content + self._waiting
+        log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
+
+    def _content(self) -> bytes:
+        """Return what the removed file holds: the system keeps an open file."""
+        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as removed:
+            return removed.read()
+
+    def _end(self) -> int:
+        """Return the bytes on disk, at the last look if the disk does not answer."""
+        with suppress(OSError):
+            self._bytes = self._file.seek(0, os.SEEK_END)
+        return self._bytes
+
+
+def state_on_disk(path: Path) -> dict[str, int | str]:
+    """Return `MetricsFile.state` for the file of a rank that is lost.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    with files.writing(path, "end") as file:
+        return {"run/metrics_bytes": file.seek(0, os.SEEK_END), "run/metrics_waiting": ""}

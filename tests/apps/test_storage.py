@@ -1,0 +1,165 @@
+"""Runs whose storage fails for a while: training goes on, and no line of metrics is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import mpikfac
+from mpikfac_apps.training import train
+from mpikfac_apps.training.checkpoints import Saver
+from mpikfac_apps.training.metrics_file import MetricsFile
+from mpikfac_apps.training.run import Run
+
+QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1")
+OPTIONS = (*QUICK, "--checkpoint_every=2", "--resume=auto")
+TIMES = ("seconds", "images_per_second", "communication")
+STEPS = 9
+
+
+def rows(run: Path) -> list[dict[str, float]]:
+    """Return lines of metrics without times."""
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [{key: row[key] for key in row if key not in TIMES} for row in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> list[dict[str, float]]:
+    run = tmp_path_factory.mktemp("undisturbed")
+    assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
+    return rows(run)
+
+
+def mounted(*how: str) -> None:
+    done = subprocess.run(["mount", *how], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def disk(tmp_path) -> Iterator[Path]:
+    """Return the path of a file system of 16 MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted("-t", "tmpfs", "-o", "size=16M", "mpikfac-test", str(place))
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)  # the log is still open
+
+
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    filler = disk / "filler"
+    with open(filler, "wb") as file:
+        file.write(bytes(shutil.disk_usage(disk).free))
+    yield
+    filler.unlink()
+
+
+@contextmanager
+def read_only(disk: Path) -> Iterator[None]:
+    """Put a read-only mount on the disk; open files stay writable, as Linux wants."""
+    mounted("--bind", str(disk), str(disk))
+    mounted("-o", "remount,bind,ro", str(disk))
+    yield
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@contextmanager
+def out_of_descriptors(disk: Path) -> Iterator[None]:
+    former = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, former[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, former)
+
+
+@contextmanager
+def without_metrics(disk: Path) -> Iterator[None]:
+    (disk / "run" / "metrics.jsonl").unlink()
+    yield
+
+
+@contextmanager
+def with_other_metrics(disk: Path) -> Iterator[None]:
+    """Replace the file by a copy, as editors do."""
+    path = disk / "run" / "metrics.jsonl"
+    shutil.copy(path, path.with_name("new"))
+    os.replace(path.with_name("new"), path)
+    yield
+
+
+FAULTS = (full, read_only, out_of_descriptors, without_metrics, with_other_metrics)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkeypatch, fault):
+    """Oracle: metrics and the last checkpoint's step of an undisturbed run."""
+    step, failing = Run.step, fault(disk)
+
+    def disturbed(run: Run, number: int, *batch: object) -> None:
+        if number == 3:
+            failing.__enter__()
+        if number == 6:
+            failing.__exit__(None, None, None)
+        step(run, number, *batch)
+
+    monkeypatch.setattr(Run, "step", disturbed)
+    assert train.main([*OPTIONS, f"--run_dir={disk / 'run'}"]) == 0
+    assert rows(disk / "run") == undisturbed
+    found = mpikfac.find_checkpoint(mpikfac.world(), disk / "run" / "checkpoints")
+    assert found.step == STEPS
+    log = (disk / "run" / "log.txt").read_text()
+    warned = "training goes on" if fault in FAULTS[:3] else "metrics.jsonl was removed or replaced"
+    assert warned in log
+
+
+@pytest.mark.parametrize("room", ["before the checkpoint", "after the checkpoint"])
+def test_waiting_lines_outlive_a_kill(tmp_path, undisturbed, monkeypatch, room):
+    """Oracle: the undisturbed run; the directory as a kill after the checkpoint leaves it."""
+    run, killed = tmp_path / "run", tmp_path / "killed"
+    save, write = Saver.save, MetricsFile._write
+    failing: list[Callable[..., None]] = []
+
+    def saved(saver: Saver, items, step: int, last: bool = False) -> None:
+        save(saver, items, step, last)
+        if step == 6:
+            saver.settle()
+            shutil.copytree(run, killed)
+            (killed / "lock").unlink()
+
+    def written(metrics: MetricsFile) -> None:
+        last = metrics._waiting.splitlines()[-1:]
+        at = json.loads(last[0])["step"] if last else 0
+        if at == 6 and not (room == "before the checkpoint" and failing):
+            failing.append(write)
+            raise OSError(28, "No space left on device")
+        write(metrics)
+
+    monkeypatch.setattr(Saver, "save", saved)
+    monkeypatch.setattr(MetricsFile, "_write", written)
+    assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
+    assert failing and rows(run) == undisturbed
+    monkeypatch.undo()
+    assert train.main([*OPTIONS, f"--run_dir={killed}"]) == 0
+    assert rows(killed) == undisturbed
+
+
+def test_lost_lines_of_metrics_are_told(tmp_path, undisturbed):
+    """Oracle: the lines left in the file, and the lines of the steps that follow."""
+    run = tmp_path / "run"
+    assert train.main([*OPTIONS, f"--run_dir={run}", "--max_steps=6"]) == 0
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert train.main([*OPTIONS, f"--run_dir={run}"]) == 0
+    assert "bytes that the checkpoint counted: lines are lost" in (run / "log.txt").read_text()
+    kept = [row["step"] for row in rows(run)]
+    assert kept == [row["step"] for row in undisturbed[:2] + undisturbed[len(lines) :]]
