@@ -19,6 +19,8 @@ LIMIT = 2**25
 """Bytes of the largest JSON that is read; about 200,000 items of a checkpoint's manifest."""
 SMALL = 2**18
 """Bytes of the largest small file that is read: a lock, options, a study."""
+HUGE = 2**62
+"""The largest number of a `form`."""
 DEEP = 32
 """Levels of the deepest JSON and YAML that is read."""
 
@@ -117,6 +119,47 @@ def read_json(path: str | Path, limit: int = LIMIT, links: bool = False) -> Any:
         ValueError: the file is no JSON, or has too many levels; the text lacks the path.
     """
     return json_of(read_bytes(path, limit, links))
+
+
+def read_form(path: str | Path, form: Any, limit: int = LIMIT) -> Any:
+    """Return the content of a JSON file that `has_form`.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is no JSON of the form; the text names the path.
+    """
+    try:
+        content = read_json(path, limit)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged; delete the file: {error}") from error
+    if not has_form(content, form):
+        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+    return content
+
+
+def has_form(content: Any, form: Any) -> bool:
+    """Return whether the content of a JSON file has a form.
+
+    Args:
+        form: `str`, `int` or `object`; `float` for any number that is no huge one; `[form]` for a
+            list; `{str: form}` for an object with any keys; `{"key": form}` for an object with at
+            least these keys; a tuple of forms, for any of the forms; None for null.
+    """
+    if isinstance(form, tuple):
+        return any(has_form(content, one) for one in form)
+    if isinstance(form, list):
+        return isinstance(content, list) and all(has_form(one, form[0]) for one in content)
+    if isinstance(form, dict):
+        if not isinstance(content, dict):
+            return False
+        if str in form:
+            return all(has_form(one, form[str]) for one in content.values())
+        return all(key in content and has_form(content[key], one) for key, one in form.items())
+    if form is float:
+        return type(content) in (int, float) and abs(content) <= HUGE
+    if form is int:
+        return type(content) is int and abs(content) <= HUGE
+    return content is None if form is None else isinstance(content, form)
 
 
 def json_of(text: bytes | str) -> Any:

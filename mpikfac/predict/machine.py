@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from mpikfac import files
+
 Point = tuple[float, float]
+LARGEST = 1e30
+"""A number above is a mistake, and products of such numbers are not finite."""
 PRIMITIVES = (
     *("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast", "Send"),
     *("Allgather", "Alltoall, Allgather"),
@@ -155,17 +159,14 @@ class Machine:
         return interpolated(points, order) * max(1.0, order / largest) ** 3
 
 
-def machine_from_json(text: str) -> Machine:
+def machine_from_json(text: str | bytes) -> Machine:
     """Return the machine that `Machine.to_json` wrote.
 
     Raises:
         ValueError: the text describes no machine; the error names the wrong key and a right value.
     """
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is no JSON: {error.msg}") from error
-    values = _checked(content, Machine, "the file")
+    values = _checked(files.json_of(text), Machine, "the file")
+    _check_types(values, Machine)
     values["inside"] = _level(values["inside"], "inside")
     if values.get("between") is not None:
         values["between"] = _level(values["between"], "between")
@@ -179,13 +180,14 @@ def machine_from_json(text: str) -> Machine:
         )
     hidden = values.get("hidden", 1.0)
     if type(hidden) not in (int, float) or not -10 <= hidden <= 1:
-        raise ValueError(f"hidden={hidden!r} must be a number from -10 to 1")
+        raise ValueError(f"hidden={reprlib.repr(hidden)} must be a number from -10 to 1")
     values["networks"] = tuple(_network(entry) for entry in _list(values, "networks"))
     values["samples"] = tuple(_sample(entry) for entry in _list(values, "samples"))
     if values.get("products"):
         values["products"] = _points(values["products"], "products")
     if not isinstance(values["decompositions"], dict):
-        raise ValueError(f"decompositions is {values['decompositions']!r}, not an object by solver")
+        found = reprlib.repr(values["decompositions"])
+        raise ValueError(f"decompositions is {found}, not an object by solver")
     values["decompositions"] = {
         solver: _points(points, f"decompositions.{solver}")
         for solver, points in values["decompositions"].items()
@@ -204,12 +206,16 @@ def load_machine(name: str) -> Machine:
     """
     shipped = resources.files("mpikfac.predict") / "machines" / f"{name}.json"
     try:
-        text = shipped.read_text() if name in published_machines() else Path(name).read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        if name in published_machines():
+            return machine_from_json(shipped.read_text())
+        text = files.read_bytes(name, files.LIMIT, links=True)
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ValueError(
             f"machine={name} is no file that can be read; give one that mpikfac calibrate wrote, "
             f"or one of {', '.join(published_machines())}"
         ) from error
+    except OSError as error:
+        raise ValueError(f"machine={name} cannot be read: {files.why(error)}") from error
     try:
         return machine_from_json(text)
     except ValueError as error:
@@ -245,67 +251,87 @@ def _level(entry: Any, key: str) -> Level:
     values = _checked(entry, Level, key)
     for name, value in values.items():
         if not _is_number(value) or value == 0:
-            raise ValueError(f"{key}.{name}={value!r} must be a finite number above 0")
+            raise ValueError(f"{key}.{name}={reprlib.repr(value)} must be a finite number above 0")
     return Level(**values)
 
 
 def _network(entry: Any) -> Network:
     values = _checked(entry, Network, "networks")
+    _check_types(values, Network, "networks.")
     for key, value in values.items():
         left_out = key in OPTIONAL and value is None
         if key not in ("model", "batch") and not left_out and not _is_number(value):
-            raise ValueError(f"networks.{key}={value!r} must be a finite number of at least 0")
+            raise ValueError(
+                f"networks.{key}={reprlib.repr(value)} must be a finite number of at least 0"
+            )
     _check_count("networks.batch", values["batch"])
     return Network(**values)
 
 
 def _sample(entry: Any) -> Sample:
     values = _checked(entry, Sample, "samples")
+    _check_types(values, Sample, "samples.")
     values["points"] = _points(values["points"], f"samples.{values['primitive']}")
     for key in ("ranks", "nodes", "sharing"):
         _check_count(f"samples.{key}", values[key])
     if values["primitive"] not in PRIMITIVES:
         known = ", ".join(PRIMITIVES)
-        raise ValueError(f"samples.primitive={values['primitive']!r} must be one of {known}")
+        found = reprlib.repr(values["primitive"])
+        raise ValueError(f"samples.primitive={found} must be one of {known}")
     return Sample(**values)
 
 
 def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
     found = values.get(key, ())
     if not isinstance(found, (list, tuple)):
-        raise ValueError(f"{key} is {found!r}, not a list")
+        raise ValueError(f"{key} is {reprlib.repr(found)}, not a list")
     return found
 
 
 def _check_count(key: str, value: Any) -> None:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{key}={value!r} must be a whole number of at least 1")
+    if type(value) is not int or not 1 <= value <= LARGEST:
+        raise ValueError(f"{key}={reprlib.repr(value)} must be a whole number of at least 1")
 
 
 def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
     """Return a JSON object with the keys of `kind`; keys with defaults may be left out."""
     if not isinstance(entry, dict):
-        raise ValueError(f"{key} is {entry!r}, not an object of keys and values")
+        raise ValueError(f"{key} is {reprlib.repr(entry)}, not an object of keys and values")
     names = [known.name for known in fields(kind)]
     if extra := set(entry) - set(names):
-        raise ValueError(f"{key} has the unknown key {min(extra)!r}; known are {', '.join(names)}")
+        first, known_keys = reprlib.repr(min(extra)), ", ".join(names)
+        raise ValueError(f"{key} has the unknown key {first}; known are {known_keys}")
     for known in fields(kind):
         if known.name not in entry and known.default is known.default_factory is MISSING:
             raise ValueError(f"{key} lacks the key {known.name!r}")
     return dict(entry)
 
 
+def _check_types(values: Mapping[str, Any], kind: Any, key: str = "") -> None:
+    """Check the keys of a JSON object that are text, text or null, or an object."""
+    types: dict[str, tuple[Any, str]] = {
+        "str": (str, "a text"),
+        "str | None": ((str, type(None)), "a text or null"),
+        "Mapping[str, Any]": (dict, "an object of keys and values"),
+        "Mapping[str, str]": (dict, "an object of keys and values"),
+    }
+    for known in fields(kind):
+        expected, what = types.get(str(known.type), (object, ""))
+        if known.name in values and not isinstance(values[known.name], expected):
+            raise ValueError(f"{key}{known.name}={reprlib.repr(values[known.name])} must be {what}")
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < math.inf
+    return type(value) in (int, float) and 0 <= value <= LARGEST
 
 
 def _points(pairs: Any, key: str) -> tuple[Point, ...]:
     """Return pairs of positive numbers, the first numbers ascending."""
     try:
         points = tuple((float(x), float(y)) for x, y in pairs)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         raise ValueError(f"{key} must be a list of pairs of numbers") from None
     rising = all(a < b for (a, _), (b, _) in zip(points, points[1:]))
-    if not points or not rising or not all(0 < v < math.inf for pair in points for v in pair):
+    if not points or not rising or not all(0 < v <= LARGEST for pair in points for v in pair):
         raise ValueError(f"{key} must be pairs of positive numbers, the first ones ascending")
     return points

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,14 @@ MADE: dict[str, Callable[[Path], object]] = {
     "a link": make_link,
     "a device": lambda path: os.mknod(path, 0o20600, os.makedev(1, 3)),
 }
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(
+    path
+    for folder in ("mpikfac", "apps")
+    for path in (ROOT / folder).rglob("*.py")
+    if path.name != "files.py"
+)
 
 
 @pytest.fixture
@@ -128,3 +137,43 @@ def test_text_is_printable() -> None:
     assert files.printable(text) == "a\\x1b[2Jb\\nc\\x9bd\\u202ee\\udcff é 中"
     assert files.printable_lines("a\r\nb") == "a\\r\nb"
     assert str(UserError(text)) == files.printable(text)
+
+
+OPENING = {
+    *("open", "io.open", "os.open", "os.fdopen", "np.load", "np.fromfile", "np.savez", "np.save"),
+    *("torch.load", "torch.save", "logging.FileHandler", "yaml.load", "mmap.mmap"),
+}
+METHODS = {"read_text", "read_bytes", "write_text", "write_bytes", "savefig", "tofile", "touch"}
+# Files of /proc, of the package and in memory; directories; links; /dev/null.
+ALLOWED = {
+    *(
+        "durable.py: os.open",
+        "job.py: open",
+        "metrics_file.py: open",
+        "lock.py: read_text",
+        "jobs.py: read_text",
+    ),
+    *("state.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
+    *("watchdog.py: os.open", "reports.py: os.open", "text.py: os.open", "datasets.py: np.load"),
+    *("export.py: torch.save", "export.py: np.savez"),
+    *("compare.py: savefig", "spectra.py: savefig", "style.py: savefig"),
+}
+
+
+def opened(tree: ast.AST) -> Iterator[str]:
+    """Yield the calls that open a file without `mpikfac.files`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            owner, _, method = name.rpartition(".")
+            if name in OPENING:
+                yield name
+            elif method in METHODS and owner != "files":
+                yield method
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_all_files_are_opened_in_one_place(source) -> None:
+    """Oracle: the syntax trees; `mpikfac/files.py` opens all files but those above."""
+    found = {f"{source.name}: {call}" for call in opened(ast.parse(source.read_text()))}
+    assert found - ALLOWED == set()

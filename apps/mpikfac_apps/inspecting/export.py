@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options.command_line import read
@@ -129,7 +130,7 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
+        with io.BufferedWriter(files.writing(partial)) as file:
             SAVE[path.suffix](content, file)
             file.flush()
             os.fsync(file.fileno())

@@ -7,19 +7,19 @@ Exit code 1: the checkpoint is damaged, or has an unknown format version.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-import yaml
 from torch import Tensor
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.cli import checkpoint_at, complain
 from mpikfac_apps.inspecting import spectra
+from mpikfac_apps.options import documents
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional, read_by
 from mpikfac_apps.text import show, table
@@ -97,7 +97,7 @@ def faults_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, str]:
 def heading(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
     """Return lines with the path, step, format version, time and size of the checkpoint."""
     manifest = checkpoint.path / "manifest.json"
-    version = json.loads(manifest.read_bytes())["version"]
+    version = files.read_json(manifest)["version"]
     written = datetime.fromtimestamp(manifest.stat().st_mtime).astimezone()
     size = sum(shard["size"] for shard in checkpoint.shards.values())
     return [
@@ -165,10 +165,10 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float,
     folder = checkpoint.path.resolve().parent.parent
     solver = checkpoint.get("kfac/solver")
     try:
-        chosen = yaml.safe_load((folder / "config.yaml").read_text())["kfac"]
+        chosen = documents.loaded(files.read_text(folder / "config.yaml"))["kfac"]
         damping = checkpoint[ADAPTED] if ADAPTED in checkpoint else chosen["damping"]
         return solver or chosen["solver"], float(damping), chosen.get("relative_damping", False)
-    except (OSError, yaml.YAMLError, KeyError, TypeError):
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return NONE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import mpikfac
+from mpikfac import files
 
 FACTORS = "kfac/factors/"
 NONE = torch.empty(0, dtype=torch.float64)
@@ -149,7 +151,9 @@ def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, pat
     axes[2].grid(alpha=0.3)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format=path.suffix[1:])
+    files.write_bytes(path, image.getbuffer(), named=True)
     pyplot.close(figure)
 
 

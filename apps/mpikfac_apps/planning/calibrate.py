@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.cli import read_options
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, read_by, required
@@ -83,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         machine = measured(comm, options)
         with mpikfac.comm.together(comm, f"out={options.out}"):
             if comm.rank == 0:
-                options.out.write_text(machine.to_json())
+                files.write_text(options.out, machine.to_json(), named=True)
     if comm.rank == 0:
         print(f"{options.out}: {machine.name}")
     return mpikfac.comm.leaving(0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
@@ -97,7 +98,7 @@ def predict(options: SimulateOptions) -> int:
     machine = mpikfac.predict.load_machine(options.machine)
     rows = predictions(options, machine)
     if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
     show([heading(options, machine), *(section(ranks, rows) for ranks in options.ranks)])
     return 0
 

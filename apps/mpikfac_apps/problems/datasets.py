@@ -9,6 +9,8 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import pickletools
+import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,9 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpikfac import files
+
 CIFAR_RECORDS = 10_000  # in each file
 CIFAR_PIXELS = 3 * 32 * 32
 CIFAR_CLASSES = 10
+CIFAR_LIMIT = 2**25  # bytes of a file; the published files have 31 million
+CIFAR_INSTRUCTIONS = 2**16  # of a pickle; the published files have about 30,000
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
 
@@ -127,7 +133,7 @@ def cifar10(path: str, images: int | None = None) -> Dataset:
 
 def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return pixels `[10000, 3072]` and labels `[10000]` from records: a label, then pixels."""
-    raw = np.frombuffer(path.read_bytes(), dtype=np.uint8)
+    raw = np.frombuffer(files.read_bytes(path, CIFAR_LIMIT, links=True), dtype=np.uint8)
     expected = CIFAR_RECORDS * (1 + CIFAR_PIXELS)
     if len(raw) != expected:
         raise ValueError(f"{path} has {len(raw)} bytes instead of {expected}; unpack it again")
@@ -147,26 +153,53 @@ def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
 
 def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Return pixels `[10000, 3072]` and labels `[10000]` of a pickle; nothing is executed."""
+    pickled = files.read_bytes(path, CIFAR_LIMIT, links=True)
     try:
-        content = DataOnlyUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
+        check_size(pickled)
+        content = DataOnlyUnpickler(io.BytesIO(pickled), encoding="bytes").load()
         _, shape, dtype, by_columns, raw = content[b"data"].state
-        labels = np.asarray(content[b"labels"])
+        found = (shape, dtype.arguments[:1], bool(by_columns))
+        labels = flat_labels(content[b"labels"])
         pixels = np.frombuffer(raw, dtype=np.uint8)
-    except OSError:
-        raise
     except Exception as error:  # a damaged pickle may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"{path} is no batch of CIFAR-10: {reason}") from error
-    found = (shape, dtype.arguments[:1], bool(by_columns), pixels.size, labels.shape)
     expected = (CIFAR_RECORDS, CIFAR_PIXELS)
-    if found != (expected, (b"u1",), False, math.prod(expected), (CIFAR_RECORDS,)):
+    whole = (pixels.size, labels.size) == (math.prod(expected), CIFAR_RECORDS)
+    if found != (expected, (b"u1",), False) or not whole:
+        form = reprlib.repr(shape)
         raise ValueError(
-            f"{path} has {pixels.size} bytes of pixels as {shape} and {labels.size} labels "
+            f"{path} has {pixels.size} bytes of pixels as {form} and {labels.size} labels "
             f"instead of {math.prod(expected)} as {expected} and {CIFAR_RECORDS}; unpack it again"
         )
-    if labels.dtype.kind != "i":
-        raise ValueError(f"{path}: labels are {labels.dtype}, not whole numbers")
     return pixels.reshape(expected).copy(), checked_labels(path, labels)
+
+
+def check_size(pickled: bytes) -> None:
+    """Check that a pickle takes little more memory than its bytes, before the pickle is loaded.
+
+    Raises:
+        ValueError: the pickle has too many instructions, has fewer bytes than an instruction asks
+            for, asks for a large table, or holds numbers of more than 64 bits: as keys, they could
+            fill a dictionary slowly.
+    """
+    for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
+        place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
+        if max(count, place or 0) > CIFAR_INSTRUCTIONS:
+            raise ValueError(f"it takes more than {CIFAR_INSTRUCTIONS:,} instructions")
+        if isinstance(argument, int) and abs(argument) >= 2**63:
+            raise ValueError("it holds a number of more than 64 bits")
+
+
+def flat_labels(labels: object) -> np.ndarray:
+    """Return a list of whole numbers as an array.
+
+    Raises:
+        ValueError: the labels are something else, such as a list that holds itself.
+    """
+    if not isinstance(labels, list) or any(type(label) is not int for label in labels):
+        raise ValueError("labels are no list of whole numbers")
+    return np.array(labels, dtype=np.int64)
 
 
 class Inert:

@@ -7,10 +7,12 @@ Seconds count training steps only; evaluation and checkpoints are left out.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mpikfac import files
 from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, positional
@@ -104,5 +106,7 @@ def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
     by_epoch.legend(loc="lower right")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    image = io.BytesIO()
+    figure.savefig(image, dpi=120, format=path.suffix[1:] or None)
+    files.write_bytes(path, image.getbuffer(), named=True)
     pyplot.close(figure)

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpikfac import files
+
+LIMIT = 2**27
+"""Bytes of the largest metrics that are read: about a million lines."""
+FORM = {"step": int, "epoch": float, "seconds": float}
+POSITIVE = ("images_per_second", "seconds")
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -30,19 +37,38 @@ def read(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics.jsonl; an incomplete last line is left out.
 
     Raises:
-        ValueError: the file is missing, or a complete line is not JSON.
+        ValueError: the file is missing, or a complete line is no line of metrics.
+        OSError: the file cannot be read.
     """
     path = run / "metrics.jsonl"
-    if not path.exists():
-        raise ValueError(f"{path} is missing; give the run_dir of a run")
-    *lines, _ = path.read_text(errors="replace").split("\n")
     rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number} is no JSON: {error}") from error
+    try:
+        with files.reading(path, LIMIT) as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    rows.append(_row(line, f"{path}, line {number}"))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing; give the run_dir of a run") from None
     return rows
+
+
+def _row(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except (RecursionError, ValueError) as error:
+        reason = getattr(error, "msg", "it is no text of JSON")
+        raise ValueError(f"{where} is no JSON: {reason}") from error
+    if not files.has_form(row, FORM) or not all(map(_is_number, row.values())) or row["step"] < 1:
+        raise ValueError(f"{where} is no line of metrics")
+    for key in POSITIVE:
+        if key in row and not 0 < row[key] < files.HUGE:
+            raise ValueError(f"{where} is no line of metrics: {key} is {row[key]}")
+    return row
+
+
+def _is_number(value: object) -> bool:
+    """Return whether a value is a number; a run that diverges has NaN or infinity, too."""
+    return isinstance(value, float) or files.has_form(value, int)
 
 
 def curve(rows: Iterable[Mapping[str, Any]]) -> Curve:

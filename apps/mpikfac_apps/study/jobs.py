@@ -17,11 +17,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from mpikfac import files
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.spec import STOPPED, Cell
 
 PATIENCE = 60.0  # seconds that a job may take to end
+FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
 
 @dataclass(frozen=True)
@@ -45,9 +47,17 @@ class Result:
 
 
 def result(directory: Path) -> Result | None:
-    """Return the result of the cell in a directory; None if the cell has not ended."""
-    path = directory / "result.json"
-    return Result(**json.loads(path.read_text())) if path.exists() else None
+    """Return the result of the cell in a directory; None if the cell has not ended.
+
+    Raises:
+        ValueError: the file is damaged.
+        OSError: the file cannot be read.
+    """
+    try:
+        found = files.read_form(directory / "result.json", FORM, files.SMALL)
+    except FileNotFoundError:
+        return None
+    return Result(**{key: found[key] for key in Result.__annotations__ if key in found})
 
 
 def run(cell: Cell, directory: Path, launcher: str) -> Result:
@@ -70,7 +80,7 @@ def run(cell: Cell, directory: Path, launcher: str) -> Result:
         cores = len(os.sched_getaffinity(0))
         ended = replace(ended, cores=cores, others=round(max(0.0, others), 3))
     draft = directory / "result.json.part"
-    draft.write_text(json.dumps(asdict(ended)) + "\n")
+    files.write_text(draft, json.dumps(asdict(ended)) + "\n")
     draft.replace(directory / "result.json")
     return ended
 
@@ -114,7 +124,7 @@ def _job(words: list[str], output: Path) -> int:
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     queued = words[0] == "sbatch"
     with (
-        open(output, "w") as file,
+        files.writing(output) as file,
         subprocess.Popen(
             words,
             env=defaults | dict(os.environ),
@@ -174,6 +184,9 @@ def _why(output: Path, code: int) -> str:
     """Return the program's last message; launchers add lines of their own."""
     if code == STOPPED:
         return "it was asked to stop before its end"
-    lines = [line.strip() for line in output.read_text(errors="replace").splitlines()]
+    with files.reading(output) as file:
+        file.seek(max(0, output.stat().st_size - files.SMALL))
+        text = file.read(files.SMALL).decode(errors="replace")
+    lines = [line.strip() for line in text.splitlines()]
     said = [line for line in lines if line.startswith("mpikfac: ")] or list(filter(None, lines))
     return said[-1].removeprefix("mpikfac: ") if said else f"exit code {code}, without a word"

@@ -18,6 +18,7 @@ from statistics import fmean, median
 from typing import Any
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Distribution
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
@@ -50,6 +51,17 @@ RESOLVED = {
     *(f"kfac.{leaf.key}" for leaf in leaves(Distribution)),
     *("kfac.machine", "kfac.solver", "kfac.basis_every"),
 }
+
+
+STAGE = {"seconds": float, "bytes": float, "waiting": float}
+MEANS = {
+    "steps": [int],
+    "seconds": float,
+    "ranks": [{"stages": {str: STAGE}, "beside": {str: {str: STAGE}}}],
+}
+"""The form of stages.json."""
+ENVIRONMENT = {"started": str, "ranks_per_host": {str: int}, "packages": {str: str}}
+"""The form of environment.json."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,7 @@ class Measured:
     @property
     def crowded(self) -> bool:
         """True if ranks shared cores on the machine of the study."""
-        hosts = self.environment.get("ranks_per_host", {})
+        hosts = self.environment.get("ranks_per_host") or {}
         cores = self.result.cores if self.result else None
         return len(hosts) == 1 and cores is not None and self.cell.ranks > cores
 
@@ -163,7 +175,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     rows: list[dict[str, Any]] = []
     with suppress(ValueError):  # missing or damaged metrics: the cell is not complete
         rows = curves.read(run)
-    means = _json(run / "stages.json")
+    means = _json(run / "stages.json", MEANS)
     if len(means.get("steps", ())) % basis_every(cell.options, cell.ranks):
         means = {}  # the run was too short
     planned = _planned(cell)
@@ -171,7 +183,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         cell=cell,
         run=run,
         result=jobs.result(directory),
-        environment=_json(run / "environment.json"),
+        environment=_json(run / "environment.json", ENVIRONMENT),
         curve=curves.curve(rows),
         train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
         step_seconds=_step_seconds(cell, rows),
@@ -183,13 +195,19 @@ def _measured(cell: Cell, directory: Path) -> Measured:
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if the file is missing or incomplete."""
+def _json(path: Path, form: Any) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if the file is missing or was not written whole.
+
+    Raises:
+        ValueError: the file has another form.
+    """
     try:
-        found = json.loads(path.read_text())
-    except (FileNotFoundError, json.JSONDecodeError):
+        found = files.read_json(path)
+    except (FileNotFoundError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    if not files.has_form(found, form):
+        raise ValueError(f"{path} is damaged; delete the file: it has another form")
+    return found
 
 
 def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:

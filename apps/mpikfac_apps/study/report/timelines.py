@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import json
+import io
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from mpikfac import files
 from mpikfac_apps.study.report.style import STAGES, WIDTH, bar_style, styled
 from mpikfac_apps.study.results import GROUPS, OTHER, Measured
 
 SHOWN = 6  # timelines
+MOST_SLICES = 10**7  # slices times steps of the largest timeline that is drawn
+TRACE = {"traceEvents": [{"ph": str}]}
+SLICE = {"name": str, "pid": int, "ts": float, "dur": float}
 GROUP_OF = {stage: group for group, stages in GROUPS.items() for stage in stages}
 
 
@@ -77,16 +82,24 @@ def _trace_file(run: Path) -> Path | None:
 
 
 def _trace(run: Path) -> list[dict[str, Any]]:
-    """Return slices of the run's timeline; nothing if the file is missing or damaged."""
+    """Return slices of the run's timeline; nothing if the file is missing, damaged or too large."""
     path = _trace_file(run)
     if path is None:
         return []
     try:
-        content = path.read_bytes()
-        found = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-    except (EOFError, OSError, ValueError):
+        content = files.read_bytes(path, files.LIMIT)
+        if path.suffix == ".gz":
+            with gzip.open(io.BytesIO(content)) as packed:
+                content = packed.read(files.LIMIT + 1)  # a small file may unpack to a huge one
+        found = files.json_of(content[: files.LIMIT])
+    except (EOFError, OSError, ValueError, zlib.error):
         return []
-    return [event for event in found["traceEvents"] if event["ph"] == "X"]
+    if not files.has_form(found, TRACE):
+        return []
+    slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    steps = {event["name"] for event in slices if str(event.get("name")).startswith("step ")}
+    small = len(slices) * len(steps) <= MOST_SLICES
+    return slices if small and files.has_form(slices, [SLICE]) else []
 
 
 def _traced_steps(events: Sequence[Mapping[str, Any]]) -> list[list[Mapping[str, Any]]]:
