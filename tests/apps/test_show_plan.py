@@ -101,6 +101,55 @@ def test_a_plan_without_layers_is_that_of_data_parallelism(update, capsys):
     assert "statistics" not in text.partition("Ordinary step")[2]
 
 
+OWN = """
+import torch, mpikfac
+
+class Scaled(torch.nn.Linear):
+    pass
+
+def build():
+    return torch.nn.Sequential(Scaled(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+
+def none():
+    return None
+"""
+
+
+@pytest.mark.parametrize(("more", "layers"), [("", 1), ("COVERS = {Scaled: mpikfac.Layer}\n", 1)])
+def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
+    """Oracle: the plan of the library for the same module, by its digest."""
+    file = tmp_path / "own.py"
+    file.write_text(OWN + more)
+    assert main(["--model", f"{file}:build", "--ranks", "2"]) == 0
+    text = capsys.readouterr().out
+    place: dict = {}
+    exec(OWN + more, place)
+    coverage = mpikfac.Coverage(covers=place.get("COVERS", mpikfac.KINDS))
+    found, others = mpikfac.layers.covered_shapes(place["build"](), coverage)
+    assert len(found) == layers and found[0].name == ("0" if more else "2")
+    plan = mpikfac.make_plan(found, 2, mpikfac.Strategy.comm_opt(2), others)
+    assert f"plan {plan.digest()}" in text and text.startswith(f"{file}:build on 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:build", "nowhere.py is no file"),
+        ("own.py:missing", "own.py has no function 'missing'"),
+        ("own.py:none", "none() returned NoneType, no torch.nn.Module"),
+        ("own.py", "own.py names no function; try own.py:FUNCTION"),
+        ("own.py:build --classes 3", "classes=3 needs a network by name, not own.py:build"),
+    ],
+)
+def test_a_file_without_a_model_is_one_line(tmp_path, monkeypatch, capsys, name, message):
+    """Oracle: the messages, written out."""
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--model", *name.split(), "--ranks", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpikfac plan: ") and message in line
+
+
 def test_mpi_is_not_imported():
     """Oracle: the imported modules; a laptop without MPI prints the plan of a cluster's job."""
     program = (

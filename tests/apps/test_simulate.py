@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import mpikfac
 from mpikfac_apps.planning import simulate
@@ -44,6 +46,35 @@ def test_numbers_are_the_librarys(capsys, tmp_path):
     (row,) = json.loads(file.read_text())
     expected = {"strategy": "mem-opt", "ranks": 16, "workers": 1, **found.as_dict()}
     assert row == json.loads(json.dumps(expected))
+
+
+def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
+    """Oracle: `mpikfac.predict.simulate` for the same module; without a measurement, the remedy."""
+    file, known = tmp_path / "own.py", mpikfac.predict.load_machine("v100-edr")
+    file.write_text("import torch\n\ndef build():\n    return torch.nn.Linear(400, 300)\n")
+    name = f"{file}:build"
+    asked = ["--model", name, "--ranks", "4", "--strategy", "sgd,comm-opt"]
+    assert simulate.main([*asked, "--machine", "v100-edr"]) == 2
+    assert f"measure them with mpikfac calibrate --model {name}" in capsys.readouterr().err
+    mine = dataclasses.replace(known, networks=[dataclasses.replace(known.networks[0], model=name)])
+    (tmp_path / "machine.json").write_text(mine.to_json())
+    assert simulate.main([*asked, "--machine", str(tmp_path / "machine.json")]) == 0
+    layers, others = mpikfac.layers.covered_shapes(torch.nn.Linear(400, 300))
+    machine = mpikfac.predict.load_machine(str(tmp_path / "machine.json"))
+    job = mpikfac.predict.Job(name, 32)
+    strategy = mpikfac.predict.tuned(
+        mpikfac.Strategy.comm_opt(4),
+        layers,
+        others,
+        4,
+        machine,
+        job,
+        mpikfac.solvers.forms("inverse"),
+    )
+    found = mpikfac.predict.simulate(mpikfac.make_plan(layers, 4, strategy, others), machine, job)
+    rows = rows_of(capsys.readouterr().out)
+    assert rows["comm-opt"][0] == pytest.approx(1e3 * found.mean.seconds, abs=0.051)
+    assert set(rows) == {"sgd", "comm-opt"}
 
 
 def test_all_strategies_on_thousands_of_ranks(capsys):

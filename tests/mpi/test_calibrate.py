@@ -9,6 +9,21 @@ import pytest
 import mpikfac
 from mpikfac_apps.planning import calibrate
 
+WORDS = """
+import torch
+
+class Words(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.entries, self.head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 5)
+
+    def forward(self, words):
+        return self.head(self.entries(words)).movedim(2, 1)
+
+def build():
+    return Words()
+"""
+
 
 @pytest.fixture
 def quick(monkeypatch):
@@ -57,6 +72,22 @@ def test_a_machine_is_measured_and_simulated(comm, quick, tmp_path):
         assert prediction.mean.seconds > prediction.mean.exposed > 0
 
 
+def test_a_model_of_ones_own_is_measured(comm, quick, tmp_path):
+    """Oracle: the entry under the model's name, with positive times; a model of words."""
+    folder = comm.bcast(tmp_path)
+    file = folder / f"own_{comm.rank}.py"  # ranks write at the same time
+    file.write_text(WORDS)
+    asked = ["--out", str(folder / "words.json"), "--model", f"{comm.bcast(file)}:build"]
+    comm.Barrier()
+    if comm.size == 1:
+        return
+    assert calibrate.main([*asked, "--input", "6", "--tokens", "9", "--batch_per_rank", "2"]) == 0
+    comm.Barrier()
+    (network,) = mpikfac.predict.load_machine(str(folder / "words.json")).networks
+    assert (network.model, network.batch) == (asked[-1], 2)
+    assert min(network.forward, network.backward, network.precondition) > 0
+
+
 @pytest.mark.parametrize(
     ("ranks", "size", "distance", "hosts", "placed"),
     [
@@ -82,6 +113,10 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
     [
         (["--model", "resnet20"], "options: --out is missing: the file to write"),
         (["--out", "/nowhere/m.json"], "options: out=/nowhere/m.json: /nowhere is no directory"),
+        (
+            ["--out", "m.json", "--model", f"{__file__}:quick"],
+            "options: a model of your own needs --input, such as 3,32,32",
+        ),
         (["--out", "m.json", "--model", "resnet5"], "model=resnet5 is unknown; try one of"),
     ],
 )

@@ -9,6 +9,7 @@ machine. The program runs on the CPU.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import time
@@ -29,7 +30,8 @@ from mpikfac_apps.cli import read_options
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, read_by, required
 from mpikfac_apps.place import environment, share_cores
-from mpikfac_apps.problems import models
+from mpikfac_apps.problems import models, own
+from mpikfac_apps.text import counts
 
 ELEMENTS = [2**k for k in range(8, 25, 2)]  # of a message, 1 KiB to 64 MiB in float32
 PRIMITIVES = ("Allreduce", "Reduce_scatter", "Alltoall", "Allgatherv", "Reduce", "Bcast")
@@ -43,13 +45,13 @@ STAGE = "calibrate"
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return names of networks from a text such as "resnet20,resnet32".
+    """Return names of models from a text such as "resnet20,my_models.py:build".
 
     Raises:
         ValueError: an unknown name.
     """
     for name in text.split(","):
-        models.network(name)
+        (own.check_file if own.is_own(name) else models.network)(name)
     return tuple(text.split(","))
 
 
@@ -59,12 +61,17 @@ class CalibrateOptions:
 
     Args:
         out: the file to write, in JSON.
-        model: the names of the networks to measure, with commas: resnet20,resnet32.
+        model: the models to measure, with commas: resnet20,my_models.py:build.
+        input: the shape of an example of a model of your own, such as 3,32,32.
+        tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
+            numbers.
         batch_per_rank: the number of images of a step on each rank.
     """
 
     out: Path = required()
     model: tuple[str, ...] = read_by(names, "resnet20")
+    input: tuple[int, ...] | None = read_by(counts, None)
+    tokens: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
 
 
@@ -99,6 +106,8 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     options = read("mpikfac calibrate", CalibrateOptions, argv)
     if not options.out.parent.is_dir():
         raise ValueError(f"out={options.out}: {options.out.parent} is no directory")
+    if options.input is None and any(map(own.is_own, options.model)):
+        raise ValueError("a model of your own needs --input, such as 3,32,32")
     if ranks == 1:
         raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
     return options
@@ -110,7 +119,11 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
     Collective over: comm.
     """
     hosts = share_cores(comm, None)
-    networks = [Network(name, options.batch_per_rank) for name in options.model]
+    with mpikfac.comm.together(comm, "measuring"):
+        networks = [
+            Network(name, options.batch_per_rank, options.input, options.tokens)
+            for name in options.model
+        ]
     visit(comm, networks)
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
     visit(comm, networks)
@@ -309,9 +322,23 @@ class Network:
         orders: the orders of the network's factors.
     """
 
-    def __init__(self, name: str, batch: int) -> None:
+    def __init__(
+        self, name: str, batch: int, inputs: tuple[int, ...] | None, tokens: int | None
+    ) -> None:
         self.name, self.batch = name, batch
         layers, _ = models.shapes_of(name)
+        self._model, self._covers = _made(name)
+        seeded = torch.Generator().manual_seed(0)
+        if own.is_own(name) and inputs is not None:
+            self._inputs = own.drawn((batch, *inputs), tokens, seeded)
+            if tokens is None:
+                self._inputs = self._inputs.float()
+            classes, *positions = own.outputs_of(self._model, self._inputs)
+            self._labels = torch.randint(classes, (batch, *positions), generator=seeded)
+        else:
+            usual = models.network(name)
+            self._inputs = torch.randn(batch, *usual.image, generator=seeded)
+            self._labels = torch.randint(usual.classes, (batch,), generator=seeded)
         self.orders = {factor.order for layer in layers for factor in layer.factors}
         self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
@@ -358,13 +385,13 @@ class Network:
         self, comm: mpikfac.comm.Comm, **settings: Any
     ) -> tuple[mpikfac.KFAC, Tensor, Tensor]:
         """Return K-FAC of the network with a single decomposition, images and labels."""
-        classes, channels, size = image_shape(self.name)
-        torch.manual_seed(0)
-        model = models.channels_last(models.build(self.name, classes, channels))
+        model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        kfac = mpikfac.KFAC(model, optimizer, comm, damping=0.03, basis_every=10**9, **settings)
-        images = torch.randn(self.batch, channels, size, size)
-        return kfac, images, torch.randint(classes, (self.batch,))
+        covered = mpikfac.Coverage(covers=self._covers)
+        once = mpikfac.KFAC(
+            model, optimizer, comm, damping=0.03, basis_every=10**9, coverage=covered, **settings
+        )
+        return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
         """Return medians of all steps so far, on the slowest rank.
@@ -413,10 +440,14 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
     return {"forward": middle - start, "backward": end - middle, "others": others, **stages}
 
 
-def image_shape(name: str) -> tuple[int, int, int]:
-    """Return classes, channels and pixels of a side of a network's usual images."""
-    network = models.network(name)
-    return network.classes, network.image[0], network.image[1]
+def _made(name: str) -> tuple[torch.nn.Module, mpikfac.layers.Kinds]:
+    """Return a model by name or FILE.py:FUNCTION with fresh weights, and the covered classes."""
+    torch.manual_seed(0)
+    if own.is_own(name):
+        return own.made(name)
+    usual = models.network(name)
+    model = models.build(name, usual.classes, usual.image[0])
+    return models.channels_last(model), mpikfac.KINDS
 
 
 def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:

@@ -32,7 +32,7 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
 
     Args:
-        model: the network.
+        model: a model of your own, as FILE.py:FUNCTION, or a network by name.
         ranks: the number of ranks that train.
         classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
             all further networks.

@@ -19,7 +19,7 @@ from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import KfacOptions
-from mpikfac_apps.options.strategy import coverage, make_plan, make_strategy
+from mpikfac_apps.options.strategy import Shapes, coverage, make_plan, make_strategy
 from mpikfac_apps.planning.facts import near_root
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import counts, mib, number, show, table
@@ -55,7 +55,7 @@ class SimulateOptions:
 
     Args:
         machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: the network.
+        model: a model of your own, as FILE.py:FUNCTION, or a network by name.
         ranks: the numbers of ranks to predict for, with commas: 16,64,256.
         classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
             all further networks.
@@ -111,12 +111,15 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     """
     every = options.kfac.factor_every, options.basis_every
     job = mpikfac.predict.Job(options.model, options.batch_per_rank, *every, options.stragglers)
+    covered = models.shapes_of(options.model, options.classes, coverage(options.kfac))
+    bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
+    shapes = {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
     rows: list[dict[str, Any]] = []
     for ranks in dict.fromkeys(options.ranks):
         for name in options.strategy:
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
-                plan = plan_of(options, name, ranks, machine, job)
+                plan = plan_of(options, shapes[name != "sgd"], name, ranks, machine, job)
                 row |= {"workers": plan.strategy.workers}
                 row |= mpikfac.predict.simulate(plan, machine, job).as_dict()
             except ValueError as error:
@@ -129,6 +132,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
 
 def plan_of(
     options: SimulateOptions,
+    shapes: Shapes,
     name: str,
     ranks: int,
     machine: mpikfac.predict.Machine,
@@ -140,10 +144,7 @@ def plan_of(
         ValueError: choices do not fit together, or the machine does not know the network.
     """
     kfac = options.kfac
-    layers, others = models.shapes_of(options.model, options.classes, coverage(kfac))
     if name == "sgd":
-        every = mpikfac.Coverage(skip=[layer.name for layer in layers])
-        layers, others = models.shapes_of(options.model, options.classes, every)
         strategy, solver = mpikfac.Strategy.mem_opt(), "inverse"
     else:
         change = dict(kfac.distribution.change)
@@ -156,8 +157,8 @@ def plan_of(
         if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
             solver = options.solver
     forms = mpikfac.solvers.forms(solver)
-    strategy = mpikfac.predict.tuned(strategy, layers, others, ranks, machine, job, forms)
-    return make_plan(kfac, layers, others, ranks, strategy, solver)
+    strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
+    return make_plan(kfac, *shapes, ranks, strategy, solver)
 
 
 def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[str]:

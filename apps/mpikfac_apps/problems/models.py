@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac_apps.problems import own
 from mpikfac_apps.problems.mobilenet import MobileNet
 from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, ImageNetResNet, conv
 from mpikfac_apps.problems.vit import VisionTransformer
@@ -73,6 +75,8 @@ def network(name: str) -> Network:
     Raises:
         ValueError: no network has that name; the text lists all names.
     """
+    if name.endswith(".py"):
+        raise ValueError(f"model={name} names no function; try {name}:FUNCTION")
     if name not in MODELS:
         raise ValueError(f"model={name} is unknown; try one of {', '.join(MODELS)}")
     return MODELS[name]
@@ -102,10 +106,21 @@ def shapes_of(
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
     """Return a network's covered layers, and names and shapes of all other tensors that travel.
 
+    The name may be FILE.py:FUNCTION; COVERS of the file then takes the place of `KINDS`.
+
     Raises:
-        ValueError: no network has that name, or the coverage names no layer of the network.
+        ValueError: no network has that name, the coverage names no layer of the network, or the
+            library refuses a module of the network.
     """
+    coverage = coverage or mpikfac.Coverage()
+    if own.is_own(name):
+        if classes is not None:
+            raise ValueError(f"classes={classes} needs a network by name, not {name}")
+        model, covers = own.made(name)
+        norms = {kind: by for kind, by in coverage.covers.items() if kind not in mpikfac.KINDS}
+        coverage = dataclasses.replace(coverage, covers={**covers, **norms})
+        return mpikfac.layers.covered_shapes(model, coverage)
     usual = network(name)
     with torch.device("meta"):  # shapes without numbers
         model = build(name, classes or usual.classes, usual.image[0])
-    return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage())
+    return mpikfac.layers.covered_shapes(model, coverage)
