@@ -48,7 +48,8 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
     code 2. After any other exception the failing rank prints the traceback and a summary of 1 line,
-    and aborts the job. `SystemExit` counts as a failure too: the remaining ranks would wait.
+    and aborts the job. `SystemExit` counts as a failure too: the remaining ranks would wait. A
+    `KeyboardInterrupt` in a job of a single rank goes on: no rank waits.
 
     Args:
         where: returns what the rank is doing, such as "step 12"; called after a failure.
@@ -67,6 +68,8 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
             comm.Abort(USAGE_ERROR)
         raise SystemExit(USAGE_ERROR) from None
     except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and comm.size == 1:
+            raise  # no rank waits, and a notebook goes on
         place = ", ".join(
             filter(None, [f"rank {comm.rank} of {comm.size}", platform.node(), where()])
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module, metadata
 
+from mpikfac_apps.cli import mend_streams
+
 PROGRAMS = {
     "train": ("training.train", "train a network (under mpirun or srun)"),
     "strategies": ("planning.strategies", "list the ways to distribute K-FAC by name"),
@@ -21,10 +23,15 @@ PROGRAMS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run the program named by the first argument; return the exit code."""
+    mend_streams()
     arguments = sys.argv[1:] if argv is None else argv
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in PROGRAMS:
-        return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(rest)
+        try:
+            return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(rest)
+        except KeyboardInterrupt:
+            print(f"mpikfac {name}: interrupted", file=sys.stderr)
+            return 130
     if name == "--version":
         print(f"mpikfac {metadata.version('mpikfac')}")
         return 0

@@ -1,7 +1,9 @@
-"""Help all programs: report wrong input, share options over ranks, find a path's checkpoint."""
+"""Help all programs: mend streams, report wrong input, share options, find a checkpoint."""
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +17,31 @@ Options = TypeVar("Options")
 
 def run(program: str, work: Callable[[], int]) -> int:
     """Return the exit code of a program's work, or 2 after one line about wrong input."""
+    mend_streams()
     try:
         return work()
     except (OSError, ValueError) as error:
         complain(program, error)
         return 2
+
+
+def mend_streams() -> None:
+    """Open closed streams on the null device, and print what a stream cannot encode as codes.
+
+    A file that is opened later would otherwise take the number of a closed stream, and the stream's
+    text.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number: this one
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (open until the end)
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def complain(program: str, error: Exception) -> None:

@@ -132,6 +132,13 @@ class CheckpointWriter:
             self._begun = None
             wait([self._shard])
 
+    def close(self) -> None:
+        """Wait until older checkpoints are deleted, and end the thread; none is begun afterwards.
+
+        Collective over: none.
+        """
+        self._thread.shutdown()
+
     def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
         """Return the items, with tensors copied to the host into the last checkpoint's buffers."""
         kept, self._copies = self._copies, {}

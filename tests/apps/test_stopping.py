@@ -93,12 +93,13 @@ def test_a_signal_at_any_moment(started, tmp_path, seconds, name, to, moment):
     check_stopped(tmp_path, output)
 
 
-def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path):
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path, name):
     """Oracle: no rank is left; some whole checkpoint, as mpirun gives ranks hardly any time."""
     ranks = processes(started)
     while started.poll() is None and not list(tmp_path.glob("checkpoints/step-*")):
         time.sleep(0.01)
-    started.terminate()
+    started.send_signal(getattr(signal, name))
     started.communicate(timeout=240)
     assert started.returncode != 0
     assert not psutil.wait_procs(ranks, timeout=30)[1]

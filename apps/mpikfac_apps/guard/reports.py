@@ -62,7 +62,7 @@ class Reports:
 
     def __init__(self, directory: Path, rank: int, ranks: int) -> None:
         self._directory, self._rank, self._ranks = directory, rank, ranks
-        self._screen = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else 2
+        self._screen = screen()
         directory.mkdir(parents=True, exist_ok=True)
         self._opened = files.writing(self._path(rank))
         self.file = self._opened.fileno()
@@ -147,6 +147,14 @@ class Reports:
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.txt"
+
+
+def screen() -> int:
+    """Return the descriptor of stderr, or of the null device if there is no stderr."""
+    try:
+        return sys.stderr.fileno()
+    except (AttributeError, OSError):
+        return os.open(os.devnull, os.O_WRONLY)
 
 
 def summary(reports: Sequence[Place | None]) -> str:

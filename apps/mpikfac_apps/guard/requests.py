@@ -17,7 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+from mpikfac_apps.guard.reports import screen
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+INTERRUPTED = b"mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ends at once\n"
 LOOK_EVERY = 1.0  # seconds between two looks for control files
 RESERVE = 60.0  # seconds between the last checkpoint and the end of the job
 
@@ -49,10 +52,17 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def ignore_one_interrupt() -> None:
+    """Ignore the next Ctrl-C, because another rank obeys; the second Ctrl-C ends the process."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, signal.SIG_DFL))
+
+
 class Requests:
     """Requests to this rank; poll the properties once a step.
 
-    SIGTERM, SIGUSR1 and SIGUSR2 ask for the end. After construction, the signals only set a flag.
+    SIGTERM, SIGUSR1, SIGUSR2 and the first Ctrl-C (SIGINT) ask for the end. After construction, the
+    signals only set a flag. The second Ctrl-C ends the process at once.
 
     Args:
         control: the directory of control files, which the constructor makes; None for no control
@@ -75,7 +85,9 @@ class Requests:
         if control is not None:
             control.mkdir(parents=True, exist_ok=True)
         self._former = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
-        for number in SIGNALS:
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a background job
+            self._former[signal.SIGINT] = signal.signal(signal.SIGINT, self._on_interrupt)
+        for number in self._former:
             # Python lets signals interrupt system calls; MPI and HDF5 may not expect interruptions.
             signal.siginterrupt(number, False)
 
@@ -105,10 +117,12 @@ class Requests:
     def ignore_signals(self) -> None:
         """Ignore signals, also at the end of the interpreter, when no handler runs.
 
-        A late signal would otherwise kill a run that has fulfilled its requests.
+        A late signal would otherwise kill a run that has fulfilled its requests. Ctrl-C stays as
+        before.
         """
         ignore_signals()
-        self._former.clear()
+        for number in SIGNALS:
+            self._former.pop(number, None)
 
     def close(self) -> None:
         """Restore the former handlers, unless signals are ignored."""
@@ -117,6 +131,13 @@ class Requests:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         self._ask_to_stop(signal.Signals(number).name)
+
+    def _on_interrupt(self, number: int, _: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)  # even a rank that waits in a message can be ended
+        self._ask_to_stop("Ctrl-C")
+        if self._control is not None:
+            with suppress(OSError):
+                os.write(screen(), INTERRUPTED)
 
     def _ask_to_stop(self, who: str) -> None:
         self._stop = self._stop or who

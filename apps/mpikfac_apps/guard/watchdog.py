@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from mpikfac.trace import COMMUNICATION
-from mpikfac_apps.guard.reports import Place, Reports
+from mpikfac_apps.guard.reports import Place, Reports, screen
 
 LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
 TICK = 0.1  # seconds between two looks at the clock
@@ -90,7 +90,7 @@ class Watchdog:
         """End the watch, and remove this rank's file unless the file has content."""
         self._closed.set()
         faulthandler.cancel_dump_traceback_later()
-        faulthandler.enable(2)  # from now on a crash prints its stack to stderr
+        faulthandler.enable(screen())  # from now on a crash prints its stack to stderr
         self._reports.close()
         os.close(self._nowhere)
 

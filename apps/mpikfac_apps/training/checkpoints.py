@@ -103,6 +103,10 @@ class Saver:
         self._guard.end_write()
         self._writer.abandon()
 
+    def close(self) -> None:
+        """Wait until older checkpoints are deleted; not collective."""
+        self._writer.close()
+
     def _failed(self, error: mpikfac.UserError, last: bool) -> None:
         self.step = -1
         self._guard.end_write()

@@ -248,6 +248,7 @@ class Run:
         self.guard.requests.ignore_signals()
         self._save(last=True)
         self.guard.enter("end", steps)
+        self.saver.close()
         if isinstance(self.trainer, mpikfac.KFAC):
             self.trainer.close()
         if self.comm.rank == 0:
@@ -257,8 +258,11 @@ class Run:
             log.info("complete after %d steps, %.1f s", steps, seconds)
             return 0
         why = self.guard.requests.reason or "another rank was asked to"
-        log.info("stopped after %d steps (%s); --resume auto goes on", steps, why)
-        return self.options.stop_code
+        code = self.options.stop_code
+        # Open MPI reports every code but 0 as a failure.
+        wanted = f"; code {code} is wanted, whatever the launcher says below" if code else ""
+        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, wanted)
+        return code
 
     def evaluate(self) -> tuple[float, float]:
         """Return mean loss and accuracy over all test images, each image counted once."""

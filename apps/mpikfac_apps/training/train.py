@@ -8,20 +8,25 @@ Every option of `--help_all` may stand in the file or, as `--key value`, on the 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
+import time
 from collections.abc import Sequence
 
 import torch
 
 import mpikfac
-from mpikfac_apps.cli import read_options
+from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.guard.requests import ignore_signals
+from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import curvature_ranks
 from mpikfac_apps.place import Place, share_cores
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
+
+PATIENCE = 10.0  # seconds until a thread that still runs at the end is named
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,10 +37,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
+    mend_streams()
     comm = mpikfac.world()
     with mpikfac.ending(comm):
         options = read_options(comm, lambda: parse(argv, comm.size))
-    return 0 if options is None else mpikfac.comm.leaving(train(comm, options))
+    if options is None:
+        return 0
+    code = train(comm, options)
+    threading.Thread(target=tell_of_threads, args=(comm.rank,), daemon=True).start()
+    return mpikfac.comm.leaving(code)
+
+
+def tell_of_threads(rank: int) -> None:
+    """Print a line if the process waits for a thread at its end: the whole job waits, too."""
+    main = threading.main_thread()
+    main.join(60)  # else a larger program goes on after the training
+    time.sleep(PATIENCE)
+    others = [found for found in threading.enumerate() if not found.daemon and found is not main]
+    names = [repr(found.name) for found in others]
+    if names and not main.is_alive():
+        print(
+            f"mpikfac: the run is over, but rank {rank} waits for the thread {', '.join(names)}; "
+            f"end the job, and make the thread a daemon",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def train(comm: mpikfac.comm.Comm, options: Options) -> int:
@@ -84,6 +110,7 @@ def assist(comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, device: torch.devic
     """
     with mpikfac.ending(comm, lambda: "curvature"):
         ignore_signals()
+        ignore_one_interrupt()
         mpikfac.serve(team, device)
 
 
