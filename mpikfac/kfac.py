@@ -558,7 +558,7 @@ class KFAC:
             UserError: on some rank an item is missing, has another dtype or shape than the model,
                 or cannot be read.
         """
-        with together(self.grid.world, "loading state"):
+        with together(self.grid.world, "loading state", untrusted=True):
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}

@@ -161,7 +161,7 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
         UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
     """
     found = None
-    with together(comm, f"reading checkpoint {path}"):
+    with together(comm, f"reading checkpoint {path}", untrusted=True):
         if comm.rank == 0:
             found = read_checkpoint(path)
     return cast(Checkpoint, comm.bcast(found))
@@ -397,7 +397,7 @@ def _files(directories: Sequence[Path]) -> dict[str, int]:
 
 def _check(comm: Comm, checkpoint: Checkpoint) -> None:
     """Check every file of the checkpoint on a single rank; raise UserError on all ranks."""
-    with together(comm, f"reading checkpoint {checkpoint.path}"):
+    with together(comm, f"reading checkpoint {checkpoint.path}", untrusted=True):
         for shard in sorted(checkpoint.shards)[comm.rank :: comm.size]:
             checkpoint.check(shard)
 

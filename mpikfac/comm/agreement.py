@@ -18,19 +18,29 @@ CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most 
 
 
 @contextmanager
-def together(comm: MPI.Intracomm, doing: str) -> Iterator[None]:
+def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterator[None]:
     """Raise a failure of the body on any rank as the same `UserError` on every rank.
 
     Catches the errors of files and data (`OSError`, `ValueError`, `UserError`); the lowest failing
     rank's text, after `doing`, is raised everywhere.
 
+    Args:
+        untrusted: the body takes apart what a file holds. So a missing key, a wrong type or a wrong
+            shape is an error of the data, too.
+
     Collective over: comm.
     """
-    text, cause = None, None
+    text: str | None = None
+    cause: Exception | None = None
     try:
         yield
     except (OSError, ValueError, UserError) as error:
         text, cause = str(error), error
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        if not untrusted or isinstance(error, MPI.Exception):
+            raise
+        about = " ".join(str(error).split())
+        text, cause = f"the content has another form: {type(error).__name__}: {about}", error
     texts = [found for found in comm.allgather(text) if found is not None]
     if texts:
         raise UserError(f"{doing}: {texts[0]}") from cause

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ from mpikfac.comm import SUMMABLE
 from mpikfac.layers import Layer, Other
 
 Stepped = Mapping[str, nn.Parameter]
+MOST_STEPS = 2**53
+"""A larger number of steps is a mistake: float64 counts no further."""
+AS_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+"""State of torch's optimizers with a parameter's shape."""
 
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
@@ -60,9 +65,28 @@ def needed_state(
     settings = {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
     like |= {name: value for name, value in settings.items() if name in state}
     found = fitting(state, like | {"trainer/steps": 0})
-    # Optimizers give it shapes of their own, and make it at a parameter's first step.
-    kept = tuple(f"optimizer/state/{name}/" for name, _ in stepped.items())
-    return found | {name: state[name] for name in state if name.startswith(kept)}
+    steps = found["trainer/steps"]
+    if not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
+        raise ValueError(f"item 'trainer/steps' must be a number of steps; it is {steps}")
+    return found | _optimizer_state(stepped, state)
+
+
+def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of `stepped`: optimizers make them at a parameter's first step.
+
+    Raises:
+        ValueError: an item has another shape than the parameter. Optimizers that are not torch's
+            may choose shapes of their own.
+    """
+    found: dict[str, Any] = {}
+    for key in (key for key in state if key.startswith("optimizer/state/")):
+        name, _, kind = key.removeprefix("optimizer/state/").rpartition("/")
+        if name in stepped:
+            like = stepped[name] if kind in AS_PARAMETER else state[key]
+            found |= fitting(state, {key: like}, rounded=True)
+            if isinstance(found[key], str):
+                raise ValueError(f"item {key!r} must be a tensor or a number; it is a str")
+    return found
 
 
 def fitting(
@@ -84,6 +108,8 @@ def fitting(
         if _form(found[name], rounded) != _form(expected, rounded):
             form = _form(found[name])
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
+        if isinstance(found[name], float) and not math.isfinite(found[name]):
+            raise ValueError(f"item {name!r} must be a finite number; it is {found[name]}")
     return found
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import mpikfac
+from mpikfac import files
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
+
+RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
 
 log = logging.getLogger("mpikfac.train")
 
@@ -166,6 +169,41 @@ def identity(options: Options) -> dict[str, Any]:
         "parts": options.parts,
         "seed": options.seed,
     }
+
+
+def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
+    """Return what the checkpoint says about its run.
+
+    Raises:
+        ValueError: the item has another form.
+    """
+    saved = files.json_of(str(checkpoint["run/data"]))
+    if not files.has_form(saved, {"ranks": int, "threads": int, "batch": int}):
+        raise ValueError("item 'run/data' has another form")
+    if not 1 <= saved["ranks"] <= saved["batch"]:
+        raise ValueError(f"item 'run/data' has {saved['ranks']} ranks for batch={saved['batch']}")
+    return saved
+
+
+def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]:
+    """Return seconds of training, bytes of metrics.jsonl, and the lines of metrics that waited.
+
+    Raises:
+        ValueError: an item has another form.
+    """
+    found = {name: checkpoint.get(name, "") for name in RECORDS}
+    if not files.has_form(found, RECORDS) or not all(found[name] >= 0 for name in list(found)[:2]):
+        raise ValueError(f"items {', '.join(RECORDS)} must be two numbers of at least 0 and a text")
+    seconds, size, waiting = found.values()
+    return seconds, size, waiting
+
+
+def check_steps(steps: int, named: int, end: int) -> None:
+    """Raise ValueError if a checkpoint's steps differ, or lie past the end of the run."""
+    if steps != named:
+        raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
+    if steps > end:
+        raise ValueError(f"it is of step {steps}; this run ends at step {end}: give more epochs")
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:

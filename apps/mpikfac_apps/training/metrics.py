@@ -70,7 +70,14 @@ class Meter:
         self._reported = self._total()
 
     def load(self, counted: Tensor, reported: Tensor) -> None:
-        """Continue from a `state`; rank 0 takes over the counts of all ranks."""
+        """Continue from a `state`; rank 0 takes over the counts of all ranks.
+
+        Raises:
+            ValueError: the counts are not those of a `state`.
+        """
+        for name, value in {"run/counted": counted, "run/reported": reported}.items():
+            if (value.dtype, value.shape) != (torch.float64, (3,)):
+                raise ValueError(f"item {name!r} must be float64 [3]; it is {list(value.shape)}")
         if self.comm.rank == 0:
             self._here.copy_(counted)
         self._reported = reported

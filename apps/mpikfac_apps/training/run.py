@@ -356,8 +356,9 @@ class Run:
 
     def _follow(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> Options:
         """Return the options with the values in the checkpoint that a restart must keep."""
-        with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
-            saved = json.loads(str(checkpoint["run/data"]))
+        doing = f"reading checkpoint {checkpoint.path}"
+        with mpikfac.comm.together(self.comm, doing, untrusted=True):
+            saved = checkpoints.saved_run(checkpoint)
             options = checkpoints.follow(self.options, saved, self.comm.size)
             self.began_on = saved["ranks"]
             if (threads := torch.get_num_threads()) != saved["threads"]:
@@ -370,13 +371,15 @@ class Run:
         """Restore the state from the checkpoint, and return what to keep of metrics.jsonl."""
         kept = 0, ""
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
-        with mpikfac.comm.together(self.comm, f"reading checkpoint {checkpoint.path}"):
+        doing = f"reading checkpoint {checkpoint.path}"
+        with mpikfac.comm.together(self.comm, doing, untrusted=True):
             self.trainer.load_state_dict(checkpoint)
+            checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps)
             self.meter.load(items["run/counted"], items["run/reported"])
-            self.speed.seconds = items["run/seconds"]
+            self.speed.seconds, size, waiting = checkpoints.records(checkpoint)
             self.speed.mark()
             if self.options.resume == "auto":
-                kept = items["run/metrics_bytes"], items.get("run/metrics_waiting", "")
+                kept = size, waiting
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)
