@@ -28,7 +28,8 @@ Call = tuple[str, str]
 
 def main() -> None:
     """Print the counts on rank 0; with --list, also the functions of a further layer."""
-    kind, solver = (*(word for word in sys.argv[1:] if word[0] != "-"), "conv", "inverse")[:2]
+    words = [word for word in sys.argv[1:] if word[0] != "-"]
+    kind, solver = words + ["conv", "inverse"][len(words) :]
     comm = mpikfac.world()
     (one, _), (two, _), (three, owner) = (entered(kind, layers, solver) for layers in (1, 2, 3))
     mine = len(three) - len(two), changes(three) - changes(two)

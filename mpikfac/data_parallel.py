@@ -9,19 +9,21 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac.comm import Comm, Grid, agree, broadcast, together
+from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
 from mpikfac.engine import (
     Gradients,
     Nonfinite,
     Site,
+    check_optimizer,
     common_type,
     describe,
+    group_settings,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
 )
-from mpikfac.layers import Votes, find_uncovered
+from mpikfac.layers import Votes, find_uncovered, take_model
 from mpikfac.plan import Strategy, plan_for
 from mpikfac.trace import Trace
 
@@ -55,53 +57,106 @@ class DataParallel:
         parts: int | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self.model = model
-        self.optimizer = optimizer
+        check_optimizer(optimizer)
+        self.model, self._optimizer = model, optimizer
         self.trace = trace or Trace()
         self.steps, self.intact = 0, True
+        self._comm, self._strategy = Team(comm).trains, Strategy.mem_opt(parts=parts)
         self.nonfinite = Nonfinite(comm.rank)
+        self._votes: Votes | None = None
+        self._assemble()
+        take_model(model, self)
+
+    def _assemble(self) -> None:
+        """Find the trained parameters and make the plan.
+
+        Collective over: world.
+        """
+        model, comm = self.model, self._comm
         blocks = find_uncovered(model)
         dtype, device = common_type(blocks)
-        blocks.append(votes := Votes(dtype, device))
-        self.votes = votes.tensor
+        self._votes = self._votes or Votes(dtype, device)
+        blocks.append(self._votes)
+        self.votes = self._votes.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
-        strategy = Strategy.mem_opt(parts=parts)
-        self.plan = plan_for([], comm.size, strategy, shapes, itemsize=dtype.itemsize)
-        agree(comm, describe(model, optimizer) | {"plan": self.plan.digest()})
+        self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=dtype.itemsize)
+        agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         grid = Grid(comm, 1, self.trace)
         site = Site(self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite)
-        self.gradients = Gradients(site, [], blocks)
+        self.gradients = Gradients(site, model, [], blocks)
         self._stepped = self.gradients.stepped(model)
 
-    def step(self, scaler: GradScaler | None = None) -> None:
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given; another optimizer needs another `DataParallel`."""
+        return self._optimizer
+
+    def step(
+        self,
+        scaler: GradScaler | None = None,
+        *,
+        max_norm: float | None = None,
+        examples: int | None = None,
+    ) -> None:
         """Go from local gradients to identical new weights on every rank.
+
+        Changes of the trained parameters are taken up as by `KFAC.step`.
 
         Collective over: world.
 
         Args:
             scaler: see `KFAC.step`.
+            max_norm: see `KFAC.step`.
+            examples: see `KFAC.step`.
 
         Raises:
             ValueError: see `KFAC.step`.
+            UserError: see `KFAC.step`.
         """
         scaler = self.gradients.checked(scaler)
         if not self.gradients.parts:
+            self.gradients.look(self._in_force())
             self.gradients.read()
+        if examples is not None:
+            self.gradients.weigh(examples)
         if scaler is None:
             self.gradients.reduce()
         elif not self.gradients.reduce_scaled(scaler):
             self.gradients.skip()
             self.steps += 1
+            self._follow_votes()
             return
         self.gradients.check(self.steps)
+        if max_norm is not None:
+            self.gradients.clip(max_norm)
         self.gradients.write(self.gradients.slots)
         self.intact = False
         self.gradients.update(self.optimizer)
         self.steps, self.intact = self.steps + 1, True
+        self._follow_votes()
+
+    def _in_force(self) -> dict[str, object]:
+        """Return the numbers of the step, which are equal on all ranks."""
+        return {"steps": self.steps, "optimizer": list(group_settings(self.optimizer))}
+
+    def _follow_votes(self) -> None:
+        """Take up a change of the model on any rank; see `KFAC.step`."""
+        changed, alike = self.gradients.votes.read()
+        if not alike:
+            agree(self._comm, self._in_force())
+        if changed:
+            self.detach()
+            self.gradients.grid.free()
+            self._assemble()
+
+    def detach(self) -> None:
+        """Remove the hooks; the model is as before, except for the weights."""
+        self.gradients.detach()
 
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; see `KFAC.collect`."""
+        self.gradients.look(self._in_force())
         self.gradients.collect()
 
     def discard(self) -> None:

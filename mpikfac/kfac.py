@@ -6,8 +6,10 @@ Read `KFAC.step` first: a line is a stage, and the stages are methods below the 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,18 +30,22 @@ from mpikfac.engine import (
     Scales,
     Site,
     check_joins,
+    check_optimizer,
     common_type,
     describe,
     fitting,
+    group_settings,
     groups_of,
+    hand_over_state,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
     report_others,
 )
-from mpikfac.layers import Coverage, Votes, cover, offers
-from mpikfac.numerics import LOSSES, Loss, all_finite, without_autocast
+from mpikfac.errors import UserError
+from mpikfac.layers import Coverage, Votes, cover, offers, take_model
+from mpikfac.numerics import LOSSES, Loss, all_finite, check_logits, without_autocast
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, one_of, plan_for
 from mpikfac.settings import (
     SETTINGS,
@@ -53,6 +59,9 @@ from mpikfac.settings import (
 from mpikfac.solvers import Solver, SolverName, solvers_by_name
 from mpikfac.trace import Trace
 
+log = logging.getLogger("mpikfac")
+
+LEAST_DAMPING = 1e-8  # in float32
 # Names of items of the state.
 OWN = "kfac/"
 OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
@@ -96,8 +105,8 @@ class KFAC:
         plan: the communication plan.
         steps: completed steps.
         votes: `[16]`, in the dtype of sums. A rank writes numbers before a step; the numbers travel
-            with the gradients, and after the step all ranks find the mean over ranks.
-            `step(scaler)` takes the last number.
+            with the gradients, and after the step all ranks find the mean over ranks. The last four
+            numbers are K-FAC's own.
         nonfinite: counts of numbers that were not finite.
         intact: whether the state of the rank is the state after `steps` steps, without parts of a
             later step.
@@ -120,42 +129,58 @@ class KFAC:
         coverage: Coverage | None = None,
         trace: Trace | None = None,
     ) -> None:
-        team = comm if isinstance(comm, Team) else Team(comm)
-        if team.comm is None:
-            raise ValueError("this rank does not train; call mpikfac.serve(team) on it")
+        self._team = comm if isinstance(comm, Team) else Team(comm)
+        check_optimizer(optimizer)
         damping = damping if isinstance(damping, Damping) else Damping(damping)
         clip = clip if isinstance(clip, Clip) else Clip(clip)
-        self.model, self.optimizer, self.trace = model, optimizer, trace or Trace()
+        self.model, self._optimizer, self.trace = model, optimizer, trace or Trace()
         self.estimator = estimator or Estimator()
         self.settings = Settings(damping, factor_every, basis_every, self.estimator.decay, clip)
-        self._solvers = solvers_by_name(solver)
-        dtype, device = self._cover(coverage)
-        self.plan = self._planned(strategy or Strategy.comm_opt(team.size), team.size, dtype)
-        check_joins(team.link, self.plan.strategy.refresh.curvature_ranks)
-        groups_of(self.layers, optimizer)  # refused here, before any communication
-
-        self._check_agreement(team.comm)
-        broadcast(team.comm, [*model.parameters(), *model.buffers()])
-        per_node = self.plan.strategy.transport.ranks_per_node
-        self.grid = Grid(team.comm, self.plan.grid.workers, self.trace, per_node)
-        rank, self.nonfinite = team.comm.rank, Nonfinite(team.comm.rank)
-        of_rank = self.plan.of(rank)
-        self._build(Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite), team)
+        self._solvers, self._coverage = solvers_by_name(solver), coverage or Coverage()
+        self.nonfinite = Nonfinite(self._team.trains.rank)
+        self._assemble(strategy or Strategy.comm_opt(self._team.size))
+        take_model(model, self)
+        self._unseen: set[str] = set()  # layers that K-FAC has warned of
+        self._coarse = False  # whether K-FAC has warned of little damping
         self._begin(0)
-        if rank == 0:
-            report_others(self.others, optimizer, offers(model, self.others, coverage))
+        if self._team.trains.rank == 0:
+            found = offers(model, self.others, self._coverage)
+            report_others(self.layers, self.others, optimizer, found)
 
-    def _cover(self, coverage: Coverage | None) -> tuple[torch.dtype, torch.device]:
+    def _assemble(self, strategy: Strategy) -> None:
+        """Cover the model, make the plan, and build the parts of a step.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: a choice or a layer cannot work; raised before any communication.
+            UserError: ranks disagree.
+        """
+        team, model = self._team, self.model
+        dtype, device = self._cover(self._coverage)
+        self.plan = self._planned(strategy, team.size, dtype)
+        check_joins(team.link, self.plan.strategy.refresh.curvature_ranks)
+        groups_of(self.layers, self.optimizer)  # refused here, before any communication
+
+        self._check_agreement(team.trains)
+        broadcast(team.trains, [*model.parameters(), *model.buffers()])
+        per_node = self.plan.strategy.transport.ranks_per_node
+        self.grid = Grid(team.trains, self.plan.grid.workers, self.trace, per_node)
+        of_rank = self.plan.of(team.trains.rank)
+        self._build(Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite), team)
+
+    def _cover(self, coverage: Coverage) -> tuple[torch.dtype, torch.device]:
         """Find the layers to cover; return the dtype to compute in, and the device."""
-        coverage = coverage or Coverage()
         if self.estimator.fisher == "forward-only":  # nothing estimates G
             rule = coverage.rule
             coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
         rounded_to = self.estimator.statistics_dtype
         self.layers, self.others = cover(self.model, coverage, rounded_to)
         dtype, device = common_type([*self.layers, *self.others])
-        self.others.append(votes := Votes(dtype, device))
-        self.votes = votes.tensor
+        if not hasattr(self, "_votes"):
+            self._votes = Votes(dtype, device)
+        self.others.append(self._votes)
+        self.votes = self._votes.tensor
         return dtype, device
 
     def _planned(self, strategy: Strategy, ranks: int, dtype: torch.dtype) -> Plan:
@@ -182,7 +207,7 @@ class KFAC:
 
     def _build(self, site: Site, team: Team) -> None:
         """Make the parts of a step, in order."""
-        self.gradients = Gradients(site, self.layers, self.others)
+        self.gradients = Gradients(site, self.model, self.layers, self.others)
         self._stepped = self.gradients.stepped(self.model)
         at_identity = self.estimator.start == "identity"
         self.factors = Factors(site, self.estimator.factor_dtype or site.dtype, at_identity)
@@ -201,6 +226,20 @@ class KFAC:
         )
         self._forget()
 
+    def __repr__(self) -> str:
+        """Return the covered layers, the strategy and the number of steps in short."""
+        first_order = sum(bool(other.parameters) for other in self.others)
+        return (
+            f"KFAC({len(self.layers)} layers covered, {first_order} tensors trained first-order, "
+            f"{self.plan.grid.count} ranks, {self.plan.strategy.workers} workers per layer, "
+            f"solver {self.plan.solver}, step {self.steps})"
+        )
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given; another optimizer needs another `KFAC`."""
+        return self._optimizer
+
     @property
     def kl_scale(self) -> Tensor:
         """The multiplier of the last step, `[1]`, on the model's device."""
@@ -214,10 +253,18 @@ class KFAC:
     # -- the main path ---------------------------------------------------------------------------
 
     @without_autocast
-    def step(self, scaler: GradScaler | None = None) -> None:
+    def step(
+        self,
+        scaler: GradScaler | None = None,
+        *,
+        max_norm: float | None = None,
+        examples: int | None = None,
+    ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
-        A parameter without a gradient counts as a parameter with gradient 0.
+        A parameter without a gradient counts as a parameter with gradient 0. Parameters that were
+        frozen, unfrozen, added or replaced since the last step stay as they are in this step; from
+        the next step on, K-FAC trains the model as the model is now.
 
         Collective over: world.
 
@@ -228,14 +275,22 @@ class KFAC:
                 batch is ignored, due updates wait for their next turn. Then the scale is reduced
                 or, after enough steps, grows, alike on all ranks. Do not call the scaler's
                 `unscale_`, `step` and `update`: `KFAC.step` replaces all three.
+            max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
+                is scaled before K-FAC preconditions the gradient. None for no bound.
+            examples: the number of examples of the rank's mean loss, if shards are uneven: the
+                average over ranks weighs ranks by the number. None: ranks weigh the same.
 
         Raises:
             ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
-                nothing to step.
+                nothing to step; `examples` with `overlap` or `parts`; a gradient that was changed
+                after `overlap` had sent the gradient; a converted or moved model.
+            UserError: ranks disagree on the model, learning rates or settings.
         """
         scaler = self.gradients.checked(scaler)
         if not self.gradients.parts:
-            self.gradients.read()
+            self._read_gradients()
+        if examples is not None:
+            self.gradients.weigh(examples)
         if scaler is not None and not self._reduce_scaled(scaler):
             self._skip()
             return
@@ -243,12 +298,15 @@ class KFAC:
         if scaler is None:
             self.gradients.reduce()
         self.gradients.check(self.steps)
+        if max_norm is not None:
+            self.gradients.clip(max_norm)
         self._make_directions()
         self.gradients.write(self.directions.slots)
         self.gradients.write(self.gradients.of_others)
         self._leave_state()
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
+        self._follow_votes()
 
     @without_autocast
     def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
@@ -269,11 +327,14 @@ class KFAC:
             loss: "cross-entropy" or "squared-error", as torch averages them over batch and rest.
 
         Raises:
-            ValueError: another loss, or outputs with positions and fisher="exact".
+            ValueError: another loss, outputs with positions and fisher="exact", or outputs that are
+                no logits.
         """
         if self.estimator.of_loss or not self.recorder.recording:
             one_of("loss", loss, LOSSES)
             return
+        if loss == "cross-entropy":
+            check_logits(outputs)
         parameters = [p for layer in self.layers for p in layer.parameters]
         for turn, gradient in self.estimator.turns(outputs, loss):
             with self.recorder.standing_for(turn):
@@ -292,9 +353,10 @@ class KFAC:
         Raises:
             ValueError: the rank has fewer parts.
         """
+        self.gradients.look(self._in_force())
         self.gradients.collect()
         if self.recorder.recording:
-            self.recorder.finish()
+            self._finish_statistics()
             self.factors.collect()
 
     @without_autocast
@@ -322,7 +384,7 @@ class KFAC:
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
                 "call step()"
             )
-        self.gradients.read()
+        self._read_gradients()
         if scaler is not None and scaler.is_enabled():
             if not all_finite(self.gradients.arena.flat):  # nor on any other rank
                 self._skip()
@@ -372,6 +434,28 @@ class KFAC:
             return math.nan
         adapted.follow(ratio)
         return ratio
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, passes are not the batch's: K-FAC records no statistics.
+
+            with kfac.paused():
+                attack = fast_gradient_sign(model, images, labels)  # or the first pass of SAM
+
+        The user's program takes the gradients of such passes away, by `zero_grad`.
+
+        Collective over: none.
+
+        Raises:
+            ValueError: with `overlap`, as every backward pass sends gradients.
+        """
+        if self.plan.strategy.transport.overlap:
+            raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
+        self.recorder.paused = True
+        try:
+            yield
+        finally:
+            self.recorder.paused = False
 
     def discard(self) -> None:
         """Forget the passes since the last step, of a batch without a step.
@@ -444,11 +528,12 @@ class KFAC:
         self.gradients.skip()
         self.directions.expected.zero_()
         self._begin(self.steps + 1)
+        self._follow_votes()
 
     def _average_statistics(self) -> None:
         """Average the batch's factors, and the batch's scales, over ranks and over time."""
         if not self.factors.parts:
-            self.recorder.finish()
+            self._finish_statistics()
             self.factors.finish()
         decay = self.settings.at("decay", self.steps)
         self.scales.reduce(self.factors.statistics, self.estimator.of_loss)
@@ -463,6 +548,7 @@ class KFAC:
         """
         share = self._share()
         damping = self.settings.at("damping", self.steps)
+        self._warn_of_damping(damping)
         factors = self.factors.whole(share)
         self._leave_state()  # from here on, the state has what this step has begun
         self.bases.decompose(factors, self.steps, damping, share)
@@ -488,6 +574,78 @@ class KFAC:
         self.directions.clip(self.steps)
         if self.settings.damping.adapted:
             self.directions.predict()
+
+    # -- the model as it is now ------------------------------------------------------------------
+
+    def _read_gradients(self) -> None:
+        """Read the gradients, and vote on what all ranks must have alike."""
+        self.gradients.look(self._in_force())
+        self.gradients.read()
+
+    def _in_force(self) -> dict[str, object]:
+        """Return the numbers of the step, which are equal on all ranks."""
+        names = ("damping", "decay", *filter(None, [self.settings.bound]))
+        numbers = {name: self.settings.at(name, self.steps) for name in names}
+        return {"steps": self.steps, "optimizer": list(group_settings(self.optimizer)), **numbers}
+
+    def _follow_votes(self) -> None:
+        """Take up a change of the model on any rank.
+
+        Collective over: world.
+
+        Raises:
+            UserError: ranks disagree on the model or on the numbers of a step.
+        """
+        changed, alike = self.gradients.votes.read()
+        if not alike:
+            agree(self.grid.world, self._in_force())
+        if changed:
+            self._take_up()
+
+    def _take_up(self) -> None:
+        """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
+        if self.curvature:
+            raise UserError(
+                "the parameters that require a gradient have changed; with curvature ranks, close "
+                "K-FAC and make it anew"
+            )
+        factors, directions, stepped = self.factors, self.directions, self._stepped
+        factors.state_dict()  # settles; with reduce_at="bases", averages move to their owners
+        self.detach()
+        self.grid.free()
+        self._assemble(self.plan.strategy)
+        self.factors.take_over(factors)
+        self.directions.take_over(directions)
+        hand_over_state(self.grid.world, self.model, self.optimizer, stepped, self._stepped)
+        self._begin(self.steps)
+        log.info("step %d: the trained parameters have changed; taken up", self.steps)
+
+    def _finish_statistics(self) -> None:
+        """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
+        for name in self.recorder.finish():
+            if self.gradients.arena[name].any():
+                self._warn_unseen(name)
+
+    def _warn_of_damping(self, damping: float) -> None:
+        coarse = not self.settings.damping.relative and damping < LEAST_DAMPING
+        if coarse and self.gradients.arena.flat.dtype == torch.float32 and not self._coarse:
+            self._coarse = True
+            log.warning(
+                "damping=%g at step %d is below %g: float32 has too few digits for directions with "
+                "so little damping; take more damping, or a model in float64",
+                *(damping, self.steps, LEAST_DAMPING),
+            )
+
+    def _warn_unseen(self, name: str) -> None:
+        if name not in self._unseen:
+            self._unseen.add(name)
+            log.warning(
+                "layer %r has a gradient, and K-FAC saw no call of the module in train() mode: "
+                "without statistics, K-FAC does not change the direction of its gradient; call "
+                "the module itself in train() mode, or add %r to skip",
+                name,
+                name,
+            )
 
     # -- details of the stages -------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ block.
 
 from __future__ import annotations
 
-from mpikfac.comm.agreement import agree, broadcast, clock_offset, summed, together
+from mpikfac.comm.agreement import agree, broadcast, clock_offset, handed_over, summed, together
 from mpikfac.comm.buffers import SUMMABLE
 from mpikfac.comm.curvature_ranks import (
     Team,
@@ -45,6 +45,7 @@ __all__ = [
     "clock_offset",
     "cuda_aware",
     "device",
+    "handed_over",
     "leave",
     "leaving",
     "lost_a_rank",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -71,6 +71,23 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
     Collective over: comm.
     """
     return [sum(column) for column in zip(*comm.allgather(list(numbers)))]
+
+
+def handed_over(
+    comm: MPI.Intracomm, held: Mapping[str, Tensor], wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Return wanted tensors from the first rank that holds a tensor of the name.
+
+    Collective over: comm.
+    """
+    found, ranks = {}, comm.allgather((set(held), set(wanted)))
+    for name in sorted(set().union(*(some for _, some in ranks))):
+        source = next((rank for rank, (names, _) in enumerate(ranks) if name in names), None)
+        if source is not None:
+            tensor = comm.bcast(held[name].cpu() if comm.rank == source else None, root=source)
+            if name in wanted:
+                found[name] = tensor
+    return found
 
 
 def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:

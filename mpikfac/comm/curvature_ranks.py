@@ -32,6 +32,19 @@ class Team:
     link: MPI.Intercomm | None = None
 
     @property
+    def trains(self) -> MPI.Intracomm:
+        """The communicator of the training ranks, on a training rank.
+
+        Raises:
+            ValueError: the rank does not train, or no communicator was given.
+        """
+        if self.comm is None and self.link is None:
+            raise ValueError("comm=None must be a communicator; mpikfac.world() has all ranks")
+        if self.comm is None:
+            raise ValueError("this rank does not train; call mpikfac.serve(team) on it")
+        return self.comm
+
+    @property
     def size(self) -> int:
         """Return the number of training ranks."""
         if self.comm is not None:

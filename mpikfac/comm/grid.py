@@ -146,6 +146,15 @@ class Grid:
             self._progress = ProgressThread(self.world, self.trace, flat.is_cuda)
         return self._progress.overlapped(messages, layout, flat, urgency)
 
+    def free(self) -> None:
+        """End the thread, and free all communicators; no message may follow.
+
+        Collective over: world.
+        """
+        self.close()
+        for comm in self.communicators:
+            comm.Free()
+
     def close(self) -> None:
         """End the thread of overlapped sums, if the grid has a thread, once all sums are sent.
 

@@ -12,10 +12,13 @@ from mpikfac.engine.recorder import Recorder
 from mpikfac.engine.scales import Scales
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
+    check_optimizer,
     common_type,
     describe,
     fitting,
+    group_settings,
     groups_of,
+    hand_over_state,
     load_model_state,
     missing_state,
     model_state,
@@ -35,10 +38,13 @@ __all__ = [
     "Scales",
     "Site",
     "check_joins",
+    "check_optimizer",
     "common_type",
     "describe",
     "fitting",
+    "group_settings",
     "groups_of",
+    "hand_over_state",
     "load_model_state",
     "missing_state",
     "model_state",

@@ -17,6 +17,7 @@ from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.solvers import Held, Means, Solver, decomposed
 
 Blocks = dict[str, Tensor]
+HARMLESS = 0.01  # an error of an eigenvalue, relative to the damping
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,10 @@ class MeanEigenvalues(dict[tuple[Factor, ...], Tensor]):
     def __init__(self, packed: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         super().__init__()
         self._packed, self._dtype = packed, dtype
+
+    def known(self, some: tuple[Factor, ...]) -> bool:
+        """Return whether the rank has the factors."""
+        return all(factor.name in self._packed for factor in some)
 
     def __missing__(self, some: tuple[Factor, ...]) -> Tensor:
         groups = some[0].groups
@@ -119,6 +124,7 @@ class Bases(Part):
         self.ready = False
         self.share: int | None = None
         self._made: Callable[[], Blocks] | None = None
+        self._precise: set[str] = set()  # factors to decompose in float64
         self._due = 0
         self._damping = math.nan  # equal to no damping
 
@@ -140,6 +146,7 @@ class Bases(Part):
         damped = (task for task in tasks if task.factor.solver.damped)
         added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
+        self._precise = {t.factor.name for t in tasks if self._needs_digits(t, means, damping)}
         if self._curvature:
             self._made = self._curvature.start(packed, added, share)
         elif at_once:
@@ -191,6 +198,25 @@ class Bases(Part):
         """Have `damp` prepare directions anew, as decompositions or scales have new content."""
         self._damping = math.nan
 
+    def _needs_digits(self, task: Task, means: MeanEigenvalues, damping: float) -> bool:
+        """Return whether errors of eigenvalues in the dtype of sums would be felt.
+
+        The errors are about `eps` times the largest eigenvalue of `G (x) A`, which the product of
+        the traces bounds; the damping has to be well above the errors. Without the other side's
+        factors, the rank cannot tell.
+        """
+        if self.site.dtype == torch.float64 or task.solver.form.damped or task.factor.solver.vector:
+            return False
+        sides = [side for side in (task.side, task.other) if side]
+        if not all(means.known(side) for side in sides):
+            return True
+        largest = torch.tensor(torch.finfo(self.site.dtype).eps / HARMLESS)
+        for side in sides:
+            order = sum(factor.size for factor in side) / side[0].groups
+            mean = means[side].max().cpu()
+            largest = largest * order * (1.0 if self.relative else mean)
+        return bool(largest > damping)
+
     def _added(self, task: Task, means: MeanEigenvalues, damping: float) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`."""
         both = task.factor.solver.both and task.other
@@ -205,14 +231,15 @@ class Bases(Part):
         made: Blocks = {}
         for task in tasks:
             name = task.factor.name
-            made |= self._of_factor(task, packed[name].to(self.site.dtype), added.get(name))
+            dtype = torch.float64 if name in self._precise else self.site.dtype
+            made |= self._of_factor(task, packed[name].to(dtype), added.get(name))
         return made
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
         """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
         tolerance = self.plan.strategy.refresh.tolerance
         if tolerance and self.ready:
-            blocks = {kind: block.to(self.site.dtype) for kind, block in task.blocks.items()}
+            blocks = {kind: block.to(packed.dtype) for kind, block in task.blocks.items()}
             renewed, misfit = task.solver.renew(unfold_triangle(packed), blocks, added)
             if misfit <= tolerance:  # not if the misfit is NaN
                 return {b.name: renewed[b.kind] for b in task.factor.blocks if b.kind in renewed}

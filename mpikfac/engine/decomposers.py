@@ -145,6 +145,8 @@ def _answer(
 ) -> dict[str, Tensor]:
     packed = request[factor.name].to(device)
     added = request[factor.added].to(device) if factor.solver.damped else None
+    if not (solver.form.damped or solver.form.vector):
+        packed = packed.double()  # only an owner knows whether fewer digits will do
     return decomposed(factor, solver, packed, added)
 
 

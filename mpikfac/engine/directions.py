@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.gradients import Gradients, slots_in
-from mpikfac.engine.site import Part, Site
+from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.engine.state import groups_of
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena, all_finite, not_finite
@@ -127,6 +127,14 @@ class Directions(Part):
         change = (loss_after - loss_before) / ranks
         change, expected = summed(self.site.grid.world, [change, mine])
         return change / expected if expected else None
+
+    def take_over(self, before: Directions) -> None:
+        """Take over the averages of grafting of layers that have the same gradient as before.
+
+        Collective over: world.
+        """
+        if self._adam is not None and before._adam is not None:
+            take_over(before._adam, self._adam, self.site.grid)
 
     # -- state -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.engine.site import Part, Site
+from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.numerics import (
     Arena,
     Parts,
@@ -220,6 +220,16 @@ class Factors(Part):
             if not self._factors[name].solver.vector:
                 add_identity(one.total, (one.count == 0).to(one.count))
         return self.statistics
+
+    def take_over(self, before: Factors) -> None:
+        """Take over the averages of layers that have the same factors as before.
+
+        Collective over: world.
+        """
+        kept = take_over(before.averages, self.averages, self.grid)
+        take_over(before.weights, self.weights, self.grid)
+        self.started = before.started
+        self.lacking = before.lacking or len(kept) < len(self.averages)
 
     def discard(self) -> None:
         """Make room for the next batch's statistics, if `whole` has used the room."""

@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
+from mpikfac.comm import summed
 from mpikfac.engine.site import Site
 from mpikfac.engine.state import Block
-from mpikfac.layers import Counts, Layer, Other, Statistic, Votes
+from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, Parts, all_finite, end_step, not_finite
-from mpikfac.plan import lay_out
+from mpikfac.plan import check_count, lay_out
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class Gradients:
             rank; the step does not change broken blocks.
     """
 
-    def __init__(self, site: Site, layers: Sequence[Layer], others: Sequence[Other]) -> None:
+    others: Sequence[Other] = ()
+
+    def __init__(
+        self, site: Site, model: nn.Module, layers: Sequence[Layer], others: Sequence[Other]
+    ) -> None:
         self.site, self.grid, self.plan = site, site.grid, site.plan
         self.layers, self.others = layers, others
         self.blocks: list[Block] = [*layers, *others]
+        (self.votes,) = (block for block in others if isinstance(block, Votes))
+        self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
         self.broken: Collection[str] = ()
         self.arena = site.arena(site.plan.layouts.gradients)
         self.parts = Parts(self.arena, site.plan.parts)
@@ -70,17 +77,40 @@ class Gradients:
         self._before = site.arena(changing)
         self._changing = slots_in(self._before, layers, site)
         self._beside = None
-        self._hooks: list[RemovableHandle] = []
+        self._sent: dict[int, int] = {}  # versions of gradients that were sent early
+        self._hooks = [model.register_load_state_dict_post_hook(self._on_load)]
         if site.plan.strategy.transport.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
             self._beside = site.grid.overlapped(self._to_reduce, layout, flat, urgency=0)
             self._send_early()
         self.keep()
 
+    def __reduce__(self) -> Any:
+        # A copied or saved model takes its hooks along; a copy's hooks do nothing.
+        return Gradients.__new__, (Gradients,)
+
     def detach(self) -> None:
-        """Remove the hooks that send gradients early."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
+
+    def look(self, values: object) -> None:
+        """Vote on a change of the model, and on `values`, which all ranks must have alike.
+
+        New parameters stay as they are in this step.
+
+        Raises:
+            ValueError: a parameter was converted or moved.
+        """
+        changed = self._trained.changed()
+        if changed:
+            self._trained.leave_changed()
+        self.votes.mark(values, changed)
+
+    def _on_load(self, *_: object) -> None:
+        """Keep the running statistics that the user's program has loaded."""
+        if self.others:
+            self.keep()
 
     def keep(self) -> None:
         """Keep the present running statistics, for `discard` to go back to."""
@@ -99,13 +129,28 @@ class Gradients:
             block.leave()
 
     def read(self) -> None:
-        """Copy the model's gradients into the arena."""
+        """Copy the model's gradients into the arena.
+
+        Raises:
+            ValueError: a gradient was changed after the gradient was sent.
+        """
         with self.site.trace.stage("read gradients"):
             for slot in self.slots:
                 if self._beside is None:
                     slot.block.read_gradient(slot.parts)
                 elif slot.block.name not in self._beside.ready_blocks:
                     self._send(slot)
+                else:
+                    self._check_unchanged(slot)
+
+    def _check_unchanged(self, slot: Slot) -> None:
+        for parameter in slot.block.parameters:
+            gradient = parameter.grad
+            if gradient is not None and gradient._version != self._sent[id(parameter)]:
+                raise ValueError(
+                    f"the gradient of {slot.block.name!r} was changed after the backward pass; "
+                    f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
+                )
 
     def _send_early(self) -> None:
         """From now on, send gradients as soon as the backward pass has made them."""
@@ -125,6 +170,9 @@ class Gradients:
         assert self._beside is not None
         name = slot.block.name
         slot.block.read_gradient(slot.parts)
+        for parameter in slot.block.parameters:
+            if parameter.grad is not None:
+                self._sent[id(parameter)] = parameter.grad._version
         self.arena[name] /= self.plan.grid.count
         self._beside.ready(name)
 
@@ -155,6 +203,52 @@ class Gradients:
             self.arena.flat /= ranks
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
+    def weigh(self, examples: int) -> None:
+        """Weigh the rank's gradients and running statistics by the number of examples.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: the ranks have no example, or sums are sent before the weight is known.
+        """
+        check_count("examples", examples, 0)
+        transport = self.plan.strategy.transport
+        if transport.overlap or transport.parts is not None:
+            raise ValueError(
+                f"examples={examples} needs overlap=False and parts=None, not "
+                f"overlap={transport.overlap} and parts={transport.parts}"
+            )
+        (total,) = summed(self.grid.world, [examples])
+        if not total:
+            raise ValueError(f"examples={examples} on all ranks; a step needs an example")
+        weight = examples * self.plan.grid.count / total
+        for block in self.blocks:
+            if not isinstance(block, Votes):
+                values = self.arena[block.name]
+                values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
+
+    def clip(self, max_norm: float) -> None:
+        """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
+
+        Collective over: world with update="owner", else none.
+        """
+        mine = [s.block.name for s in self.slots if s.block.parameters and self._in_norm(s)]
+        square = sum(
+            (self.arena[name].square().sum() for name in mine), self.arena.flat.new_zeros(())
+        )
+        if self.owner_updates:
+            square = square.new_tensor(summed(self.grid.world, [float(square)])[0])
+        scale = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        for slot in self.slots:
+            if slot.block.parameters:
+                self.arena[slot.block.name].mul_(scale)
+
+    def _in_norm(self, slot: Slot) -> bool:
+        """Return whether the rank adds a block's gradient to the norm of all gradients."""
+        name = slot.block.name
+        mine = not self.owner_updates or self.plan.updaters[name] == self.plan.rank
+        return mine and name not in self.broken
+
     def checked(self, scaler: GradScaler | None) -> GradScaler | None:
         """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
@@ -162,6 +256,8 @@ class Gradients:
             ValueError: gradients are sent before the scale can be taken out, or a rank without
                 blocks to step would not know the steps to skip.
         """
+        if not (scaler is None or hasattr(scaler, "is_enabled")):
+            raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
         if scaler is None or not scaler.is_enabled():
             return None
         if self.plan.strategy.transport.overlap:
@@ -202,7 +298,7 @@ class Gradients:
         """Fill everything to send with NaN; of the votes, only the last entry."""
         for block in self.blocks:
             values = collected[..., self.arena.span(block.name)]
-            (values[..., -1] if isinstance(block, Votes) else values).fill_(torch.nan)
+            (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)
 
     def skip(self) -> None:
         """Leave all as before the reduced batch; only the votes are taken.
@@ -216,7 +312,7 @@ class Gradients:
         self.grid.exchange([m for m in self._to_publish if not m.codec], self.arena.flat)
         for slot in self.of_others:
             if isinstance(slot.block, Votes):
-                slot.parts[0][-1] = 0
+                slot.parts[0][SKIP] = 0
                 slot.block.write_values(slot.parts)
 
     def check(self, step: int) -> None:
@@ -236,8 +332,9 @@ class Gradients:
         """Make the values of `slots` the gradients of the blocks stepped by the rank."""
         with self.site.trace.stage("write back"):
             for slot in slots:
-                if slot.block.name in self.broken:
-                    slot.block.leave()
+                parameters = slot.block.parameters
+                if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
+                    slot.block.leave()  # also parameters that were frozen since the last step
                 elif slot.steps:
                     slot.block.write_gradient(slot.parts)
 

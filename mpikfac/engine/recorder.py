@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,8 @@ from mpikfac.layers import Attached, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.settings import Estimator, Turn
+
+log = logging.getLogger("mpikfac")
 
 
 @dataclass(frozen=True)
@@ -60,33 +63,32 @@ class SideSums:
 
 
 @dataclass
-class LayerSums:
-    """The sums of a layer, and how many examples and vectors went into the sums.
+class Counts:
+    """How many examples and vectors went into the sums of a layer, in how many forward passes."""
 
-    Attributes:
-        last_pass: the forward pass of the last call.
-    """
+    examples: int = 0
+    vectors: int = 0
+    passes: int = 0
+    last_pass: int = -1
+
+    def add(self, examples: int, vectors: int, forward_pass: int) -> None:
+        """Count one call of the layer."""
+        # A layer called again in the same pass sees the same examples at more positions.
+        if forward_pass != self.last_pass:
+            self.examples += examples
+            self.passes += 1
+        self.vectors += vectors
+        self.last_pass = forward_pass
+
+
+@dataclass
+class LayerSums:
+    """The sums of a layer, and the counts of the sums."""
 
     layer: Layer
     vector: bool
     sides: Sequence[SideSums]
-    batch: int = 0
-    positions: int = 0
-    last_pass: int = -1
-
-    def count(self, batch: int, positions: int, forward_pass: int) -> None:
-        """Count one call of the layer."""
-        # A layer called again in the same pass sees the same examples at more positions.
-        if forward_pass != self.last_pass:
-            self.batch += batch
-        self.positions += positions
-        self.last_pass = forward_pass
-
-    def take_counts(self) -> tuple[int, int]:
-        """Return examples and positions since the last time, and count from 0 again."""
-        found = self.batch, self.positions
-        self.batch, self.positions, self.last_pass = 0, 0, -1
-        return found
+    counts: Counts = field(default_factory=Counts)
 
 
 def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor]) -> LayerSums:
@@ -115,13 +117,17 @@ class Recorder(Part):
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
+        paused: whether forward passes are not the batch's.
         after_call: called with the layer, inputs and output gradients as in sums, and the weight of
             a call.
     """
 
     recording = False
+    paused = False
     after_call: Callable[[Layer, Tensor, Tensor, float], None] | None = None
     _passes = 0
+    _called = False  # whether the model's own forward has ever begun a pass
+    _backward = False  # whether a backward pass has begun since the last forward call of a layer
     _turn: Turn | None = None
 
     def __init__(
@@ -136,6 +142,8 @@ class Recorder(Part):
         self._layers = {one.layer.name: one for one in every if one.sides}
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
+        self._counted: dict[str, Counts] = {}  # of finished layers
+        self._uneven = False  # whether a warning was given
         self._hooks: list[Attached] = [model.register_forward_pre_hook(self._on_pass)]
         for sums in self._layers.values():
             hook = partial(self._on_forward, sums.layer)
@@ -154,18 +162,23 @@ class Recorder(Part):
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
         for name in self._recorded:
-            self._layers[name].take_counts()
+            self._layers[name].counts = Counts()
         self._recorded.clear()
         self._finished.clear()
+        self._counted.clear()
         self.statistics.flat.zero_()
 
     forget = clear
 
-    def finish(self) -> None:
+    def finish(self) -> list[str]:
         """Turn the sums into the rank's factors, multiplied by the number of examples.
+
+        Returns:
+            The names of layers without a call in a training pass.
 
         Raises:
             RuntimeError: no layer has statistics.
+            ValueError: the first dimension of a layer's input is not the batch.
         """
         if self._layers and not self._recorded and not self._finished:
             missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
@@ -173,20 +186,53 @@ class Recorder(Part):
                 f"no covered layer took part in the training passes before this step (train() "
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
+        unseen = [name for name in self._layers if name not in self._recorded | self._finished]
         for name, sums in self._layers.items():
             if name not in self._finished:
                 self._finish_layer(sums)
         self._finished.clear()
+        self._check_counts()
+        return unseen
+
+    def _check_counts(self) -> None:
+        """Compare the numbers of examples that layers saw in as many passes.
+
+        Raises:
+            ValueError: the input of a layer has one row for all examples of a pass.
+        """
+        counted, self._counted = self._counted, {}
+        most: dict[int, int] = {}
+        for counts in counted.values():
+            most[counts.passes] = max(counts.examples, most.get(counts.passes, 0))
+        uneven = {n: c for n, c in counted.items() if c.examples < most[c.passes]}
+        for name, counts in uneven.items():
+            if counts.examples == counts.passes:
+                raise ValueError(
+                    f"layer {name!r} got 1 row where other layers got "
+                    f"{most[counts.passes] // counts.passes} examples: without a row for each "
+                    f"example, the curvature cannot be estimated; add {name!r} to skip to train "
+                    f"the layer first-order"
+                )
+        if uneven and not self._uneven:
+            self._uneven = True
+            name, counts = next(iter(uneven.items()))
+            log.warning(
+                "layer %r saw %d examples where other layers saw %d: the first dimension of an "
+                "input has to be the batch (batch_first=True), or its curvature has another scale",
+                *(name, counts.examples, most[counts.passes]),
+            )
 
     def _finish_layer(self, sums: LayerSums) -> None:
         """Turn a layer's sums into factors; without examples, the sums stay 0."""
         self._finished.add(sums.layer.name)
         self._recorded.discard(sums.layer.name)
-        batch, positions = sums.take_counts()
-        if positions == 0:
+        counts, sums.counts = sums.counts, Counts()
+        if counts.vectors == 0:
             return
+        batch = counts.examples
+        self._counted[sums.layer.name] = counts
         normalization = self.estimator.normalization
-        scales = sums.layer.scales(normalization, batch, positions, sums.vector)
+        scales = sums.layer.scales(normalization, batch, counts.vectors, sums.vector)
         for side in sums.sides:
             scale = scales[side.side] * batch
             if side.quadratic and not self._of_loss:
@@ -217,12 +263,17 @@ class Recorder(Part):
 
     def _on_pass(self, *_: object) -> None:
         self._passes += 1
+        self._called = True
 
     def _on_forward(
         self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
     ) -> None:
-        if not (self.recording and module.training):
+        trained = any(parameter.requires_grad for parameter in layer.parameters)
+        if not (self.recording and module.training and trained) or self.paused:
             return
+        if self._backward and not self._called:  # parts of the model are called, not the model
+            self._passes += 1
+        self._backward = False
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
@@ -231,10 +282,9 @@ class Recorder(Part):
 
     @without_autocast
     def _record(self, sums: LayerSums, kept: list[Tensor], forward_pass: int, g: Tensor) -> None:
-        """Add one call's sums; `kept` holds the call's input until then."""
+        """Take one call into the sums; `kept` holds the call's input until then."""
         layer, turn = sums.layer, self._turn or Turn()
-        of_loss = self._turn is None
-        if of_loss and not self._of_loss:
+        if self._turn is None and not self._of_loss:
             kept.clear()
             return
         if not kept:
@@ -243,29 +293,39 @@ class Recorder(Part):
                 f"statistics of its own; add the losses and call backward once"
             )
         x = kept.pop() if turn.last else kept[0]
+        self._backward = True
         if not self._recorded and not self._finished and self.factors.overlap:
             self.factors.settle()
+        self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
-        if x.is_floating_point():  # under autocast, what the layer multiplied was rounded
-            x = x.to(g.dtype).to(self._dtype)
-        g = g.to(self._dtype)
         with self.trace.stage("statistics"), torch.no_grad():
-            self._recorded.add(layer.name)
-            if turn.first:
-                sums.count(len(x), layer.positions(g), forward_pass)
-            every = slice(None, None, self.estimator.subsample)
-            some_x, some_g = layer.prepared(x, g)[every], g[every]
-            weight = len(x) / max(1, len(some_x))
-            # What stands for the loss is a mean over this pass alone, not over all micro-batches.
-            of_squares = turn.weight * weight * (1 if of_loss else len(x) ** 2)
-            for side in sums.sides:
-                if side.quadratic or turn.first:
-                    moment = side.moment(side.side, some_x, some_g)
-                    for one in side.sums:
-                        one.add(moment, of_squares if side.quadratic else weight)
-            if self.after_call:
-                self.after_call(layer, some_x, some_g, of_squares)
+            if len(x):  # an empty batch counts 0 examples
+                self._add(sums, x, g, forward_pass)
             if turn.last and self.factors.overlap:
                 self._finish_layer(sums)
                 self.factors.ready(layer.name)
+
+    def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:
+        """Add one call's moments to the sums of a layer."""
+        layer, turn = sums.layer, self._turn or Turn()
+        if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
+            x = x.to(g.dtype).to(self._dtype)
+        g = g.to(self._dtype)
+        if turn.first:
+            sums.counts.add(len(x), layer.positions(g), forward_pass)
+        every = slice(None, None, self.estimator.subsample)
+        some_x, some_g = layer.prepared(x, g)[every], g[every]
+        weight = len(x) / max(1, len(some_x))
+        of_squares = turn.weight * weight
+        if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
+            of_squares *= len(x) ** 2
+        else:
+            of_squares *= self.estimator.loss_positions ** (0.5 if sums.vector else 1.0)
+        for side in sums.sides:
+            if side.quadratic or turn.first:
+                moment = side.moment(side.side, some_x, some_g)
+                for one in side.sums:
+                    one.add(moment, of_squares if side.quadratic else weight)
+        if self.after_call:
+            self.after_call(layer, some_x, some_g, of_squares)

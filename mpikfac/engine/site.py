@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from mpikfac.comm import Grid
+from mpikfac.comm import Grid, handed_over
 from mpikfac.engine.nonfinite import Nonfinite
 from mpikfac.numerics import Arena
 from mpikfac.plan import Layout, RankPlan
@@ -36,6 +37,18 @@ class Site:
     def arena(self, layout: Layout, dtype: torch.dtype | None = None) -> Arena:
         """Return an arena of zeros, by default in the dtype of sums."""
         return Arena(layout, dtype or self.dtype, self.device)
+
+
+def take_over(before: Mapping[str, Tensor], after: Mapping[str, Tensor], grid: Grid) -> set[str]:
+    """Copy tensors that keep name and shape, also from other ranks; return the names.
+
+    Collective over: world.
+    """
+    found = dict(before) | handed_over(grid.world, before, after.keys() - before.keys())
+    kept = {n for n, tensor in after.items() if n in found and found[n].shape == tensor.shape}
+    for name in kept:
+        after[name].copy_(found[name])
+    return kept
 
 
 class Part:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import mpikfac
-from mpikfac.comm import SUMMABLE
+from mpikfac.comm import SUMMABLE, Comm, handed_over
 from mpikfac.layers import Layer, Other
 
 Stepped = Mapping[str, nn.Parameter]
@@ -142,6 +142,36 @@ def load_model_state(
             optimizer.state[parameter][key.removeprefix(prefix)] = value
 
 
+def hand_over_state(
+    comm: Comm, model: nn.Module, optimizer: Optimizer, before: Stepped, after: Stepped
+) -> None:
+    """Move the optimizer's state to the ranks that step the parameters from now on.
+
+    Collective over: comm.
+
+    Args:
+        before: the parameters that the rank has stepped, by name.
+        after: the parameters that the rank steps from now on.
+    """
+    present = dict(model.named_parameters())
+    held = {
+        f"{name}/{key}": value
+        for name, parameter in before.items()
+        if present.get(name) is parameter  # else the parameter was replaced
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if torch.is_tensor(value)
+    }
+    every = {item for some in comm.allgather(list(held)) for item in some}
+    wanted = {item for item in every - held.keys() if item.rpartition("/")[0] in after}
+    for item, value in handed_over(comm, held, wanted).items():
+        name, _, key = item.rpartition("/")
+        parameter = after[name]
+        device = parameter.device if value.dim() else value.device
+        optimizer.state[parameter][key] = value.to(device)
+    for name in before.keys() - after.keys():
+        optimizer.state.pop(before[name], None)
+
+
 def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, value) for n, value in model.state_dict().items() if torch.is_tensor(value)]
 
@@ -190,7 +220,7 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     """Return versions, model and optimizer in short, for ranks to compare."""
     names = {id(p): name for name, p in model.named_parameters()}
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors]
+    shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]
     groups = [
         [names.get(id(p), "a parameter of another model") for p in group["params"]]
         for group in optimizer.param_groups
@@ -204,6 +234,18 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
         "optimizer": f"{type(optimizer).__name__} {numbers}",
         "optimizer's parameters": _digest(groups),
     }
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Return if an averaged gradient is enough for a step of the optimizer.
+
+    Raises:
+        ValueError: the object is no optimizer, or the optimizer needs a closure.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
 
 
 def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
@@ -229,9 +271,23 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
 
 
 def report_others(
-    others: Iterable[Other], optimizer: Optimizer, offers: Iterable[str] = ()
+    layers: Iterable[Layer],
+    others: Iterable[Other],
+    optimizer: Optimizer,
+    offers: Iterable[str] = (),
 ) -> None:
-    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained."""
+    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained.
+
+    Warn if K-FAC covers less than half of the weights.
+    """
+    others = list(others)
+    covered = sum(p.numel() for layer in layers for p in layer.parameters)
+    every = covered + sum(p.numel() for other in others for p in other.parameters)
+    if 2 * covered < every:
+        log.warning(
+            "K-FAC covers %.0f %% of the weights; the rest is trained first-order",
+            100 * covered / every,
+        )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [other for other in others if other.parameters]
     names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)

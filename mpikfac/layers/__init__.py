@@ -9,12 +9,14 @@ from mpikfac.layers.kinds import KINDS, NORMS, Kinds, covered_base, maker_of, of
 from mpikfac.layers.layer import Attached, Layer, NotCovered
 from mpikfac.layers.normalization import NormLayer
 from mpikfac.layers.refusals import Refused
+from mpikfac.layers.trained import Trained, take_model
 from mpikfac.layers.transposed import TransposedLayer
-from mpikfac.layers.uncovered import VOTES, Counts, Other, Statistic, Votes
+from mpikfac.layers.uncovered import SKIP, VOTES, Counts, Other, Statistic, Votes
 
 __all__ = [
     "KINDS",
     "NORMS",
+    "SKIP",
     "VOTES",
     "Attached",
     "ConvLayer",
@@ -29,6 +31,7 @@ __all__ = [
     "Refused",
     "Rule",
     "Statistic",
+    "Trained",
     "TransposedLayer",
     "Votes",
     "cover",
@@ -39,4 +42,5 @@ __all__ = [
     "offer",
     "offers",
     "same_as",
+    "take_model",
 ]

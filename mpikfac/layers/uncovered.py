@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
+CHANGED, MARK, SQUARED, SKIP = range(VOTES - 4, VOTES)  # votes of the library itself
+MARKS = 251  # a mark is less, so means of marks and of squares are exact enough in float32
 
 
 class Other:
@@ -134,3 +137,13 @@ class Votes(Statistic):
 
     def leave(self) -> None:
         """Keep the votes: votes stay until sent."""
+
+    def mark(self, values: object, changed: bool) -> None:
+        """Vote on `values`, which all ranks must have alike, and on a change of the model."""
+        mark = zlib.crc32(repr(values).encode()) % MARKS
+        self.tensor[CHANGED : SQUARED + 1] = torch.tensor([changed, mark, mark**2])
+
+    def read(self) -> tuple[bool, bool]:
+        """Return whether any rank voted for a change, and whether all marks were equal."""
+        changed, mark, squared = self.tensor[CHANGED : SQUARED + 1].tolist()
+        return changed > 0, abs(squared - mark**2) < 0.1

@@ -5,7 +5,15 @@ from __future__ import annotations
 from mpikfac.numerics.arena import Arena, Parts
 from mpikfac.numerics.codecs import add_decoded, encode
 from mpikfac.numerics.finite import all_finite, not_finite
-from mpikfac.numerics.fisher import FISHERS, LOSSES, Fisher, Loss, exact, sampled
+from mpikfac.numerics.fisher import (
+    FISHERS,
+    LOSSES,
+    Fisher,
+    Loss,
+    check_logits,
+    exact,
+    sampled,
+)
 from mpikfac.numerics.moments import (
     NORMALIZATIONS,
     Normalization,
@@ -43,6 +51,7 @@ __all__ = [
     "add_identity",
     "add_triangle",
     "all_finite",
+    "check_logits",
     "encode",
     "end_step",
     "exact",

@@ -86,3 +86,20 @@ ROOTS: Mapping[Loss, Callable[[Tensor], Tensor]] = {
     "cross-entropy": _class_root,
     "squared-error": _noise_root,
 }
+
+
+def check_logits(outputs: Tensor) -> None:
+    """Return if `outputs` `[batch, outputs, ...]` may be logits of a cross-entropy.
+
+    Raises:
+        ValueError: a single output, or probabilities.
+    """
+    if outputs.shape[1] == 1:
+        raise ValueError(
+            "a cross-entropy of 1 output is always 0; a binary problem needs 2 outputs for record()"
+        )
+    sums = outputs.detach().sum(1)
+    if bool((outputs >= 0).all()) and bool(((sums - 1).abs() < 1e-4).all()):
+        raise ValueError(
+            "outputs are probabilities: they are positive and their sum is 1; record() takes logits"
+        )

@@ -56,6 +56,10 @@ class Estimator:
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
             the sums over a batch.
+        loss_positions: the positions of an example whose losses the mean loss averages, such as the
+            words of a text or the pixels of a segmentation; G of fisher="empirical" is multiplied
+            by the number, so that a damping has one meaning for all Fishers. "sampled" and "exact"
+            take the number from the outputs.
 
     Raises:
         ValueError: a choice out of its bounds.
@@ -69,6 +73,7 @@ class Estimator:
     subsample: int = 1
     statistics_dtype: torch.dtype | None = None
     factor_dtype: torch.dtype | None = None
+    loss_positions: int = 1
 
     def __post_init__(self) -> None:
         in_force("decay", self.decay, 0, below=1)
@@ -79,6 +84,7 @@ class Estimator:
         check_count("subsample", self.subsample, 1)
         one_of("statistics_dtype", self.statistics_dtype, (None, torch.bfloat16))
         one_of("factor_dtype", self.factor_dtype, (None, torch.bfloat16))
+        check_count("loss_positions", self.loss_positions, 1)
 
     @property
     def of_loss(self) -> bool:

@@ -15,7 +15,7 @@ Schedule = Callable[[int], float]
 
 
 def _number(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if type(value) is bool or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name}={value!r} must be a finite number of at least 0")
     return value
 

@@ -1,0 +1,74 @@
+"""Compare a model with the parameters that a trainer knows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Protocol
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+
+log = logging.getLogger("mpikfac")
+
+
+class Trainer(Protocol):
+    """An object with hooks on a model."""
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+
+
+TRAINERS: WeakKeyDictionary[nn.Module, ReferenceType[Trainer]] = WeakKeyDictionary()
+
+
+def take_model(model: nn.Module, trainer: Trainer) -> None:
+    """Make `trainer` the trainer of the model; hooks of an older trainer are removed."""
+    older = TRAINERS.get(model)
+    if older is not None and (present := older()) is not None and present is not trainer:
+        present.detach()
+        log.warning("the model's older %s is detached", type(present).__name__)
+    TRAINERS[model] = ref(trainer)
+
+
+class Trained:
+    """The trained parameters of a model, as the trainer knows the parameters.
+
+    Args:
+        known: the parameters that the trainer averages, of one dtype on one device.
+    """
+
+    def __init__(self, model: nn.Module, known: Iterable[Tensor]) -> None:
+        self._model = model
+        self._known = {id(parameter): parameter for parameter in known}
+        self._kinds = {(parameter.dtype, parameter.device) for parameter in self._known.values()}
+
+    def changed(self) -> bool:
+        """Return whether other parameters of the model require a gradient now.
+
+        Raises:
+            ValueError: a parameter was converted or moved.
+        """
+        present = [p for p in self._model.parameters() if p.requires_grad]
+        if len(present) == len(self._known) and all(id(p) in self._known for p in present):
+            self._check_kinds(present)
+            return False
+        return True
+
+    def leave_changed(self) -> None:
+        """Set the gradients of new, frozen and replaced parameters to None."""
+        present = list(self._model.parameters())
+        trained = {id(parameter) for parameter in present if parameter.requires_grad}
+        for parameter in [*present, *self._known.values()]:
+            if (id(parameter) in trained) != (id(parameter) in self._known):
+                parameter.grad = None
+
+    def _check_kinds(self, present: Iterable[Tensor]) -> None:
+        for parameter in present:
+            kind = parameter.dtype, parameter.device
+            if kind not in self._kinds:
+                before = " or ".join(f"{dtype} on {device}" for dtype, device in self._kinds)
+                raise ValueError(
+                    f"a parameter is {kind[0]} on {kind[1]} and was {before} when the trainer was "
+                    f"made; convert or move the model before"
+                )

@@ -1,0 +1,217 @@
+"""Trainers take up changes of the model, and see ranks that disagree, on all ranks alike."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import DataParallel, Strategy, UserError
+
+RANKS = mpikfac.world().size
+STRATEGIES = {
+    "everyone": {},
+    "owners": {"reduction": "owners", "workers": 1},
+    "owner steps": {"update": "owner", "workers": 1},
+    "late": {"reduce_at": "bases"},
+    "overlapped": {"overlap": True},
+}
+
+
+def network() -> nn.Sequential:
+    """Return a small network in float64, alike on all ranks."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
+
+
+def batch(step: int, comm) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rank's share of 12 examples."""
+    made = torch.Generator().manual_seed(step)
+    x = torch.randn(12, 6, generator=made, dtype=torch.float64)
+    y = torch.randint(3, (12,), generator=made)
+    share = slice(12 // comm.size * comm.rank, 12 // comm.size * (comm.rank + 1))
+    return x[share], y[share]
+
+
+def unfreeze(model: nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model[0].requires_grad_(True)
+
+
+def freeze(model: nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    model[2].requires_grad_(False)
+
+
+def replaced(model: nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    torch.manual_seed(seed)
+    model[4] = nn.Linear(8, 3).double()
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+CHANGES = {
+    "unfreeze": (unfreeze, lambda model: model[0].requires_grad_(False)),
+    "freeze": (freeze, lambda model: None),
+    "replace": (replaced, lambda model: None),
+}
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def trained(comm, make, change: str, seed: int = 0) -> tuple[list[torch.Tensor], nn.Module]:
+    """Return the weights after each of 6 steps; the model changes before step 3."""
+    model, (act, prepare) = network(), CHANGES[change]
+    prepare(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    trainer, found = make(model, optimizer, comm), []
+    for step in range(6):
+        if step == 3:
+            act(model, optimizer, seed)
+        x, y = batch(step, comm)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        trainer.step()
+        found.append(weights(model))
+    return found, model
+
+
+def kfac_with(choices: dict) -> object:
+    def make(model, optimizer, comm):
+        chosen = {"workers": comm.size} | choices
+        strategy = Strategy().changed(**chosen)
+        return mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.01, basis_every=2)
+
+    return make
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "first-order"])
+def test_a_changed_model_is_taken_up_on_all_ranks(comm, strategy, change):
+    """Oracle: one process on the joined batches."""
+    make = DataParallel if strategy == "first-order" else kfac_with(STRATEGIES[strategy])
+    own = comm.Split(comm.rank)
+    serial = DataParallel if strategy == "first-order" else kfac_with({})
+    found, _ = trained(comm, make, change)
+    expected, _ = trained(own, serial, change)
+    expected = comm.bcast(expected)
+    for mine, theirs in zip(found, expected):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+    own.Free()
+
+
+def test_a_new_layer_becomes_that_of_rank_0(comm):
+    """Oracle: the weights of all ranks, which made the layer with different seeds."""
+    for make in (DataParallel, kfac_with({})):
+        found, _ = trained(comm, make, "replace", seed=comm.rank)
+        mine = found[-1].tolist()
+        assert comm.allgather(mine) == [comm.bcast(mine)] * comm.size
+
+
+def test_a_frozen_layer_stays(comm):
+    """Oracle: the weights at the change; momentum and decay would move them."""
+    for make in (DataParallel, kfac_with({})):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+        trainer = make(model, optimizer, comm)
+        for step in range(4):
+            if step == 2:
+                model[2].requires_grad_(False)
+                before = weights(model[2])
+            x, y = batch(step, comm)
+            optimizer.zero_grad(set_to_none=False)
+            F.cross_entropy(model(x), y).backward()
+            trainer.step()
+        assert torch.equal(weights(model[2]), before)
+
+
+def test_a_new_layer_is_trained_from_the_next_step_on(comm):
+    """Oracle: the weights of the unfrozen layer before and after the steps."""
+    found, model = trained(comm, kfac_with({}), "unfreeze")
+    size = model[0].weight.numel() + model[0].bias.numel()
+    first = [one[:size] for one in found]
+    assert torch.equal(first[2], first[3])
+    assert not torch.equal(first[3], first[4])
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
+@pytest.mark.parametrize("make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owners"])])
+@pytest.mark.parametrize("difference", ["lr", "frozen", "damping"])
+def test_ranks_that_drift_apart_stop_together(comm, make, difference):
+    """Oracle: the same text on all ranks, at the step of the difference."""
+    if difference == "damping" and make is DataParallel:
+        return
+    model, last = network(), comm.rank == comm.size - 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make(model, optimizer, comm)
+    if difference == "damping":
+        schedule = lambda step: 0.01 if step < 1 or not last else 0.02  # noqa: E731
+        trainer = mpikfac.KFAC(model, optimizer, comm, damping=schedule)
+    for step in range(2):
+        if step == 1 and last and difference == "lr":
+            optimizer.param_groups[0]["lr"] = 0.05
+        if step == 1 and last and difference == "frozen":
+            model[0].requires_grad_(False)
+        x, y = batch(step, comm)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if step == 0:
+            trainer.step()
+            continue
+        with pytest.raises(UserError, match="ranks disagree on") as caught:
+            trainer.step()
+    assert len(set(comm.allgather(str(caught.value)))) == 1
+
+
+@pytest.mark.parametrize("make", [DataParallel, kfac_with({})])
+def test_a_clipped_gradient_is_the_mean_of_all_ranks(comm, make):
+    """Oracle: torch's `clip_grad_norm_` in one process on the joined batch."""
+
+    def steps(on):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = make(model, optimizer, on)
+        for step in range(3):
+            x, y = batch(step, on)
+            optimizer.zero_grad()
+            (20 * F.cross_entropy(model(x), y)).backward()
+            if on.size == 1:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                trainer.step()
+            else:
+                trainer.step(max_norm=0.5)
+        return weights(model)
+
+    own = comm.Split(comm.rank)
+    torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owner steps"])]
+)
+def test_uneven_shards_are_weighed_by_their_examples(comm, make):
+    """Oracle: one process on the joined batch; a rank without examples counts for nothing."""
+    if comm.size == 1:
+        return
+    counts = [12 - (comm.size - 2), *[1] * (comm.size - 2), 0]
+    starts = [sum(counts[:rank]) for rank in range(comm.size + 1)]
+    own = comm.Split(comm.rank)
+
+    def steps(on):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = make(model, optimizer, on)
+        for step in range(3):
+            x, y = batch(step, own)
+            if on.size > 1:
+                share = slice(starts[on.rank], starts[on.rank + 1])
+                x, y = x[share], y[share]
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y, reduction="sum").div(max(1, len(x))).backward()
+            trainer.step(examples=len(x))
+        return weights(model)
+
+    torch.testing.assert_close(steps(comm), steps(own), rtol=1e-7, atol=1e-9)

@@ -1,0 +1,363 @@
+"""What K-FAC cannot do right is refused by name or warned of once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import KFAC, Coverage, DataParallel, Estimator, Strategy
+
+COMM = mpikfac.world()
+EXAMPLES = 8
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+
+def batch(count: int = EXAMPLES, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 5, generator=made, dtype=torch.float64)
+    return x, torch.randint(3, (count,), generator=made)
+
+
+def trainer(model: nn.Module, **settings) -> KFAC:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return KFAC(model, optimizer, COMM, damping=0.01, **settings)
+
+
+def learn(kfac: KFAC, model: nn.Module | None = None, seed: int = 0) -> None:
+    x, y = batch(seed=seed)
+    kfac.optimizer.zero_grad()
+    F.cross_entropy((model or kfac.model)(x), y).backward()
+    kfac.step()
+
+
+def averages(kfac: KFAC) -> list[torch.Tensor]:
+    return [average.clone() for average in kfac.factors.averages.values()]
+
+
+# -- layers and passes that K-FAC does not see -----------------------------------------------------
+
+
+class Elsewhere(nn.Module):
+    """A linear layer whose weight is used without a call of the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(F.linear(x, self.first.weight, self.first.bias).tanh())
+
+
+@pytest.mark.parametrize("way", ["called elsewhere", "eval"])
+def test_a_layer_with_a_gradient_and_no_statistics_is_named_once(way, caplog):
+    """Oracle: the log; a layer without a gradient is not named."""
+    model = Elsewhere().double() if way == "called elsewhere" else network()
+    name = "first" if way == "called elsewhere" else "0"
+    if way == "eval":
+        model[0].eval()
+    kfac = trainer(model)
+    for seed in range(2):
+        learn(kfac, seed=seed)
+    told = [r.getMessage() for r in caplog.records if "saw no call" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith(f"layer {name!r} has a gradient")
+
+
+def test_a_pass_through_frozen_layers_is_not_recorded():
+    """Oracle: averages of a trainer without the pass; a generator's pass by a discriminator."""
+    expected, kfac = (trainer(network()) for _ in range(2))
+    model, (x, y) = kfac.model, batch(seed=1)
+    model.requires_grad_(False)
+    F.cross_entropy(model(x.requires_grad_()), y).backward()
+    model.requires_grad_(True)
+    for one in (expected, kfac):
+        learn(one)
+    for mine, theirs in zip(averages(kfac), averages(expected)):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_paused_pass_is_not_recorded():
+    """Oracle: averages of a trainer without the pass; SAM's first pass."""
+    expected, kfac = (trainer(network()) for _ in range(2))
+    x, y = batch(seed=1)
+    with kfac.paused():
+        F.cross_entropy(kfac.model(x), y).backward()
+    for one in (expected, kfac):
+        learn(one)
+    for mine, theirs in zip(averages(kfac), averages(expected)):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_passes_of_parts_of_the_model_are_told_apart():
+    """Oracle: averages with calls of the model itself; two micro-batches, as a wrapper has them."""
+    found = []
+    for through in (True, False):
+        model = network()
+        kfac = trainer(model)
+        kfac.optimizer.zero_grad()
+        for seed in range(2):
+            x, y = batch(seed=seed)
+            outputs = model(x) if through else model[2](model[1](model[0](x)))
+            (F.cross_entropy(outputs, y) / 2).backward()
+        kfac.step()
+        found.append(averages(kfac))
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_an_empty_batch_counts_nothing():
+    """Oracle: the averages before; convolutions and linear layers."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 3)).double()
+    kfac = trainer(model)
+    for count in (4, 0):
+        x = torch.randn(count, 1, 4, 4, dtype=torch.float64)
+        y = torch.randint(3, (count,))
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(model(x), y, reduction="sum").backward()
+        kfac.step()
+        found = averages(kfac)
+        if count:
+            before = found
+    for mine, theirs in zip(found, before):
+        torch.testing.assert_close(mine, theirs)
+
+
+# -- the first dimension ---------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Words and positions, as language models embed both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(7, 4), nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 7)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(ids.shape[1])[None]
+        return self.head(self.words(ids) + self.positions(places)).mT
+
+
+def test_a_row_for_all_examples_is_refused_by_name():
+    """Oracle: the name of the layer; with the layer in skip, the step is taken."""
+    ids = torch.randint(7, (EXAMPLES, 5))
+    for skip in ((), ("positions",)):
+        model = Positions().double()
+        kfac = trainer(model, coverage=Coverage(skip))
+        F.cross_entropy(model(ids), ids).backward()
+        if skip:
+            kfac.step()
+        else:
+            with pytest.raises(ValueError, match="layer 'positions' got 1 row where other"):
+                kfac.step()
+
+
+def test_a_batch_of_one_example_is_no_mistake():
+    model = Positions().double()
+    kfac = trainer(model)
+    ids = torch.randint(7, (1, 5))
+    F.cross_entropy(model(ids), ids).backward()
+    kfac.step()
+
+
+def test_layers_that_see_other_numbers_of_examples_are_warned_of_once(caplog):
+    """Oracle: the log; an attention that is sequence first between layers that are not."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=False).double()
+    kfac = trainer(model)
+    for _ in range(2):
+        model(torch.randn(5, 3, 8, dtype=torch.float64)).square().mean().backward()
+        kfac.step()
+    told = [r.getMessage() for r in caplog.records if "batch_first=True" in r.getMessage()]
+    assert len(told) == 1 and "saw 3 examples where other layers saw 5" in told[0]
+
+
+# -- arguments and objects -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [KFAC, DataParallel])
+def test_wrong_objects_are_refused_in_one_line(make):
+    """Oracle: the lines."""
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="LBFGS needs a closure"):
+        make(model, torch.optim.LBFGS(model.parameters()), COMM)
+    with pytest.raises(ValueError, match="comm=None must be a communicator"):
+        make(model, sgd, None)
+    with pytest.raises(ValueError, match="optimizer=Sequential must be a torch.optim.Optimizer"):
+        make(model, model, COMM)
+    trained = make(model, sgd, COMM)
+    with pytest.raises(ValueError, match=r"step\(\) takes a GradScaler or nothing, not function"):
+        trained.step(lambda: 0.0)
+    with pytest.raises(AttributeError, match="optimizer"):
+        trained.optimizer = sgd
+
+
+def test_true_is_no_damping():
+    with pytest.raises(ValueError, match="damping=True must be a finite number"):
+        KFAC(network(), torch.optim.SGD(network().parameters(), lr=0.1), COMM, damping=True)
+
+
+@pytest.mark.parametrize("make", [KFAC, DataParallel])
+def test_a_converted_model_is_refused(make):
+    """Oracle: the line."""
+    model = network().float()
+    trained = make(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM)
+    model.double()
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="a parameter is torch.float64 on cpu and was torch.float"):
+        trained.step()
+
+
+def test_a_newer_trainer_detaches_the_older_one(caplog):
+    """Oracle: the hooks of the model, and the log; a cell of a notebook that runs twice."""
+    model = network()
+    first = trainer(model)
+    hooks = len(model[0]._forward_hooks)
+    second = trainer(model)
+    assert len(model[0]._forward_hooks) == hooks == 1
+    assert "the model's older KFAC is detached" in caplog.text
+    learn(second)
+    with pytest.raises(RuntimeError, match="no covered layer took part"):
+        learn(first)
+
+
+def test_a_trainer_that_is_gone_is_not_kept():
+    """Oracle: the garbage collector."""
+    model = network()
+    trainer(model)
+    gc.collect()
+    caught = trainer(model)
+    assert repr(caught).startswith("KFAC(2 layers covered, 0 tensors trained first-order, 1 ranks")
+
+
+def test_a_copied_model_has_hooks_that_do_nothing():
+    """Oracle: outputs and statistics of the original."""
+    kfac = trainer(network())
+    other = copy.deepcopy(kfac.model)
+    other.load_state_dict(kfac.model.state_dict())
+    x, y = batch()
+    F.cross_entropy(other(x), y).backward()
+    learn(kfac)
+
+
+def test_little_coverage_is_warned_of(caplog):
+    """Oracle: 33 of 63 weights are covered, or 21 are, or none."""
+    for skip, told in (((), False), (("0",), True), (("0", "2"), True)):
+        caplog.clear()
+        trainer(network(), coverage=Coverage(skip))
+        assert ("of the weights" in caplog.text) == told
+
+
+def test_overlap_refuses_a_gradient_that_changes_after_backward():
+    """Oracle: torch's clipping, which would have no effect."""
+    model = network()
+    kfac = KFAC(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        COMM,
+        Strategy.comm_opt(1, overlap=True),
+    )
+    x, y = batch()
+    F.cross_entropy(model(x), y).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    if COMM.size > 1:
+        with pytest.raises(ValueError, match="was changed after the backward pass"):
+            kfac.step()
+
+
+def test_a_loaded_statistic_outlives_a_batch_of_nan():
+    """Oracle: the loaded running mean."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)).double()
+    kfac = trainer(model)
+    learn(kfac)
+    state = model.state_dict()
+    state["1.running_mean"] = torch.full((4,), 7.0, dtype=torch.float64)
+    model.load_state_dict(state)
+    x, y = batch()
+    kfac.optimizer.zero_grad()
+    F.cross_entropy(model(x * torch.nan), y).backward()
+    kfac.step()
+    assert torch.equal(model[1].running_mean, state["1.running_mean"])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "told"),
+    [
+        (torch.zeros(4, 1), "a cross-entropy of 1 output"),
+        (torch.full((4, 3), 1 / 3), "probabilities"),
+    ],
+)
+def test_outputs_that_are_no_logits_are_refused(outputs, told):
+    """Oracle: the lines."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, outputs.shape[1])
+    kfac = trainer(model, estimator=Estimator(fisher="sampled"))
+    made = model(torch.randn(4, 5)) * 0 + outputs
+    with pytest.raises(ValueError, match=told):
+        kfac.record(made)
+
+
+def test_positions_of_a_loss_count_in_the_empirical_fisher():
+    """Oracle: the mean of squares of gradients of each position's own loss, by autograd."""
+    torch.manual_seed(0)
+    model, positions = nn.Linear(5, 3).double(), 6
+    kfac = trainer(model, estimator=Estimator(loss_positions=positions))
+    x = torch.randn(4, positions, 5, dtype=torch.float64)
+    y = torch.randint(3, (4, positions))
+    outputs = model(x)
+    F.cross_entropy(outputs.mT, y).backward()
+    kfac.step()
+    logits = outputs.detach().reshape(-1, 3).requires_grad_()
+    (g,) = torch.autograd.grad(F.cross_entropy(logits, y.reshape(-1), reduction="sum"), logits)
+    expected = g.T @ g / len(g)
+    found = mpikfac.numerics.unfold_triangle(kfac.factors.averages[".G"])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "ekfac"])
+def test_badly_scaled_inputs_get_directions_of_float64(solver):
+    """Oracle: the same step in float64; columns from 1e-4 to 1e4."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 40) * torch.logspace(-4, 4, 40)
+    y = torch.randint(3, (64,))
+    directions = []
+    for dtype in (torch.float32, torch.float64):
+        torch.manual_seed(0)
+        model = nn.Linear(40, 3).to(dtype)
+        with torch.no_grad():
+            model.weight.mul_(0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        kfac = KFAC(model, optimizer, COMM, damping=1e-3, solver=solver, clip=None)
+        F.cross_entropy(model(x.to(dtype)), y).backward()
+        kfac.step()
+        directions.append(model.weight.grad.double())
+    mine, precise = directions
+    assert (mine - precise).norm() < 0.03 * precise.norm()
+
+
+def test_little_damping_in_float32_is_warned_of_once(caplog):
+    """Oracle: the log; not in float64."""
+    for dtype in (torch.float64, torch.float32):
+        model = network().to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kfac = KFAC(model, optimizer, COMM, damping=1e-10, basis_every=1)
+        for seed in range(2):
+            x, y = batch(seed=seed)
+            optimizer.zero_grad()
+            F.cross_entropy(model(x.to(dtype)), y).backward()
+            kfac.step()
+        told = [r.getMessage() for r in caplog.records if "too few digits" in r.getMessage()]
+        assert len(told) == (dtype == torch.float32)
