@@ -146,7 +146,9 @@ class Bases(Part):
         damped = (task for task in tasks if task.factor.solver.damped)
         added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
-        self._precise = {t.factor.name for t in tasks if self._needs_digits(t, means, damping)}
+        if self.site.dtype != torch.float64:
+            plain = (t for t in tasks if not (t.factor.solver.damped or t.factor.solver.vector))
+            self._precise = {t.factor.name for t in plain if self._felt(t, means, damping)}
         if self._curvature:
             self._made = self._curvature.start(packed, added, share)
         elif at_once:
@@ -198,15 +200,13 @@ class Bases(Part):
         """Have `damp` prepare directions anew, as decompositions or scales have new content."""
         self._damping = math.nan
 
-    def _needs_digits(self, task: Task, means: MeanEigenvalues, damping: float) -> bool:
+    def _felt(self, task: Task, means: MeanEigenvalues, damping: float) -> bool:
         """Return whether errors of eigenvalues in the dtype of sums would be felt.
 
         The errors are about `eps` times the largest eigenvalue of `G (x) A`, which the product of
         the traces bounds; the damping has to be well above the errors. Without the other side's
         factors, the rank cannot tell.
         """
-        if self.site.dtype == torch.float64 or task.solver.form.damped or task.factor.solver.vector:
-            return False
         sides = [side for side in (task.side, task.other) if side]
         if not all(means.known(side) for side in sides):
             return True

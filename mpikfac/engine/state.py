@@ -285,8 +285,7 @@ def report_others(
     every = covered + sum(p.numel() for other in others for p in other.parameters)
     if 2 * covered < every:
         log.warning(
-            "K-FAC covers %.0f %% of the weights; the rest is trained first-order",
-            100 * covered / every,
+            "K-FAC covers %d of %d weights; the rest is trained first-order", covered, every
         )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [other for other in others if other.parameters]

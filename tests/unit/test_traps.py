@@ -257,7 +257,7 @@ def test_little_coverage_is_warned_of(caplog):
     for skip, told in (((), False), (("0",), True), (("0", "2"), True)):
         caplog.clear()
         trainer(network(), coverage=Coverage(skip))
-        assert ("of the weights" in caplog.text) == told
+        assert ("weights; the rest" in caplog.text) == told
 
 
 def test_overlap_refuses_a_gradient_that_changes_after_backward():
