@@ -146,3 +146,35 @@ def test_public_functions_have_docstrings(path):
     tree = parse(path)
     assert ast.get_docstring(tree) or not tree.body, f"{path.name} has no docstring"
     assert list(undocumented(tree)) == []
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+
+
+def exported() -> set[str]:
+    """Return the names that the doors of the library export."""
+    doors = (importlib.import_module(f"mpikfac.{room}") for room in ROOMS)
+    return {*mpikfac.__all__, *(name for door in doors for name in door.__all__)}
+
+
+@pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)
+def test_functions_take_few_arguments(path):
+    """Oracle: 12 arguments of what the library exports, 8 of everything else, without self."""
+    tree = parse(path)
+    public = exported() if path in LIBRARY else set()
+    nodes = [node for node in ast.walk(tree) if getattr(node, "name", "") in public]
+    known = {function for node in nodes for function in functions(node)}
+    for function in functions(tree):
+        given = function.args
+        names = [argument.arg for argument in given.posonlyargs + given.args + given.kwonlyargs]
+        most = 12 if function in known else 8
+        assert len([name for name in names if name not in ("self", "cls")]) <= most, function.name
+
+
+@pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)
+def test_functions_are_short(path):
+    """Oracle: 50 lines of body, without the docstring."""
+    for function in functions(parse(path)):
+        body = function.body[ast.get_docstring(function) is not None :]
+        assert not body or body[-1].end_lineno - body[0].lineno < 50, function.name

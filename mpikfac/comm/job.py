@@ -36,10 +36,10 @@ def world() -> MPI.Intracomm:
     """
     comm = MPI.COMM_WORLD
     for size_name, rank_name in LAUNCHERS:
-        claimed = int(os.environ.get(size_name, 0))
+        claimed = int(os.environ.get(size_name, "0"))
         if claimed and comm.size == 1:
             if claimed > 1:
-                _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, 0)))
+                _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, "0")))
             break
     return comm
 

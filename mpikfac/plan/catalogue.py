@@ -188,7 +188,7 @@ NAMED: Mapping[str, Named] = {
 
 
 def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:
-    """The strategy of that name for so many ranks, and what else `KFAC` has to be given.
+    """Return the strategy of a name for `ranks` ranks, and further arguments of `KFAC`.
 
         strategy, settings = mpikfac.named("kfac-opt", comm.size)
         mpikfac.KFAC(model, optimizer, comm, strategy, **settings)

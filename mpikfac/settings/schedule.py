@@ -27,10 +27,10 @@ def _length(steps: int) -> int:
 
 
 def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
-    """The number in force at `step`, of a plain number or of a schedule.
+    """Return the number in force at `step`, of a plain number or of a schedule.
 
     Raises:
-        ValueError: it is negative, infinite or not a number; the text calls it `name`.
+        ValueError: the number is negative, infinite or no number; the text calls the number `name`.
     """
     if callable(value):
         return _number(f"schedule {name} at step {step}", value(step))
@@ -38,12 +38,13 @@ def evaluate(value: float | Schedule, step: int, name: str = "value") -> float:
 
 
 def every(interval: float | Schedule, step: int, name: str = "interval") -> bool:
-    """True when `step` is a multiple of the interval (in steps) in force at that step.
+    """Return whether `step` is a multiple of the interval (in steps) that is in force at `step`.
 
     Step 0 is a multiple of every interval.
 
     Raises:
-        ValueError: the interval is not a whole number of at least 1; the text calls it `name`.
+        ValueError: the interval is not a whole number of at least 1; the text calls the interval
+            `name`.
     """
     steps = evaluate(interval, step, name)
     if steps < 1 or steps != int(steps):
@@ -54,7 +55,7 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 def constant(value: float) -> Schedule:
     """`value` at every step."""
     _number("value", value)
-    return lambda step: value
+    return lambda _: value
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:

@@ -8,7 +8,7 @@ import gzip
 import json
 import random
 import re
-import xml.etree.ElementTree as ElementTree
+from xml.etree import ElementTree
 
 import pytest
 import yaml

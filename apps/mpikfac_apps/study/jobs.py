@@ -112,7 +112,9 @@ def _mpirun() -> tuple[str, list[str]]:
         raise ValueError("no mpirun is beside python or on PATH; load an MPI, or name it in MPIRUN")
     flags = os.environ.get("MPIRUN_FLAGS")
     if flags is None:  # a study may have more ranks than the machine has cores
-        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+        version = subprocess.run(
+            [found, "--version"], capture_output=True, text=True, check=False
+        ).stdout
         flags = "--oversubscribe" if "Open MPI" in version else ""
     return found, flags.split()
 
