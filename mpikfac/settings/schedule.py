@@ -53,13 +53,13 @@ def every(interval: float | Schedule, step: int, name: str = "interval") -> bool
 
 
 def constant(value: float) -> Schedule:
-    """`value` at every step."""
+    """Return the schedule with `value` at every step."""
     _number("value", value)
     return lambda _: value
 
 
 def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
-    """`value`, multiplied by `factor` once for every step in `at` that has been reached."""
+    """Return the schedule of `value`, times `factor` for every step in `at` that is reached."""
     _number("value", value)
     _number("factor", factor)
     milestones = list(at)
@@ -71,7 +71,7 @@ def step_decay(value: float, at: Iterable[int], factor: float) -> Schedule:
 
 
 def linear(start: float, stop: float, steps: int) -> Schedule:
-    """From `start` at step 0 in a straight line to `stop` at step `steps`; `stop` from then on."""
+    """Return the straight line from `start` at step 0 to `stop` at step `steps` and later."""
     _number("start", start)
     _number("stop", stop)
     _length(steps)
@@ -79,7 +79,7 @@ def linear(start: float, stop: float, steps: int) -> Schedule:
 
 
 def cosine(start: float, stop: float, steps: int) -> Schedule:
-    """From `start` at step 0 along half a cosine to `stop` at step `steps`; `stop` from then on."""
+    """Return half a cosine from `start` at step 0 to `stop` at step `steps` and later."""
     _number("start", start)
     _number("stop", stop)
     _length(steps)
@@ -93,7 +93,7 @@ def cosine(start: float, stop: float, steps: int) -> Schedule:
 
 
 def warmup(schedule: float | Schedule, steps: int, from_factor: float = 0.0) -> Schedule:
-    """`schedule` times a factor that grows from `from_factor` at step 0 to 1 at step `steps`."""
+    """Return `schedule` times a factor from `from_factor` at step 0 to 1 at step `steps`."""
     if not callable(schedule):
         _number("schedule", schedule)
     _length(steps)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def saved(run_dir, step):
-    """The checkpoint of a run, without what a clock measured."""
+    """Return the checkpoint of a run, without measured seconds."""
     found = mpikfac.checkpoint.read_checkpoint(run_dir / "checkpoints" / f"step-{step:09d}")
     return {name: found[name] for name in found.keys() - CLOCKS}
 

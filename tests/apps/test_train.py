@@ -75,7 +75,7 @@ def test_two_ranks_learn_digits_and_leave_a_complete_run_directory(tmp_path):
     params=["sgd comm-opt", "adamw comm-opt", "kfac comm-opt", "kfac eva"],
 )
 def whole(request, tmp_path_factory):
-    """The options and the directory of a run that was not interrupted."""
+    """Return the options and the directory of an uninterrupted run."""
     optimizer, strategy = request.param.split()
     chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
     chosen += (f"--kfac.strategy={strategy}",)
@@ -133,7 +133,7 @@ def plain(root):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
-    """The directory of the runs of `plain`."""
+    """Return the directory of the runs of `plain`."""
     root = tmp_path_factory.mktemp("plain")
     run_each([(ranks, ["--model=plain", *options]) for ranks, options in plain(root)], root)
     return root

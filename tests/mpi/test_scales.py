@@ -93,7 +93,7 @@ def learn(kfac, step, shard, shards):
 
 @problem.by_one_process
 def alone(own, network, solver, **times):
-    """The states after each step of one process on the joined batches."""
+    """Return the states after each step of one process on the joined batches."""
     kfac, states = trainer(own, Strategy().changed(**times), network, solver=solver), []
     for step in STEPS:
         learn(kfac, step, 0, 1)

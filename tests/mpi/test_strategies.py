@@ -87,7 +87,7 @@ def alone(strategy):
 
 @problem.by_one_process
 def trained(own, strategy, solver):
-    """The states after each step of one process with the joined batches."""
+    """Return the states after each step of one process with the joined batches."""
     serial = trainer(own, strategy, solver)
     return [problem.run(serial, own, [step]) for step in STEPS]
 

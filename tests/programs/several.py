@@ -1,4 +1,4 @@
-"""Run the training program several times in a single job: several.py RUNS.json
+"""Run the training program several times in a single job: several.py RUNS.json.
 
 RUNS.json holds `[ranks, options]` of every run; the first `ranks` ranks of the job take part.
 """
