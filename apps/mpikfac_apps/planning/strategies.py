@@ -24,11 +24,16 @@ class StrategiesOptions:
 
 def main(argv: list[str] | None = None) -> int:
     """Print the list; return 0, or 2 after one line about wrong options."""
-    return cli.run(PROGRAM, lambda: print_list(read(PROGRAM, StrategiesOptions, argv)))
+    return cli.run(PROGRAM, lambda: print_list(argv))
 
 
-def print_list(options: StrategiesOptions) -> int:
-    """Print the list; return 0."""
+def print_list(argv: list[str] | None) -> int:
+    """Print the list; return 0.
+
+    Raises:
+        ValueError: a wrong option.
+    """
+    read(PROGRAM, StrategiesOptions, argv)
     show([introduction(), *map(paragraph, mpikfac.plan.NAMED)])
     return 0
 

@@ -75,7 +75,7 @@ def load(
     )
 
 
-def digits(images: int | None = None) -> Dataset:
+def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
     """Return 1,797 handwritten digits of 8x8 pixels; every fifth of a class is for test (360).
 
     `load` takes the first `images`.
