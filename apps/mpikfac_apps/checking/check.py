@@ -24,9 +24,9 @@ from mpikfac_apps.checking.comparison import (
     STEPS,
     STRATEGIES,
     Finding,
+    alike,
     differences,
     findings_of,
-    good,
 )
 from mpikfac_apps.checking.model import Subject, subject
 from mpikfac_apps.cli import read_options
@@ -113,7 +113,7 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
             ]
         )
     wrong = any(finding.wrong for finding in findings.values())
-    return comm.bcast(wrong) or not all(map(good, found.values()))
+    return comm.bcast(wrong) or not all(map(alike, found.values()))
 
 
 # -- sections ------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
     if not found:
         return ["Strategies: not compared; start the check under mpirun with 2 ranks or more"]
     rows = [("strategy", "difference", "")]
-    rows += [(name, f"{off:.0e}", "ok" if good(off) else "WRONG") for name, off in found.items()]
+    rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in found.items()]
     return [
         f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process with all",
         "  examples; differences relative to the largest change of a weight; only covered layers",
@@ -252,7 +252,7 @@ def plans(asked: Subject, ranks: int) -> list[str]:
 def verdict(findings: Mapping[str, Finding], found: Mapping[str, float]) -> list[str]:
     """Return the verdict on all layers and strategies; wrong layers and strategies by name."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
-    wrong = layers + [name for name, off in found.items() if not good(off)]
+    wrong = layers + [name for name, off in found.items() if not alike(off)]
     judged = sum(bool(finding.errors) for finding in findings.values()) + len(found)
     return [f"WRONG: {', '.join(wrong)}" if wrong else f"All right: {judged} of {judged} checked"]
 

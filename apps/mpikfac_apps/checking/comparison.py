@@ -16,6 +16,7 @@ from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
 TOLERANCE = 1e-9  # relative, in float64
+OF_WEIGHTS = 1e-6  # a model may compute parts in float32
 DAMPING = 0.03
 STRATEGIES = ("comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner")
 PLAIN = "sgd"  # averaged gradients
@@ -167,15 +168,25 @@ def error(found: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
 
 
 def good(error: float) -> bool:
-    """Return whether an error is small enough to be rounding."""
+    """Return whether an error of a layer's numbers is small enough to be rounding."""
     return error <= TOLERANCE
+
+
+def alike(difference: float) -> bool:
+    """Return whether a difference of weights is small enough to be rounding."""
+    return difference <= OF_WEIGHTS
 
 
 # -- training on several ranks -------------------------------------------------------------------
 
 
 def differences(
-    comm: mpikfac.comm.Comm, alone: mpikfac.comm.Comm, asked: Subject, examples: int
+    comm: mpikfac.comm.Comm,
+    alone: mpikfac.comm.Comm,
+    asked: Subject,
+    examples: int,
+    strategies: Sequence[str] = STRATEGIES,
+    steps: int = STEPS,
 ) -> dict[str, float]:
     """Return each strategy's difference of weights to one process with the joined batch.
 
@@ -186,19 +197,19 @@ def differences(
     Collective over: comm.
     """
     total = examples * comm.size
-    first, *_ = STRATEGIES
-    one = {name: trained(alone, asked, name, total) for name in (PLAIN, first)}
+    first, *_ = strategies
+    one = {name: trained(alone, asked, name, total, steps) for name in (PLAIN, first)}
     found = {}
-    for name in (PLAIN, *STRATEGIES):
+    for name in (PLAIN, *strategies):
         expected, before = one.get(name, one[first])
-        after, _ = trained(comm, asked, name, total)
+        after, _ = trained(comm, asked, name, total, steps)
         off = error(after, expected, (expected - before).abs().max())
         found[name] = max(comm.allgather(off))
     return found
 
 
 def trained(
-    comm: mpikfac.comm.Comm, asked: Subject, name: str, examples: int
+    comm: mpikfac.comm.Comm, asked: Subject, name: str, examples: int, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return all parameters after and before some steps on the rank's shards.
 
@@ -215,7 +226,7 @@ def trained(
         else distributed(comm, asked, name, model, optimizer)
     )
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
-    for step in range(STEPS):
+    for step in range(steps):
         images, labels = (p.chunk(comm.size)[comm.rank] for p in asked.batch(examples, step))
         optimizer.zero_grad()
         loss(model, (images, labels)).backward()

@@ -59,8 +59,8 @@ def subject(
     """Return the network `name`, or the result of a function in a file, "models.py:build".
 
     Raises:
-        ValueError: no network has the name, the result is no module, or the module refuses the
-            input.
+        ValueError: no network has the name, the result is no module, the module refuses the input,
+            or trains nothing.
     """
     torch.manual_seed(0)
     if own.is_own(name):
@@ -72,6 +72,20 @@ def subject(
     else:
         inputs = inputs or models.network(name).image
         model, covers = models.build(name, classes, inputs[0]), mpikfac.KINDS
+    return subject_of(model, covers, inputs, tokens)
+
+
+def subject_of(
+    model: nn.Module,
+    covers: mpikfac.layers.Kinds,
+    inputs: tuple[int, ...],
+    tokens: int | None = None,
+) -> Subject:
+    """Return a model in float64, with inputs and coverage.
+
+    Raises:
+        ValueError: the module refuses the input, or trains nothing.
+    """
     model = model.double()
     two = own.drawn((2, *inputs), tokens, torch.Generator().manual_seed(0))
     outputs = own.outputs_of(model, two)

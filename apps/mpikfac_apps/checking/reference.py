@@ -197,7 +197,7 @@ def gradient_of(layer: mpikfac.Layer) -> Tensor:
 
 def is_norm(layer: mpikfac.Layer) -> bool:
     """Return whether a layer is a normalisation: a scale and a shift, without a matrix."""
-    return type(layer.module) in mpikfac.NORMS
+    return isinstance(layer, mpikfac.layers.NormLayer)
 
 
 @torch.no_grad()
