@@ -110,7 +110,8 @@ def test_files_that_cannot_be_written_do_not_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("mpikfac_apps.guard.guard.check_directory", lambda *_: None)
     assert train.main([*QUICK, "--trace_steps=1", f"--run_dir={tmp_path / 'run'}"]) == 0
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "stages.json and trace.json.gz cannot be written: [Errno 21]" in log
+    assert "stages.json and trace.json.gz cannot be written:" in log
+    assert "stages.json: it is a directory, not a regular file" in log
     assert "complete after 6 steps" in log
 
 

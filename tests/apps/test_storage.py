@@ -133,7 +133,8 @@ def test_waiting_lines_outlive_a_kill(tmp_path, undisturbed, monkeypatch, room):
         save(saver, items, step, last)
         if step == 6:
             saver.settle()
-            shutil.copytree(run, killed)
+            being_deleted = shutil.ignore_patterns(".*.deleted")
+            shutil.copytree(run, killed, ignore=being_deleted)
             (killed / "lock").unlink()
 
     def written(metrics: MetricsFile) -> None:
