@@ -124,7 +124,6 @@ class Bases(Part):
         self.ready = False
         self.share: int | None = None
         self._made: Callable[[], Blocks] | None = None
-        self._precise: set[str] = set()  # factors to decompose in float64
         self._due = 0
         self._damping = math.nan  # equal to no damping
 
@@ -146,10 +145,11 @@ class Bases(Part):
         damped = (task for task in tasks if task.factor.solver.damped)
         added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
-        if self.site.dtype != torch.float64:
-            plain = (t for t in tasks if not (t.factor.solver.damped or t.factor.solver.vector))
-            self._precise = {t.factor.name for t in plain if self._felt(t, means, damping)}
+        plain = [t for t in tasks if not (t.factor.solver.damped or t.factor.solver.vector)]
+        felt = {t.factor.name: self._felt(t, means, damping) for t in plain}
+        packed |= {name: packed[name].double() for name, much in felt.items() if much}
         if self._curvature:
+            added |= {name: torch.tensor([1.0 * much]) for name, much in felt.items()}
             self._made = self._curvature.start(packed, added, share)
         elif at_once:
             self._made = lambda: self._blocks(tasks, packed, added)
@@ -207,6 +207,8 @@ class Bases(Part):
         the traces bounds; the damping has to be well above the errors. Without the other side's
         factors, the rank cannot tell.
         """
+        if self.site.dtype == torch.float64:
+            return False
         sides = [side for side in (task.side, task.other) if side]
         if not all(means.known(side) for side in sides):
             return True
@@ -231,7 +233,7 @@ class Bases(Part):
         made: Blocks = {}
         for task in tasks:
             name = task.factor.name
-            dtype = torch.float64 if name in self._precise else self.site.dtype
+            dtype = torch.promote_types(packed[name].dtype, self.site.dtype)
             made |= self._of_factor(task, packed[name].to(dtype), added.get(name))
         return made
 

@@ -76,7 +76,7 @@ class Curvature:
         with self.trace.stage("send factors", "curvature", request.flat.nbytes):
             for factor in plan.decomposed(share):
                 request[factor.name].copy_(factors[factor.name])
-                if factor.solver.damped:
+                if factor.name in added:
                     request[factor.added].copy_(added[factor.name])
             route = plan.grid.curvature_rank(plan.rank), plan.shares.index(share)
             sent = begin_send(self._curvature, request.flat, *route)
@@ -145,8 +145,8 @@ def _answer(
 ) -> dict[str, Tensor]:
     packed = request[factor.name].to(device)
     added = request[factor.added].to(device) if factor.solver.damped else None
-    if not (solver.form.damped or solver.form.vector):
-        packed = packed.double()  # only an owner knows whether fewer digits will do
+    if factor.added in request and added is None and request[factor.added].any():
+        packed = packed.double()
     return decomposed(factor, solver, packed, added)
 
 

@@ -81,7 +81,9 @@ def of_requests(factors: Iterable[Factor]) -> Layout:
     The damping of a factor ("conv1.A+") may depend on the second factor of the layer.
     """
     factors = tuple(factors)
-    added = [(factor.added, factor.damping) for factor in factors if factor.solver.damped]
+    # Beside the factor, its damping; or 1 if the decomposition needs float64, else 0.
+    kept = (factor for factor in factors if factor.solver.damped or not factor.solver.vector)
+    added = [(one.added, one.damping if one.solver.damped else (1,)) for one in kept]
     return lay_out([[*added, *((factor.name, factor.triangle) for factor in factors)]])
 
 
