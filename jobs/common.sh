@@ -60,10 +60,16 @@ install() {
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt" - <<<"$ROOT" | cksum)
     [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && return
     echo "installing mpikfac$extras into $VENV"
-    (cd "$ROOT" && "$PYTHON" -m pip install --quiet --disable-pip-version-check \
-        --constraint constraints.txt --editable ".$extras") ||
+    (cd "$ROOT" && set -o pipefail && "$PYTHON" -m pip install --progress-bar off --disable-pip-version-check \
+        --constraint constraints.txt --editable ".$extras" | packages) ||
         die "pip could not install the project; see above"
     echo "$wanted" >"$stamp"
+}
+
+# packages: prints a line for each file that pip fetches, and for the installation.
+packages() {
+    sed -un -e 's/^ *\(Downloading\|Using cached\|Processing\|Building\) /  \1 /p' \
+        -e 's/^Installing collected packages.*/  Installing the packages, which takes a minute/p'
 }
 
 # Choose an mpirun: first MPIRUN from the caller; then an mpirun on PATH (a loaded module, a system

@@ -44,6 +44,11 @@ def in_lines(words: Iterable[str], per_line: int = 4) -> list[str]:
     return ["  " + "".join(f"{cell:<{width}}" for cell in line).rstrip() for line in lines]
 
 
+def share(target: float) -> float:
+    """Return a share (0 to 1) from a share, or from a number above 1 in per cent."""
+    return target / 100 if target > 1 else target
+
+
 def percent(share: float | None, digits: int = 1) -> str:
     """Return a share (0 to 1) as percent."""
     return NONE if share is None else f"{100 * share:.{digits}f} %"

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import json
+from xml.etree import ElementTree
 
 import pytest
 
 from mpikfac_apps.study import compare
 
 
-def run_of(path, accuracies):
-    path.mkdir()
+def run_of(path, accuracies, pace=1.5):
+    path.mkdir(parents=True)
     rows = []
     for epoch, accuracy in enumerate(accuracies, start=1):
-        rows.append({"step": 5 * epoch, "epoch": float(epoch), "seconds": 1.5 * epoch, "loss": 1.0})
+        rows.append(
+            {"step": 5 * epoch, "epoch": float(epoch), "seconds": pace * epoch, "loss": 1.0}
+        )
         rows.append(rows[-1] | {"test_accuracy": accuracy})
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -21,10 +24,51 @@ def test_the_table_tells_when_the_target_was_reached(tmp_path, capsys):
     fast = run_of(tmp_path / "fast", [0.5, 0.97, 0.99, 0.98])
     slow = run_of(tmp_path / "slow", [0.5, 0.6])
     assert compare.main([fast, slow, "--target", "0.97"]) == 0
-    header, first, second = capsys.readouterr().out.splitlines()
-    assert header.split()[-4:] == ["to", "0.97", "seconds", "to", "0.97"][-4:]
-    assert first.split() == [fast, "4", "6.0", "98.00%", "99.00%", "2", "3.0"]
-    assert second.split() == [slow, "2", "3.0", "60.00%", "60.00%", "never", "never"]
+    header, first, second, _, *seen = capsys.readouterr().out.splitlines()
+    assert header.endswith("epochs to 97.0 %  seconds to 97.0 %")
+    assert first.split() == [fast, "4", "6.00", "98.00%", "99.00%", "2", "3.00"]
+    assert second.split() == [slow, "2", "3.00", "60.00%", "60.00%", "never", "never"]
+    assert seen == [
+        "A test accuracy of 97.0 % was reached by fast after 2 epochs.",
+        "slow did not reach 97.0 %.",
+    ]
+    assert compare.main([fast, slow, "--target", "97"]) == 0
+    assert capsys.readouterr().out.splitlines() == [header, first, second, _, *seen]
+
+
+def test_two_sentences_say_what_was_seen(tmp_path, capsys):
+    """Oracle: by hand: 2 epochs of 1.5 s against 3 epochs of 0.5 s."""
+    few = run_of(tmp_path / "runs" / "few", [0.5, 0.97])
+    quick = run_of(tmp_path / "runs" / "quick", [0.5, 0.6, 0.98], pace=0.5)
+    assert compare.main([quick, few, "--target", "97"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "A test accuracy of 97.0 % was reached by few after 2 epochs and by quick after 3 epochs.",
+        "In seconds of training, quick was first: quick took 1.50 s and few took 3.00 s.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("runs", "names"),
+    [
+        (["a/x", "a/y"], ["x", "y"]),
+        (["a/x/run", "a/y/run"], ["x/run", "y/run"]),
+        (["a/x"], ["x"]),
+        (["a/x", "a"], ["a/x", "a"]),
+    ],
+)
+def test_runs_are_named_by_the_part_that_differs(runs, names):
+    """Oracle: by hand."""
+    assert list(compare.short_names(runs).values()) == names
+
+
+def test_the_picture_has_a_title_and_short_names(tmp_path):
+    """Oracle: the texts of the picture; a dollar sign in a name."""
+    runs = [run_of(tmp_path / name, [0.5, 0.98]) for name in ("$gd_", "kfac")]
+    assert compare.main([*runs, "--target", "97", "--png", str(tmp_path / "curves.svg")]) == 0
+    found = ElementTree.parse(tmp_path / "curves.svg").iter("{http://www.w3.org/2000/svg}text")
+    texts = [text.text for text in found]
+    assert {"Test accuracy of $gd_ and kfac; dotted: 97.0 %", "$gd_", "kfac"} <= set(texts)
+    assert not any(str(tmp_path) in text for text in texts)
 
 
 def test_curves_are_written_as_png(tmp_path):
@@ -57,10 +101,10 @@ def test_a_run_that_writes_a_line_at_this_moment_is_read_up_to_it(tmp_path, caps
     with open(f"{run}/metrics.jsonl", "a") as metrics:
         metrics.write('{"step": 4')
     assert compare.main([run]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["2", "3.0", "60.00%", "60.00%"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[1:] == ["2", "3.00", "60.00%", "60.00%"]
 
 
 def test_a_wrong_argument_is_one_line(capsys):
-    assert compare.main(["run", "--target", "97"]) == 2
-    text = "mpikfac compare: target=97.0 must be a finite number > 0 and <= 1 or null\n"
+    assert compare.main(["run", "--target", "970"]) == 2
+    text = "mpikfac compare: target=970.0 must be a finite number > 0 and <= 100 or null\n"
     assert capsys.readouterr().err == text

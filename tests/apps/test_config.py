@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 import mpikfac
-from mpikfac_apps.options.documents import flattened
+from mpikfac_apps.options.conflicts import doubt
+from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import BASIC, Options
 from mpikfac_apps.options.parse import parse, resolved
@@ -96,8 +97,20 @@ BAD = {
     ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
-    "no batch": ("--batch=null", "batch=None and batch_per_rank=None: give one of them"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
+    "images of another size": (
+        "--model=vit_small",
+        "model=vit_small takes images of 32x32 pixels only, and data.name=digits has 8x8",
+    ),
+    "made-up images of another size": (
+        "--model=vit_small --data.name=synthetic --data.size=16",
+        "model=vit_small takes images of 32x32 pixels only, and data.name=synthetic has 16x16",
+    ),
+    "a usual name": ("--batch_size=1", "unknown key batch_size; did you mean batch?"),
+    "a usual name in a file": ("learning_rate: 1\n", "line 1: unknown key learning_rate; did you"),
+    "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
+    "a name with hyphens": ("--weight-decay=1", "key weight-decay; did you mean weight_decay?"),
+    "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
     "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10, not digits"),
     "wrong data": ("--data.size=16", "data.size=16 needs data.name=synthetic, not digits"),
     "falling epochs": (
@@ -200,6 +213,46 @@ def shown(capsys, *arguments):
     assert not leave.value.code
     text = capsys.readouterr().out
     return set(re.findall(r"^  --([\w.]+)", text, re.MULTILINE)), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ranks", "batch"),
+    [
+        ([], 1, 256),
+        ([], 4, 256),
+        ([], 6, 252),
+        ([], 300, 300),
+        (["--parts=12"], 6, 252),
+        (["--batch=12"], 6, 12),
+        (["--batch_per_rank=3"], 6, 18),
+    ],
+)
+def test_a_batch_that_is_not_given_is_256_or_a_little_less(arguments, ranks, batch):
+    """Oracle: the largest multiple of ranks and parts up to 256, by hand."""
+    assert parse(arguments, ranks).batch == batch
+
+
+def test_synonyms_lead_to_options_that_exist():
+    """Oracle: the fields of the options."""
+    keys = {leaf.key for leaf in leaves(Options)}
+    assert set(SYNONYMS.values()) <= keys
+    assert not set(SYNONYMS) & keys
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--model=resnet20"], "made for images of 32x32 pixels, and data.name=digits has 8x8"),
+        (["--model=resnet50", "--data.name=synthetic"], "made for images of 224x224 pixels"),
+        ([], ""),
+        (["--model=resnet20", "--data.name=synthetic"], ""),
+        (["--model=digits_cnn", "--data.name=synthetic"], ""),
+    ],
+)
+def test_a_network_for_larger_images_is_doubted(arguments, words):
+    """Oracle: sizes of the networks and of the data sets, by hand."""
+    found = doubt(parse(arguments, 1))
+    assert words in found and bool(words) == bool(found)
 
 
 def test_help_has_two_lengths_and_names_every_option_and_model(capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mpikfac_apps.study import jobs, spec, study
+from mpikfac_apps.study import jobs, progress, spec, study
 
 STUDY = {
     "name": "a study",
@@ -93,6 +93,27 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
     ]
 
 
+def test_cells_of_old_studies_keep_their_directories(tmp_path):
+    """Oracle: names that the program made before batch had a usual value."""
+    base = tmp_path / "base.yaml"
+    base.write_text(
+        "{model: digits_cnn, batch: 256, lr: 0.05, kfac: {damping: 0.03, basis_every: 10}}"
+    )
+    sgd = {"sgd": {"optimizer": "sgd", "lr": 0.2, "weight_decay": 0.005}}
+    axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
+    file = written(tmp_path, base=str(base), options={"epochs": 8}, strategies=sgd, matrix=axes)
+    assert [cell.directory for cell in spec.read(file).cells] == [
+        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-c9b80017", "kfac-opt-2-119be629")
+    ]
+
+
+def test_a_target_may_be_in_per_cent(tmp_path):
+    """Oracle: 97 % is 0.97."""
+    assert spec.read(written(tmp_path, target=97)).target == 0.97
+    assert spec.read(written(tmp_path, target=0.97)).target == 0.97
+    assert spec.read(written(tmp_path, target=1)).target == 1
+
+
 def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
     before = spec.read(written(tmp_path)).cells
     same = spec.read(written(tmp_path, name="another name")).cells
@@ -153,7 +174,8 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"options": {"run_dir": "x"}}, "options: run_dir is given by the study itself; leave it"),
         ({"options": [1]}, "options=[1] must hold lines of the form `key: value`"),
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
-        ({"target": 97}, "target=97 must be a fraction above 0 and at most 1"),
+        ({"target": 970}, "target=970 must be a number above 0 and at most 100 (per cent)"),
+        ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
         ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
         ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
@@ -217,6 +239,41 @@ def test_a_study_runs_what_is_not_complete_and_writes_a_report(tmp_path, monkeyp
     launcher(tmp_path, monkeypatch, "#!/bin/sh\nexit 9\n")
     assert study.main([str(file), f"--run_dir={place}"]) == 0
     assert capsys.readouterr().out.count("was complete") == 2
+
+
+def test_progress_tells_the_part_of_a_cell_and_the_time_to_the_end(tmp_path, monkeypatch, capsys):
+    """Oracle: by hand: a quarter of the second of four cells after 30 s; ended cells took 60 s."""
+    file = written(tmp_path, options={"batch": 120, "epochs": 4})
+    wanted = spec.read(file)
+    clock = iter((0.0, 0.0, 30.0, 100.0))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    shown = progress.Progress(wanted.cells, tmp_path)
+    shown.on_terminal = True
+    cell = wanted.cells[1]
+    run = tmp_path / "cells" / cell.directory / "run"
+    run.mkdir(parents=True)
+    shown.end(1, wanted.cells[0], "60 s", 60.0)
+    assert capsys.readouterr().out == "\r\x1b[K[1/4] sgd on 1 rank: 60 s; about 3 min to go\n"
+    shown.begin()
+    (run / "metrics.jsonl").write_text('{"step": 1, "epoch": 0.5}\n{"step": 2, "epoch": 1.0}\n{"')
+    shown.look(2, cell)  # 3 x 30 s here, 2 x 60 s of the others
+    assert capsys.readouterr().out == "\r\x1b[K[2/4] sgd on 2 ranks: 25%; about 4 min to go"
+    shown.on_terminal = False
+    shown.look(2, cell)
+    assert capsys.readouterr().out.startswith("[2/4] sgd on 2 ranks: 25%; about")
+    (run / "metrics.jsonl").write_text("damaged")
+    assert progress.done_part(run, cell) == 0
+
+
+def test_a_running_cell_is_watched(tmp_path, monkeypatch):
+    """Oracle: the number of calls in a job of three looks."""
+    file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
+    monkeypatch.setattr(jobs, "LOOK", 0.1)
+    launcher(tmp_path, monkeypatch, "#!/bin/sh\nsleep 0.6\nexit 3\n")
+    (cell,) = spec.read(file).cells
+    calls = []
+    assert jobs.run(cell, tmp_path / "place", "mpirun", lambda: calls.append(1)).code == 3
+    assert len(calls) >= 3
 
 
 def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkeypatch, capsys):

@@ -219,6 +219,35 @@ def test_decompositions_are_counted_where_they_do_not_follow_from_the_options(
     assert found == expected
 
 
+def test_tests_of_the_network_may_be_fewer_and_smaller(tmp_path, capsys):
+    """Oracle: lines with a test accuracy: epochs 2, 4 and the last; eighths of 8 test images."""
+    options = ("--epochs=5", "--eval_every=2", "--data.test_images=8", "--optimizer=sgd")
+    assert train.main(arguments(tmp_path / "run", *options)) == 0
+    found = {row["epoch"]: row.get("test_accuracy") for row in rows(tmp_path / "run")}
+    assert [epoch for epoch, accuracy in found.items() if accuracy is not None] == [2, 4, 5]
+    assert all(accuracy * 8 % 1 == 0 for accuracy in found.values() if accuracy is not None)
+    assert [row["epoch"] for row in rows(tmp_path / "run") if "train_loss" in row] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert ["test" in line for line in said if line.startswith("epoch ")] == [
+        *(False, True, False, True, True)
+    ]
+
+
+def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
+    """Oracle: the strategy's name, workers and changed choices; a network for larger images."""
+    options = ("--kfac.delay=1", "--model=resnet20", "--max_steps=1")
+    assert train.main(arguments(tmp_path / "run", *options)) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert "strategy comm-opt: workers=1, delay=1" in said
+    assert sum("model=resnet20 is made for images of 32x32 pixels" in line for line in said) == 1
+
+
 def test_a_complete_run_has_nothing_to_resume(tmp_path):
     """Oracle: the run's metrics before."""
     assert train.main(arguments(tmp_path)) == 0
@@ -270,6 +299,7 @@ def test_other_images_or_classes_are_refused_in_one_line(tmp_path, capfd, before
     ("given", "message"),
     [
         ("--data.train_images=2000", "data.train_images=2000: digits has only 1437"),
+        ("--data.test_images=361", "data.test_images=361: digits has only 360"),
         ("--batch=720", "batch=720 is more than the 360 images"),
     ],
 )

@@ -137,6 +137,22 @@ def test_pip_runs_once_for_the_same_requirements(project):
     assert len(log.read_text().splitlines()) == 3
 
 
+def test_pip_tells_of_each_package_on_the_way(project):
+    """Oracle: lines of pip with a file or the installation, and no lines about versions."""
+    says = (
+        "echo 'Collecting torch>=2.6'; echo '  Downloading torch-2.13.0.whl (190.1 MB)'; "
+        "echo 'Requirement already satisfied: numpy'; "
+        "echo 'Installing collected packages: torch, mpikfac'; echo 'Successfully installed torch'"
+    )
+    program(project / ".venv" / "bin" / "python", says)
+    first, *lines = run(project, "install").stdout.splitlines()
+    assert first.startswith("installing mpikfac into")
+    assert lines == [
+        "  Downloading torch-2.13.0.whl (190.1 MB)",
+        "  Installing the packages, which takes a minute",
+    ]
+
+
 def test_a_failed_installation_is_tried_again(project):
     program(project / ".venv" / "bin" / "python", "exit 1")
     for _ in range(2):

@@ -10,6 +10,8 @@ from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import network
 
+USUAL_BATCH = 256  # images of a step of all ranks together
+
 
 def check_conflicts(options: Options, ranks: int) -> None:
     """Refuse values that are right alone and wrong together, in a job where `ranks` ranks train.
@@ -17,8 +19,8 @@ def check_conflicts(options: Options, ranks: int) -> None:
     Raises:
         ValueError: two values do not fit together; a single line names the options and a remedy.
     """
-    network(options.model)
     _check_data(options.data)
+    _check_images(options)
     _check_schedule(options)
     if options.optimizer == "kfac":
         try:
@@ -41,6 +43,35 @@ def _check_data(data: DataOptions) -> None:
         if value is not None and data.name not in takers:
             names = " or ".join(takers)
             raise ValueError(f"data.{key}={value} needs data.name={names}, not {data.name}")
+
+
+def _check_images(options: Options) -> None:
+    """Refuse images of a size that the network cannot take."""
+    model, size = network(options.model), pixels(options.data)
+    if model.fixed and model.image[1:] != (size, size):
+        height, width = model.image[1:]
+        raise ValueError(
+            f"model={options.model} takes images of {height}x{width} pixels only, and "
+            f"data.name={options.data.name} has {size}x{size}"
+        )
+
+
+def pixels(data: DataOptions) -> int:
+    """Return the pixels of a side of an image."""
+    return data.size or DATASETS[data.name].size
+
+
+def doubt(options: Options) -> str:
+    """Return a warning if the network shrinks the images to nothing; "" otherwise."""
+    height, width = network(options.model).image[1:]
+    size = pixels(options.data)
+    if size * 2 > min(height, width):
+        return ""
+    return (
+        f"model={options.model} is made for images of {height}x{width} pixels, and "
+        f"data.name={options.data.name} has {size}x{size}: expect low accuracy, or take another "
+        "model"
+    )
 
 
 def check_parts(options: Options, ranks: int) -> None:
@@ -78,14 +109,20 @@ def _check_schedule(options: Options) -> None:
 def global_batch(options: Options, ranks: int) -> int:
     """Return the number of images of a step, of all ranks together.
 
+    Without a batch in the options: `USUAL_BATCH`, or the next lower number that ranks and parts
+    can share.
+
     Raises:
-        ValueError: no batch or two batches are given, or the batch is no multiple of the ranks.
+        ValueError: two batches are given, or the batch is no multiple of the ranks.
     """
     batch, per_rank = options.batch, options.batch_per_rank
-    if (batch is None) == (per_rank is None):
+    if batch and per_rank:
         raise ValueError(
             f"batch={batch} and batch_per_rank={per_rank}: give one of them, and null for the other"
         )
+    if not batch and not per_rank:
+        share = options.parts or ranks
+        return max(share, USUAL_BATCH // share * share)
     total = batch or ranks * (per_rank or 0)
     if total % ranks:
         lower = total // ranks * ranks

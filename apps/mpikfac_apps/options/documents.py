@@ -11,6 +11,24 @@ import yaml
 from mpikfac import files
 from mpikfac_apps.options.bounded import Bounded
 
+SYNONYMS = {
+    **dict.fromkeys(("batch_size", "bs", "train_batch_size", "global_batch_size"), "batch"),
+    **dict.fromkeys(("local_batch_size", "micro_batch_size"), "batch_per_rank"),
+    **dict.fromkeys(("learning_rate", "base_lr"), "lr"),
+    **dict.fromkeys(("num_epochs", "n_epochs", "max_epochs"), "epochs"),
+    **dict.fromkeys(("wd", "l2"), "weight_decay"),
+    **dict.fromkeys(("arch", "net", "network", "architecture"), "model"),
+    **dict.fromkeys(("dataset", "dataset_name"), "data.name"),
+    **dict.fromkeys(("data_dir", "data_path", "dataset_path"), "data.path"),
+    **dict.fromkeys(("output", "out", "output_dir", "log_dir", "save_dir"), "run_dir"),
+    **dict.fromkeys(("optim", "opt"), "optimizer"),
+    **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
+    **dict.fromkeys(("warmup", "warmup_steps"), "warmup_epochs"),
+    **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.basis_every"),
+    **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_every"),
+}
+"""Options by names that other programs use."""
+
 
 def check_file(path: str, known: Collection[str]) -> None:
     """Return if a file of options holds only known keys, each key once, and no value for a group.
@@ -69,10 +87,13 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
 
 
 def unknown(key: str, known: Collection[str]) -> str:
-    """Return the message about an unknown key, with a known key of a similar spelling."""
-    close = get_close_matches(key, known, n=1, cutoff=0.8)
-    if close:
-        return f"unknown key {key}; did you mean {close[0]}?"
+    """Return the message about an unknown key, with a known key of the same meaning or spelling."""
+    plain = key.replace("-", "_").lower()
+    alike = [name for name in known if name.rpartition(".")[2] == plain]
+    meant = [name for name in known if name == SYNONYMS.get(plain)]
+    close = get_close_matches(plain, known, n=1, cutoff=0.8)
+    if found := meant or alike or close:
+        return f"unknown key {key}; did you mean {' or '.join(found)}?"
     group = key.rpartition(".")[0]
     inside = [name for name in known if name.rpartition(".")[0] == group]
     return f"unknown key {key}; known are {', '.join(inside or known)}"

@@ -24,6 +24,8 @@ class DataOptions:
             cifar-10-batches-py).
         train_images: the number of training images to use, the first images of the data set; of
             synthetic images, the number to make. null for all images.
+        test_images: the number of test images to use, the first images of the data set; null for
+            all images. A smaller number makes the test of the network quicker and less exact.
         augment: training images are padded by 4 pixels, cropped and mirrored at random.
         size: the pixels of a side of synthetic images; null for 32.
         classes: the number of classes of synthetic images; null for 10.
@@ -32,6 +34,7 @@ class DataOptions:
     name: str = choice("digits", DATASETS)
     path: str | None = None
     train_images: int | None = bounded(None, ">= 1")
+    test_images: int | None = bounded(None, ">= 1")
     augment: bool = False
     size: int | None = bounded(None, ">= 4")
     classes: int | None = bounded(None, ">= 2")
@@ -123,13 +126,16 @@ class Options:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of
-            ranks. Give batch or batch_per_rank.
+            ranks. null without batch_per_rank: 256, or the next lower multiple of the number of
+            ranks.
         batch_per_rank: the number of images of a step on each rank. A run that is resumed on
             another number of ranks keeps the batch of all ranks together.
         parts: the number of parts that a batch is dealt out in. Gradients of parts are added in
             order, so the result has the same bits on every number of ranks that divides the number
             of parts. Layers that normalise a batch normalise each part by itself. null: MPI adds.
         epochs: the number of passes over the training images, and the length of the schedule.
+        eval_every: the number of epochs from one test of the network to the next; the last epoch
+            of a run always ends with a test.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
         lr: the learning rate; 0.1 suits SGD and K-FAC, 0.001 suits AdamW and kfac.graft=adam.
@@ -176,6 +182,7 @@ class Options:
     batch_per_rank: int | None = bounded(None, ">= 1")
     parts: int | None = bounded(None, ">= 1")
     epochs: int = bounded(10, ">= 1")
+    eval_every: int = bounded(1, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
     lr: float = bounded(0.1, "> 0")
     scale_lr: bool = False

@@ -132,6 +132,15 @@ def for_machine(
     return asked.strategy, chosen.changed(**{k: v for k, v in kept.items() if k in asked.change})
 
 
+def differences(strategy: Strategy) -> str:
+    """Return the workers of a strategy, and the choices that differ from the usual choices."""
+    usual = Strategy.mem_opt().choices()
+    words = {key: value for key, value in strategy.choices().items() if value != usual[key]}
+    return ", ".join(
+        f"{key}={value}" for key, value in {"workers": strategy.workers, **words}.items()
+    )
+
+
 def make_plan(
     options: KfacOptions,
     layers: Sequence[LayerShape],

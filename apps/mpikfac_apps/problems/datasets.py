@@ -45,6 +45,7 @@ def load(
     name: str,
     path: str | None = None,
     train_images: int | None = None,
+    test_images: int | None = None,
     size: int | None = None,
     classes: int | None = None,
 ) -> Dataset:
@@ -53,6 +54,7 @@ def load(
     Args:
         path: cifar10: the directory of the files, or the parent directory.
         train_images: number of training images to take from the start; synthetic: number to make.
+        test_images: number of test images to take from the start.
         size: synthetic: pixels of a side.
         classes: synthetic: number of classes.
 
@@ -65,14 +67,20 @@ def load(
     source, given = DATASETS[name], {"path": path, "size": size, "classes": classes}
     chosen = {key: given[key] for key in source.takes if given[key] is not None}
     whole = source.load(images=train_images, **chosen)
-    available = len(whole.train_images)
-    if train_images and train_images > available:
-        raise ValueError(f"data.train_images={train_images}: {name} has only {available}")
+    _check_count("train_images", train_images, whole.train_images, name)
+    _check_count("test_images", test_images, whole.test_images, name)
     return replace(
         whole,
         train_images=whole.train_images[:train_images],
         train_labels=whole.train_labels[:train_images],
+        test_images=whole.test_images[:test_images],
+        test_labels=whole.test_labels[:test_images],
     )
+
+
+def _check_count(key: str, asked: int | None, images: Tensor, name: str) -> None:
+    if asked and asked > len(images):
+        raise ValueError(f"data.{key}={asked}: {name} has only {len(images)}")
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
@@ -241,18 +249,20 @@ class Source:
     Attributes:
         load: returns the data set from `images` and the options in `takes`.
         channels: the channels of an image.
+        size: the pixels of a side of an image; of made-up images the usual number.
         takes: options of the group `data` that other data sets refuse.
         needs: an option that has to be given, and its meaning.
     """
 
     load: Callable[..., Dataset]
     channels: int = 3
+    size: int = 32
     takes: tuple[str, ...] = ()
     needs: tuple[str, str] | None = None
 
 
 DATASETS = {
-    "digits": Source(digits, channels=1),
+    "digits": Source(digits, channels=1, size=8),
     "cifar10": Source(
         cifar10, takes=("path",), needs=("path", "the directory in which its archive was unpacked")
     ),

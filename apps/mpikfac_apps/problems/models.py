@@ -25,11 +25,13 @@ class Network:
         make: makes the network from the numbers of `classes` and `channels`.
         image: the usual shape of an image, `(channels, height, width)`.
         classes: the usual number of classes.
+        fixed: True if the network takes images of the usual height and width only.
     """
 
     make: Callable[..., nn.Module]
     image: tuple[int, int, int] = (3, 32, 32)
     classes: int = 10
+    fixed: bool = False
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -54,7 +56,7 @@ SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 MODELS: dict[str, Network] = {
     "digits_cnn": Network(digits_cnn, (1, 8, 8)),
     "mobilenet_small": Network(MobileNet),
-    "vit_small": Network(partial(VisionTransformer, **SMALL_VIT)),
+    "vit_small": Network(partial(VisionTransformer, **SMALL_VIT), fixed=True),
     **{f"resnet{depth}": Network(partial(CifarResNet, depth)) for depth in (20, 32, 44, 56, 110)},
     **{
         f"resnet{depth}": Network(partial(ImageNetResNet, block, stages), (3, 224, 224), 1000)

@@ -8,7 +8,8 @@ Seconds count training steps only; evaluation and checkpoints are left out.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, positional
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.text import show, table
+from mpikfac_apps.text import listed, percent, share, show, table
 
 PROGRAM = "mpikfac compare"
 
@@ -29,12 +30,13 @@ class CompareOptions:
 
     Args:
         runs: the directories of the runs.
-        target: the test accuracy whose time is reported, such as 0.97; null for no target.
+        target: the test accuracy whose time is reported, in per cent (97) or as a share (0.97);
+            null for no target.
         png: a file to draw the curves into; null for none.
     """
 
     runs: list[Path] = positional()
-    target: float | None = bounded(None, "> 0", "<= 1")
+    target: float | None = bounded(None, "> 0", "<= 100")
     png: Path | None = None
 
 
@@ -51,9 +53,13 @@ def compare(options: CompareOptions) -> int:
         OSError: a file cannot be read or written.
     """
     found = {str(run): curve_of(run) for run in options.runs}
-    show([table(rows(found, options.target))])
+    target = None if options.target is None else share(options.target)
+    sections = [table(rows(found, target))]
+    if target is not None and len(found) > 1:
+        sections.append(list(sentences(found, target)))
+    show(sections)
     if options.png:
-        draw(found, options.target, options.png)
+        draw(found, target, options.png)
     return 0
 
 
@@ -73,40 +79,76 @@ def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
     """Return the table: one row per run."""
     lines = [["run", "epochs", "seconds", "final", "best"]]
     if target is not None:
-        lines[0] += [f"epochs to {target:.4g}", f"seconds to {target:.4g}"]
+        lines[0] += [f"epochs to {percent(target)}", f"seconds to {percent(target)}"]
     for name, curve in found.items():
-        ends = [f"{curve.epochs[-1]:g}", f"{curve.seconds[-1]:.1f}"]
+        ends = [f"{curve.epochs[-1]:g}", brief(curve.seconds[-1])]
         line = [name, *ends, f"{curve.accuracy[-1]:.2%}", f"{max(curve.accuracy):.2%}"]
         if target is not None:
             when = curve.reached(target)
-            line += [f"{when[0]:g}", f"{when[1]:.1f}"] if when else ["never", "never"]
+            line += [f"{when[0]:g}", brief(when[1])] if when else ["never", "never"]
         lines.append(line)
     return lines
+
+
+def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
+    """Return sentences about the first run at the target: by epochs, and by seconds of training."""
+    names = short_names(found)
+    reached = {names[run]: when for run, c in found.items() if (when := c.reached(target))}
+    if not reached:
+        yield f"No run reached a test accuracy of {percent(target)}."
+        return
+    by_epochs = sorted(reached, key=lambda name: reached[name][0])
+    epochs = listed(f"by {name} after {reached[name][0]:g} epochs" for name in by_epochs)
+    yield f"A test accuracy of {percent(target)} was reached {epochs}."
+    first, *others = sorted(reached, key=lambda name: reached[name][1])
+    seconds = [f"{name} took {brief(reached[name][1])} s" for name in (first, *others)]
+    if others:
+        yield f"In seconds of training, {first} was first: {listed(seconds)}."
+    if missing := [name for name in names.values() if name not in reached]:
+        yield f"{listed(missing)} did not reach {percent(target)}."
+
+
+def brief(seconds: float) -> str:
+    """Return seconds with three digits at least."""
+    return f"{seconds:.{0 if seconds >= 100 else 1 if seconds >= 10 else 2}f}"
+
+
+def short_names(runs: Iterable[str]) -> dict[str, str]:
+    """Return the part of each path in which the paths differ."""
+    paths = {run: Path(run).resolve() for run in runs}
+    parents = {str(path.parent) for path in paths.values()}
+    if len(parents) == len(paths) == 1:
+        return {run: path.name for run, path in paths.items()}
+    common = os.path.commonpath(parents)
+    return {run: os.path.relpath(path, common) for run, path in paths.items()}
 
 
 def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
     """Draw test accuracy by epoch and by seconds, side by side, into a file."""
     import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from mpikfac_apps.study.report.style import QUIET, STYLE, legend, variant_style
 
-    figure, (by_epoch, by_second) = pyplot.subplots(1, 2, sharey=True, figsize=(10, 4))
-    for name, curve in found.items():
-        percent = [100 * accuracy for accuracy in curve.accuracy]
-        by_epoch.plot(curve.epochs, percent, marker=".", label=name)
-        by_second.plot(curve.seconds, percent, marker=".")
-    for axes in (by_epoch, by_second):
-        if target is not None:
-            axes.axhline(100 * target, color="grey", linewidth=0.8, linestyle="--")
-        axes.grid(alpha=0.3)
-        axes.set_xlim(left=0)
-    by_epoch.set(xlabel="epochs", ylabel="test accuracy (%)")
-    by_second.set(xlabel="seconds of training")
-    by_epoch.legend(loc="lower right")
-    figure.tight_layout()
+    names = short_names(found)
+    styles = {name: variant_style(place) for place, name in enumerate(names.values())}
+    with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
+        figure = Figure(figsize=(10, 4.4), layout="constrained")
+        by_epoch, by_second = figure.subplots(1, 2, sharey=True)
+        for run, curve in found.items():
+            accuracy = [100 * share for share in curve.accuracy]
+            for axes, along in ((by_epoch, curve.epochs), (by_second, curve.seconds)):
+                axes.plot(along, accuracy, markersize=5, **styles[names[run]])
+        for axes in (by_epoch, by_second):
+            if target is not None:
+                axes.axhline(100 * target, color=QUIET, linewidth=0.8, linestyle=":")
+            axes.set_xlim(left=0)
+        by_epoch.set(xlabel="epochs", ylabel="test accuracy (%)")
+        by_second.set(xlabel="seconds of training")
+        aim = "" if target is None else f"; dotted: {percent(target)}"
+        figure.suptitle(f"Test accuracy of {listed(styles)}{aim}")
+        legend(figure, styles)
+        image = io.BytesIO()
+        figure.savefig(image, dpi=120, format=path.suffix[1:] or None)
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = io.BytesIO()
-    figure.savefig(image, dpi=120, format=path.suffix[1:] or None)
     files.write_bytes(path, image.getbuffer(), named=True)
-    pyplot.close(figure)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.spec import STOPPED, Cell
 
+LOOK = 1.0  # seconds between two looks at a running job
 PATIENCE = 60.0  # seconds that a job may take to end
 FORM = {"code": int, "why": str, "seconds": float}  # of a result
 
@@ -60,8 +62,12 @@ def result(directory: Path) -> Result | None:
     return Result(**{key: found[key] for key in Result.__annotations__ if key in found})
 
 
-def run(cell: Cell, directory: Path, launcher: str) -> Result:
+def run(
+    cell: Cell, directory: Path, launcher: str, watch: Callable[[], None] = lambda: None
+) -> Result:
     """Run a cell, from the newest checkpoint after an interruption, and note the result.
+
+    `watch` is called every second.
 
     An interruption of the study's process also ends the job; the cell then has no result.
 
@@ -71,7 +77,7 @@ def run(cell: Cell, directory: Path, launcher: str) -> Result:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "result.json").unlink(missing_ok=True)
     output, began, busy = directory / "output.txt", time.monotonic(), _others_seconds()
-    code = _job(command(cell, directory, launcher), output)
+    code = _job(command(cell, directory, launcher), output, watch)
     seconds = time.monotonic() - began
     why = _why(output, code) if code else _missing(directory / "run", cell.options)
     ended = Result(code or (1 if why else 0), why, round(seconds, 1))
@@ -119,7 +125,7 @@ def _mpirun() -> tuple[str, list[str]]:
     return found, flags.split()
 
 
-def _job(words: list[str], output: Path) -> int:
+def _job(words: list[str], output: Path, watch: Callable[[], None]) -> int:
     """Return the exit code of a job; an interruption of the study ends the job."""
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
     if os.geteuid() == 0:  # Open MPI asks for two variables
@@ -138,10 +144,20 @@ def _job(words: list[str], output: Path) -> int:
         ) as job,
     ):
         try:
-            return job.wait()
+            while (code := _ended(job)) is None:
+                watch()
+            return code
         except BaseException:
             _end(job)
             raise
+
+
+def _ended(job: subprocess.Popen[str]) -> int | None:
+    """Return the exit code of a job that ends within `LOOK` seconds; None otherwise."""
+    try:
+        return job.wait(LOOK)
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def _end(job: subprocess.Popen[str]) -> None:

@@ -20,7 +20,7 @@ import torch
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.options.documents import flattened, loaded
+from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
@@ -34,7 +34,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.datasets import DATASETS
-from mpikfac_apps.text import number
+from mpikfac_apps.text import number, share
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
@@ -154,7 +154,7 @@ def _checked(asked: Any) -> dict[str, Any]:
         raise ValueError("the file must hold lines of the form `key: value`")
     for key in asked:
         if key not in KEYS:
-            raise ValueError(f"unknown key {key}{_hint(str(key), KEYS)}")
+            raise ValueError(unknown(str(key), KEYS))
     for key in ("options", "matrix", "strategies"):
         if not isinstance(asked.setdefault(key, {}), dict):
             raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
@@ -163,8 +163,10 @@ def _checked(asked: Any) -> dict[str, Any]:
     if asked["launcher"] not in (None, *LAUNCHERS):
         raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
     target = asked["target"]
-    if target is not None and not (isinstance(target, int | float) and 0 < target <= 1):
-        raise ValueError(f"target={target} must be a fraction above 0 and at most 1")
+    if target is not None:
+        if not isinstance(target, int | float) or not 0 < target <= 100:
+            raise ValueError(f"target={target} must be a number above 0 and at most 100 (per cent)")
+        asked["target"] = share(target)
     if asked["base"] is not None and not Path(str(asked["base"])).is_file():
         raise ValueError(f"base={asked['base']} is no file")
     asked["options"] = _options("options", asked["options"])
@@ -189,7 +191,7 @@ def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is given by the study itself; leave it out")
     if key not in OPTIONS:
-        raise ValueError(f"{where}unknown key {key}{_hint(key, OPTIONS)}")
+        raise ValueError(f"{where}{unknown(key, OPTIONS)}")
 
 
 def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -9,6 +9,7 @@ study's allocation ends soon, the study ends too.
 
 from __future__ import annotations
 
+import functools
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.options import command_line
 from mpikfac_apps.options.fields import positional
 from mpikfac_apps.study import jobs
+from mpikfac_apps.study.progress import Progress
 from mpikfac_apps.study.report import page
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
@@ -83,17 +85,19 @@ def run(study: Study, directory: Path) -> int:
 def _run(study: Study, directory: Path) -> int:
     for label, why in study.left_out:
         print(files.printable(f"left out: {label}: {why}"))
-    code = 0
+    code, progress = 0, Progress(study.cells, directory)
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
         ended, again = jobs.result(place), ", was complete"
         if ended is None or ended.code:
-            ended, again = jobs.run(cell, place, study.launcher), ""
+            progress.begin()
+            watch = functools.partial(progress.look, number, cell)
+            ended, again = jobs.run(cell, place, study.launcher, watch), ""
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
             how = "stopped; the same command resumes the study"
-        line = f"[{number}/{len(study.cells)}] {cell.label}: {how}{again}"
-        print(files.printable(line), flush=True)
+        new = None if ended.code or again else ended.seconds
+        progress.end(number, cell, how + again, new)
         if ended.code == STOPPED and study.launcher == "mpirun":
             return STOPPED  # the next cells would be asked to stop, too
         code = 1 if ended.code else code

@@ -161,7 +161,7 @@ def root(options: Options) -> Path:
 def identity(options: Options) -> dict[str, Any]:
     """Return the options that define the meaning of step number and weights, fixed for restarts."""
     chosen = dataclasses.asdict(options.data)
-    del chosen["path"]  # a restart may read the files from elsewhere
+    del chosen["path"], chosen["test_images"]  # free to differ after a restart
     return {
         "model": options.model,
         **{f"data.{key}": value for key, value in chosen.items()},

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import (
     coverage,
+    differences,
     for_machine,
     kfac_settings,
     learning_rate,
@@ -88,9 +90,8 @@ class Run:
         comm, options, device = self.comm, self.options, self.device
         chosen = options.data
         with mpikfac.comm.together(comm, "reading data"):
-            found = datasets.load(
-                chosen.name, chosen.path, chosen.train_images, chosen.size, chosen.classes
-            )
+            asked = dataclasses.asdict(chosen)
+            found = datasets.load(**{k: v for k, v in asked.items() if k != "augment"})
             if options.step_batch > len(found.train_images):
                 raise ValueError(
                     f"batch={options.step_batch} is more than the {len(found.train_images)} images"
@@ -109,6 +110,8 @@ class Run:
         images, labels = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
         self.test = images.to(device), labels.to(device)
         self.channels, self.classes = found.train_images.shape[1], found.classes
+        if comm.rank == 0 and (words := doubt(options)):
+            log.warning("%s", words)
 
     def _build_trainer(self) -> None:
         comm, options = self.comm, self.options
@@ -124,7 +127,7 @@ class Run:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
                 shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
-                log.info("strategy %s: %s", name, strategy)
+                log.info("strategy %s: %s", name, differences(strategy))
                 settings = kfac_settings(options.kfac, chosen)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
@@ -293,15 +296,14 @@ class Run:
 
     def _end_epoch(self, epoch: int) -> None:
         loss, accuracy = self.meter.everything()
-        test_loss, test_accuracy = self.evaluate()
-        self._row(
-            train_loss=self._finite(loss),
-            train_accuracy=accuracy,
-            test_loss=test_loss,
-            test_accuracy=test_accuracy,
-        )
+        found, text = {}, ""
+        if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
+            test_loss, test_accuracy = self.evaluate()
+            found = {"test_loss": test_loss, "test_accuracy": test_accuracy}
+            text = f" test {test_accuracy:.2%},"
+        self._row(train_loss=self._finite(loss), train_accuracy=accuracy, **found)
         log.info(
-            f"epoch {epoch}: loss {loss:.4f}, train {accuracy:.2%}, test {test_accuracy:.2%}, "
+            f"epoch {epoch}: loss {loss:.4f}, train {accuracy:.2%},{text} "
             f"{self.speed.seconds:.1f} s"
         )
 
