@@ -90,11 +90,14 @@ class Leaf:
         return typing.get_origin(self.kind) is Literal
 
     def check(self, value: Any) -> None:
-        """Refuse numbers that are not finite or out of bounds.
+        """Refuse numbers that are not finite or out of bounds, and null for an option without null.
 
         Raises:
             ValueError: one line with key, value and bounds.
         """
+        nullable = self.default is None or type(None) in _alternatives(self.kind)
+        if value is None and not nullable:  # a line `lr:` in a file
+            raise ValueError(f"{self.key}=null must be {self.allowed}")
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float):
                 limits = (bound.split() for bound in self.bounds)
