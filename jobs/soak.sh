@@ -34,7 +34,8 @@ tests() {
 
 tests kills tests/faults/test_kills.py tests/unit/test_writer.py
 tests crash-points tests/faults/test_crash_points.py
-tests damage tests/faults/test_damage.py tests/hostile
+tests damage tests/faults/test_damage.py
+tests attacks tests/hostile
 tests full-disk tests/faults/test_disk.py
 tests faults tests/apps/test_faults.py
 tests stopping tests/apps/test_stopping.py

@@ -122,11 +122,6 @@ def named(root: Path) -> list[Path]:
     return [found[key] for key in sorted(found)]
 
 
-def complete(root: Path) -> list[Path]:
-    """Return the checkpoints under `root` that have a manifest, oldest first."""
-    return [path for path in named(root) if (path / MANIFEST).is_file()]
-
-
 def step_of(path: Path) -> int | None:
     """Return the step in the name of a checkpoint; None for any other name."""
     match = re.fullmatch(rf"step-(\d{{9,}})({re.escape(REPLACED)})?", path.name, re.ASCII)

@@ -9,6 +9,7 @@ last entry is the manifest's own BLAKE3.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,6 +25,8 @@ from mpikfac.errors import UserError
 FORMAT, VERSION = "mpikfac checkpoint", 2
 MOST_STEPS = 2**53
 """A step above the number is a mistake: no run takes as many, and float64 counts no further."""
+log = logging.getLogger("mpikfac")
+
 UNREADABLE = (
     *(ArithmeticError, AttributeError, LookupError, MemoryError),
     *(OSError, RuntimeError, TypeError, ValueError),
@@ -34,10 +37,15 @@ UNREADABLE = (
 def latest_checkpoint(root: str | Path) -> Path | None:
     """Return the newest complete checkpoint under `root`, or None; ask on a rank and broadcast.
 
+    A newer checkpoint without a manifest is damaged, and is passed over with a warning.
+
     Collective over: none.
     """
-    complete = durable.complete(Path(root))
-    return complete[-1] if complete else None
+    for path in reversed(durable.named(Path(root))):
+        if (path / durable.MANIFEST).is_file():
+            return path
+        log.warning("%s is passed over: %s is missing", path, durable.MANIFEST)
+    return None
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
-from support import launch
+from support import attacks, launch
 
 OPTIONS = (
     *("--batch=120", "--parts=4", "--threads=1", "--epochs=100000", "--log_every=1", "--lr=0.01"),
@@ -67,12 +67,14 @@ def damage(job: Job, run: Path, chance: random.Random) -> None:
     """Spoil the newest checkpoint of several, and kill a rank."""
     kill(job, run, chance)
     job.wait(PATIENCE)
-    found = sorted((run / "checkpoints").glob("step-*[0-9]"))
+    found = sorted(path for path in (run / "checkpoints").glob("step-*[0-9]") if path.is_dir())
     if len(found) < 2:
         return
     file = chance.choice(sorted(found[-1].iterdir()))
-    how = chance.choice(["flip", "cut", "delete"])
-    if how == "delete":
+    how = chance.choice(["flip", "cut", "delete", "replace"])
+    if how == "replace":
+        attacks.replace(file, chance)
+    elif how == "delete":
         file.unlink()
     elif how == "cut":
         os.truncate(file, chance.randrange(file.stat().st_size))
@@ -80,6 +82,19 @@ def damage(job: Job, run: Path, chance: random.Random) -> None:
         content = bytearray(file.read_bytes())
         content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
         file.write_bytes(content)
+
+
+def litter(job: Job, run: Path, chance: random.Random) -> None:
+    """Kill a rank, and leave links, pipes and files with names that checkpoints use."""
+    kill(job, run, chance)
+    job.wait(PATIENCE)
+    outside = run.parent / "outside"
+    outside.mkdir(exist_ok=True)
+    for name in (".step-000000001.partial", ".step-000000002.deleted", "starts.json"):
+        path = run / "checkpoints" / name
+        if os.path.lexists(path):
+            attacks.remove(path)
+        chance.choice([os.mkfifo, Path.touch, lambda link: link.symlink_to(outside)])(path)
 
 
 def fill(job: Job, run: Path, chance: random.Random) -> None:
@@ -98,6 +113,7 @@ FAULTS: dict[str, tuple[Callable[[Job, Path, random.Random], None], str]] = {
     "kill -9": (kill, DIES),
     "SIGSTOP": (stop, DIES),
     "damage and kill -9": (damage, DIES),
+    "litter and kill -9": (litter, DIES),
     "signal": (ask, STOPS),
     "control/stop": (control_stop, STOPS),
     "control/checkpoint": (control_checkpoint, GOES_ON),
