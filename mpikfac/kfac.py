@@ -145,7 +145,7 @@ class KFAC:
         self._begin(0)
         if self._team.trains.rank == 0:
             found = offers(model, self.others, self._coverage)
-            report_others(self.layers, self.others, optimizer, found)
+            report_others(model, self.layers, self.others, optimizer, found)
 
     def _assemble(self, strategy: Strategy) -> None:
         """Cover the model, make the plan, and build the parts of a step.

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 import mpikfac
 from mpikfac.comm import SUMMABLE, Comm, handed_over
-from mpikfac.layers import Layer, Other
+from mpikfac.layers import Layer, Other, in_words
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
@@ -271,6 +271,7 @@ def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[i
 
 
 def report_others(
+    model: nn.Module,
     layers: Iterable[Layer],
     others: Iterable[Other],
     optimizer: Optimizer,
@@ -289,8 +290,9 @@ def report_others(
         )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     parameters = [other for other in others if other.parameters]
-    names = ", ".join(other.name for other in parameters if id(other.tensor) in stepped)
-    log.info("trained first-order, as no layer covers them: %s", names or "none")
+    names = [other.name for other in parameters if id(other.tensor) in stepped]
+    words = in_words(model, names) or "none"
+    log.info("trained first-order, as no layer covers them: %s", words)
     for offer in offers:
         log.warning("%s", offer)
     forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)

@@ -11,7 +11,7 @@ from mpikfac.layers.normalization import NormLayer
 from mpikfac.layers.refusals import Refused
 from mpikfac.layers.trained import Trained, take_model
 from mpikfac.layers.transposed import TransposedLayer
-from mpikfac.layers.uncovered import SKIP, VOTES, Counts, Other, Statistic, Votes
+from mpikfac.layers.uncovered import SKIP, VOTES, Counts, Other, Statistic, Votes, in_words
 
 __all__ = [
     "KINDS",
@@ -38,6 +38,7 @@ __all__ = [
     "covered_base",
     "covered_shapes",
     "find_uncovered",
+    "in_words",
     "maker_of",
     "offer",
     "offers",

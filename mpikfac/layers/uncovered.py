@@ -6,11 +6,36 @@ import zlib
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
 CHANGED, MARK, SQUARED, SKIP = range(VOTES - 4, VOTES)  # votes of the library itself
 MARKS = 251  # a mark is less, so means of marks and of squares are exact enough in float32
+
+
+NAMED = 8  # modules of a kind that a text names; a longer list counts the rest
+
+
+def in_words(model: nn.Module, names: Iterable[str]) -> str:
+    """Return parameters by kind of module: "BatchNorm2d 1 and 4 (weight, bias)"."""
+    of_modules: dict[str, list[str]] = {}
+    for name in names:
+        module, _, own = name.rpartition(".")
+        of_modules.setdefault(module, []).append(own)
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for module, own in of_modules.items():
+        kind = type(model.get_submodule(module)).__name__
+        kinds.setdefault((kind, ", ".join(own)), []).append(module)
+    return "; ".join(
+        f"{kind} {_some(modules)}".strip() + f" ({own})" for (kind, own), modules in kinds.items()
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) > NAMED:
+        return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
+    *most, last = names
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 class Other:

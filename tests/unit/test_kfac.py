@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac.layers import in_words
 from mpikfac.numerics import triangles
 from mpikfac.settings import schedule
 from support import oracles, problem
@@ -236,8 +237,21 @@ def test_what_no_layer_covers_is_logged_once(comm, caplog):
     learn(kfac, 0)
     kfac.step()
     assert caplog.messages == [
-        "trained first-order, as no layer covers them: 1.weight, 1.bias, 2.weight, 2.bias"
+        "trained first-order, as no layer covers them: "
+        "BatchNorm1d 1 (weight, bias); Linear 2 (weight, bias)"
     ]
+
+
+def test_parameters_are_named_in_words():
+    """Oracle: by hand; a parameter of the model itself, and a long list."""
+    model = nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(11)))
+    model.register_parameter("shift", nn.Parameter(torch.zeros(2)))
+    words = in_words(model, ["shift", "0.weight", "3.weight"])
+    assert words == "Sequential (shift); BatchNorm1d 0 and 3 (weight)"
+    names = [name for name, _ in model.named_parameters() if name != "shift"]
+    assert in_words(model, names) == (
+        "BatchNorm1d 0, 1, 2, 3, 4, 5, 6, 7 and 3 more (weight, bias)"
+    )
 
 
 def test_what_is_frozen_stays(comm):
