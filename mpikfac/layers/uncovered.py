@@ -23,9 +23,9 @@ def in_words(model: nn.Module, names: Iterable[str]) -> str:
         module, _, own = name.rpartition(".")
         of_modules.setdefault(module, []).append(own)
     kinds: dict[tuple[str, str], list[str]] = {}
-    for module, own in of_modules.items():
+    for module, parameters in of_modules.items():
         kind = type(model.get_submodule(module)).__name__
-        kinds.setdefault((kind, ", ".join(own)), []).append(module)
+        kinds.setdefault((kind, ", ".join(parameters)), []).append(module)
     return "; ".join(
         f"{kind} {_some(modules)}".strip() + f" ({own})" for (kind, own), modules in kinds.items()
     )
