@@ -152,7 +152,7 @@ def save_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     """Write a state_dict for `safetensors.torch.load_file`."""
     from safetensors.torch import save
 
-    file.write(save(tensors, {"format": "pt"}))
+    file.write(save(dict(tensors), {"format": "pt"}))
 
 
 def save_npz(arrays: Mapping[str, np.ndarray], file: BinaryIO) -> None:
