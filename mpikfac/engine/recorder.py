@@ -143,7 +143,7 @@ class Recorder(Part):
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, Counts] = {}  # of finished layers
-        self._uneven = False  # whether a warning was given
+        self._uneven: set[str] = set()  # layers that a warning has named
         self._hooks: list[Attached] = [model.register_forward_pre_hook(self._on_pass)]
         for sums in self._layers.values():
             hook = partial(self._on_forward, sums.layer)
@@ -178,7 +178,6 @@ class Recorder(Part):
 
         Raises:
             RuntimeError: no layer has statistics.
-            ValueError: the first dimension of a layer's input is not the batch.
         """
         if self._layers and not self._recorded and not self._finished:
             missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
@@ -195,32 +194,21 @@ class Recorder(Part):
         return unseen
 
     def _check_counts(self) -> None:
-        """Compare the numbers of examples that layers saw in as many passes.
-
-        Raises:
-            ValueError: the input of a layer has one row for all examples of a pass.
-        """
+        """Warn once of layers that saw fewer examples than other layers in as many passes."""
         counted, self._counted = self._counted, {}
         most: dict[int, int] = {}
         for counts in counted.values():
             most[counts.passes] = max(counts.examples, most.get(counts.passes, 0))
         uneven = {n: c for n, c in counted.items() if c.examples < most[c.passes]}
-        for name, counts in uneven.items():
-            if counts.examples == counts.passes:
-                raise ValueError(
-                    f"layer {name!r} got 1 row where other layers got "
-                    f"{most[counts.passes] // counts.passes} examples: without a row for each "
-                    f"example, the curvature cannot be estimated; add {name!r} to skip to train "
-                    f"the layer first-order"
-                )
-        if uneven and not self._uneven:
-            self._uneven = True
-            name, counts = next(iter(uneven.items()))
+        for name in uneven.keys() - self._uneven:
+            counts = uneven[name]
             log.warning(
                 "layer %r saw %d examples where other layers saw %d: the first dimension of an "
-                "input has to be the batch (batch_first=True), or its curvature has another scale",
-                *(name, counts.examples, most[counts.passes]),
+                "input has to be the batch (batch_first=True), or the layer's curvature is wrong "
+                "and depends on the number of ranks; add %r to skip to train the layer first-order",
+                *(name, counts.examples, most[counts.passes], name),
             )
+        self._uneven |= uneven.keys()
 
     def _finish_layer(self, sums: LayerSums) -> None:
         """Turn a layer's sums into factors; without examples, the sums stay 0."""

@@ -230,7 +230,7 @@ def test_nothing_outside_of_the_checkpoint_is_opened(path, outside, tmp_path) ->
     calls = [line for line in log.read_text().splitlines() if "getcwd" not in line]
     paths = [Path(found) for found in re.findall(r'"([^"]*)"', "".join(calls)) if found]
     assert len(paths) >= 2 * len(FORGERIES)
-    assert {path.parent for path in paths} == set(forged)
+    assert {path.parent for path in paths} - {Path("/dev")} == set(forged)
 
 
 def test_a_manifest_cannot_point_out_of_its_directory(path, tmp_path) -> None:

@@ -191,7 +191,7 @@ def _check_option(where: str, key: str) -> None:
     if key in OWN:
         raise ValueError(f"{where}{key} is given by the study itself; leave it out")
     if key not in OPTIONS:
-        raise ValueError(f"{where}{unknown(key, OPTIONS)}")
+        raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
 def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:
