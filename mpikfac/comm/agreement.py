@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import MAX_COUNT, pieces
+from mpikfac.comm.mpi import MPI
 from mpikfac.errors import UserError
 
 CLOCK_READINGS = 50  # only the quickest reading counts: on a busy machine most are slow

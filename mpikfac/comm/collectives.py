@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, synchronize
+from mpikfac.comm.mpi import MPI
 from mpikfac.plan import PIECE, Message
 
 

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import MAX_COUNT, pieces
+from mpikfac.comm.mpi import MPI
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI has
 LOOK_EVERY = 1e-3  # seconds between two looks for a message, on an idle rank

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import synchronize
+from mpikfac.comm.mpi import MPI
 from mpikfac.numerics import add_decoded, encode
 from mpikfac.plan import Codec, Message, shard_length
 

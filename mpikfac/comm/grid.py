@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import Buffers, check_summable
 from mpikfac.comm.collectives import COPIES, PRIMITIVES, SUMS, sent_elements, sum_in_order
 from mpikfac.comm.encoded import Encoded
 from mpikfac.comm.job import check_nodes, cuda_aware
+from mpikfac.comm.mpi import MPI
 from mpikfac.comm.overlap import OverlappedSums, ProgressThread
 from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
 from mpikfac.trace import Trace

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import logging
 import os
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 from typing import TypeAlias, cast
 
 import torch
-from mpi4py import MPI
 
+from mpikfac.comm.mpi import MISSING, MPI
 from mpikfac.errors import PATIENCE, USAGE_ERROR, UserError
 
 Comm: TypeAlias = MPI.Intracomm
@@ -25,9 +27,15 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 
+REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
+
+log = logging.getLogger("mpikfac")
+
 
 def world() -> MPI.Intracomm:
     """Return the communicator of all ranks, after checking that the ranks form one job.
+
+    Without an MPI library, a process works alone, after a warning.
 
     Collective over: none.
 
@@ -41,11 +49,21 @@ def world() -> MPI.Intracomm:
             if claimed > 1:
                 _refuse_singletons(size_name, claimed, int(os.environ.get(rank_name, "0")))
             break
+    if MISSING:
+        _tell_alone()
     return comm
 
 
+@cache
+def _tell_alone() -> None:
+    log.warning("%s: this process works alone; for several ranks, %s", MISSING, REMEDY)
+
+
 def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
-    if rank == 0:
+    if rank == 0 and MISSING:
+        said = f"{name}={claimed}, but several ranks need MPI ({MISSING}): {REMEDY}"
+        print(f"mpikfac: {said}", file=sys.stderr, flush=True)
+    elif rank == 0:
         print(
             f"mpikfac: {name}={claimed} but MPI sees 1 rank: the launcher started {claimed} "
             f"separate jobs. Use the mpirun of the MPI that mpi4py loads "

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from mpi4py import MPI
 from torch import Tensor
 
 from mpikfac.comm.buffers import Buffers
+from mpikfac.comm.mpi import MPI
 from mpikfac.comm.outbox import PAUSE, Outbox
 from mpikfac.plan import Layout, Message
 from mpikfac.trace import Trace

@@ -154,8 +154,8 @@ ALLOWED = {
         "jobs.py: read_text",
     ),
     *("state.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
-    *("cli.py: open", "cli.py: os.open"),
-    *("watchdog.py: os.open", "reports.py: os.open", "text.py: os.open", "datasets.py: np.load"),
+    *("cli.py: os.open", "cli.py: os.fdopen", "watchdog.py: os.open", "reports.py: os.open"),
+    *("text.py: os.open", "datasets.py: np.load"),
     *("export.py: torch.save", "export.py: np.savez"),
     *("compare.py: savefig", "spectra.py: savefig", "style.py: savefig"),
 }
