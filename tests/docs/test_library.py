@@ -21,7 +21,8 @@ LOSS = torch.nn.functional.cross_entropy
 
 def fresh():
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    layers = torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.ReLU(), torch.nn.Flatten()
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(512, 10))
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 model, optimizer = fresh()
@@ -65,6 +66,42 @@ print("trains")
 """
 
 
+SAME = """
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+assert len(set(comm.allgather(weights.double().sum().item()))) == 1
+assert LOSS(model(loader[0][0]), loader[0][1]).item() < first
+"""
+DECAYED = """
+assert abs(optimizer.param_groups[0]["lr"]) < 1e-9
+print("decayed")
+"""
+THAWED = """
+start = fresh()[0]
+assert not torch.equal(start[0].weight, model[0].weight) and kfac.steps == 8
+print("thawed")
+"""
+AVERAGED = """
+assert average.n_averaged == 4
+start, end = fresh()[0][3].weight, model[3].weight
+inside = (average.module[3].weight - end).norm() / (start - end).norm()
+assert 0 < inside < 1
+print("averaged")
+"""
+SAVED = """
+held = torch.load("model.pt", weights_only=True) if comm.rank == 0 else model.state_dict()
+torch.testing.assert_close(held, model.state_dict(), rtol=0, atol=0)
+other, of_other = fresh()
+again = mpikfac.KFAC(other, of_other, comm, damping=0.03)
+again.load_state_dict(torch.load(f"state-{comm.rank}.pt", weights_only=True))
+for trainer in (kfac, again):
+    trainer.optimizer.zero_grad()
+    LOSS(trainer.model(loader[0][0]), loader[0][1]).backward()
+    trainer.step()
+torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+print("saved")
+"""
+
+
 def program(path: Path, word: str, after: str) -> str:
     """Return a file with the page's program that contains the word."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -97,3 +134,20 @@ def test_the_last_rank_decomposes_for_the_others(tmp_path):
     """Oracle: which ranks train, and the training ranks' loss."""
     job = launch(3, program(tmp_path / "program.py", "serve(", LEARNT))
     assert sorted(job.stdout.splitlines()) == ["decomposes", "trains", "trains"], job.stderr
+
+
+@pytest.mark.parametrize(
+    ("word", "after", "said"),
+    [
+        ("CosineAnnealingLR", SAME + DECAYED, "decayed"),
+        ("chunk(4)", STEPS, "as step()"),
+        ("requires_grad_(epoch", SAME + THAWED, "thawed"),
+        ("AveragedModel", SAME + AVERAGED, "averaged"),
+        ("torch.save(kfac", SAME + SAVED, "saved"),
+    ],
+)
+def test_loops_of_training_work_as_the_page_says(tmp_path, monkeypatch, word, after, said):
+    """Oracles: equal weights on all ranks and a lower loss; `step()` on the joined batch; bits."""
+    monkeypatch.chdir(tmp_path)
+    job = launch(2, program(tmp_path / "program.py", word, after))
+    assert job.stdout.splitlines() == [said] * 2, job.stderr
