@@ -45,7 +45,7 @@ from mpikfac.engine import (
 )
 from mpikfac.errors import UserError
 from mpikfac.layers import Coverage, Votes, cover, offers, take_model
-from mpikfac.numerics import LOSSES, Loss, all_finite, check_logits, without_autocast
+from mpikfac.numerics import LOSSES, Loss, all_finite, check_outputs, without_autocast
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, one_of, plan_for
 from mpikfac.settings import (
     SETTINGS,
@@ -324,17 +324,18 @@ class KFAC:
 
         Args:
             outputs: the model's, `[batch, outputs]` or `[batch, outputs, *positions]`.
-            loss: "cross-entropy" or "squared-error", as torch averages them over batch and rest.
+            loss: "cross-entropy", "squared-error" or "logistic", as torch averages the loss over
+                batch and rest: `F.cross_entropy`, `F.mse_loss`,
+                `F.binary_cross_entropy_with_logits`.
 
         Raises:
-            ValueError: another loss, outputs with positions and fisher="exact", or outputs that are
-                no logits.
+            ValueError: another loss; outputs with positions and fisher="exact"; outputs without a
+                dimension of outputs, or outputs that are no logits.
         """
         if self.estimator.of_loss or not self.recorder.recording:
             one_of("loss", loss, LOSSES)
             return
-        if loss == "cross-entropy":
-            check_logits(outputs)
+        check_outputs(outputs, loss)
         parameters = [p for layer in self.layers for p in layer.parameters]
         for turn, gradient in self.estimator.turns(outputs, loss):
             with self.recorder.standing_for(turn):

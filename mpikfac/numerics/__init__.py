@@ -10,7 +10,7 @@ from mpikfac.numerics.fisher import (
     LOSSES,
     Fisher,
     Loss,
-    check_logits,
+    check_outputs,
     exact,
     sampled,
 )
@@ -51,7 +51,7 @@ __all__ = [
     "add_identity",
     "add_triangle",
     "all_finite",
-    "check_logits",
+    "check_outputs",
     "encode",
     "end_step",
     "exact",

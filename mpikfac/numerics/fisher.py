@@ -6,7 +6,7 @@ labels at once. All labels at once are the columns of a root of the loss's Hessi
 Gauss-Newton matrix (type-2).
 
 Outputs are `[batch, outputs]`, or for drawn labels `[batch, outputs, *positions]`. The loss is the
-result of `F.cross_entropy` or `F.mse_loss` for the outputs.
+result of `F.cross_entropy`, `F.mse_loss` or `F.binary_cross_entropy_with_logits` for the outputs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch import Tensor
 
 Fisher = Literal["empirical", "sampled", "exact", "forward-only"]
 FISHERS: tuple[Fisher, ...] = ("empirical", "sampled", "exact", "forward-only")
-Loss = Literal["cross-entropy", "squared-error"]
-LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error")
+Loss = Literal["cross-entropy", "squared-error", "logistic"]
+LOSSES: tuple[Loss, ...] = ("cross-entropy", "squared-error", "logistic")
 
 
 def sampled(outputs: Tensor, loss: Loss) -> Tensor:
@@ -65,6 +65,13 @@ def _drawn_noise(outputs: Tensor) -> Tensor:
     return torch.randn_like(outputs) * math.sqrt(2 / outputs.shape[1])
 
 
+def _drawn_bits(outputs: Tensor) -> Tensor:
+    # The scale: a gradient's square is to be the Hessian of the mean over outputs, p (1 - p) / n.
+    p, rest = outputs.sigmoid(), (-outputs).sigmoid()
+    labels = torch.rand_like(p) < p
+    return torch.where(labels, -rest, p) / math.sqrt(outputs.shape[1])
+
+
 def _class_root(outputs: Tensor) -> Tensor:
     """Return `(I - p 1^T) diag(p)^(1/2)`, a root of the Hessian `diag(p) - p p^T`, per batch."""
     p = outputs.softmax(1)
@@ -78,25 +85,42 @@ def _noise_root(outputs: Tensor) -> Tensor:
     return root.expand(batch, count, count) / batch
 
 
+def _bit_root(outputs: Tensor) -> Tensor:
+    batch, count = outputs.shape
+    variances = outputs.sigmoid() * (-outputs).sigmoid()  # 1 - p would round to 0 or to eps
+    return torch.diag_embed((variances / count).sqrt()) / batch
+
+
 DRAWN: Mapping[Loss, Callable[[Tensor], Tensor]] = {
     "cross-entropy": _drawn_class,
     "squared-error": _drawn_noise,
+    "logistic": _drawn_bits,
 }
 ROOTS: Mapping[Loss, Callable[[Tensor], Tensor]] = {
     "cross-entropy": _class_root,
     "squared-error": _noise_root,
+    "logistic": _bit_root,
 }
 
 
-def check_logits(outputs: Tensor) -> None:
-    """Return if `outputs` `[batch, outputs, ...]` may be logits of a cross-entropy.
+def check_outputs(outputs: Tensor, loss: Loss) -> None:
+    """Return if `outputs` `[batch, outputs, ...]` may be the outputs of a loss.
 
     Raises:
-        ValueError: a single output, or probabilities.
+        ValueError: outputs have no dimension of outputs; or for a cross-entropy, a single output,
+            or probabilities.
     """
+    if outputs.dim() < 2:
+        raise ValueError(
+            f"record() takes outputs [batch, outputs, ...], not {list(outputs.shape)}; "
+            f"of a single output, use outputs.unsqueeze(1)"
+        )
+    if loss != "cross-entropy":
+        return
     if outputs.shape[1] == 1:
         raise ValueError(
-            "a cross-entropy of 1 output is always 0; a binary problem needs 2 outputs for record()"
+            "a cross-entropy of 1 output is always 0; a binary problem needs loss='logistic', or 2 "
+            "outputs for record()"
         )
     sums = outputs.detach().sum(1)
     if bool((outputs >= 0).all()) and bool(((sums - 1).abs() < 1e-4).all()):

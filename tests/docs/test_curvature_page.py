@@ -81,7 +81,7 @@ def test_labels_are_drawn(tmp_path):
     """Oracle: both factors of every layer after a step, for any labels."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)]\n{code('squared-error')}"
+        f"{BEFORE}{batch}loader = [(images, labels)]\n{code('or another loss')}"
         "weights = kfac.factors.weights.values()\n"
         "print(len(weights), *{round(weight.item(), 6) for weight in weights})\n"
     )

@@ -14,6 +14,7 @@ from support import oracles, problem
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f)).long()),
     "squared-error": lambda f: F.mse_loss(f, torch.zeros_like(f)),
+    "logistic": lambda f: F.binary_cross_entropy_with_logits(f, torch.zeros_like(f)),
 }
 
 
@@ -186,3 +187,13 @@ def test_micro_batches_that_are_recorded_add_up_to_the_joined_batch(comm, chosen
         kfac.precondition()
         found.append(kfac.factors.averages.flat)
     torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("loss", fisher.LOSSES)
+def test_outputs_without_their_dimension_are_refused(comm, loss):
+    model = linear_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = problem.kfac(model, optimizer, comm, fisher="sampled")
+    outputs = model(inputs())[:, 0]
+    with pytest.raises(ValueError, match=r"outputs \[batch, outputs, ...\], not \[7\]"):
+        kfac.record(outputs, loss)

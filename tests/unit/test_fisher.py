@@ -11,6 +11,7 @@ from mpikfac.numerics import fisher
 LOSSES = {
     "cross-entropy": lambda f: F.cross_entropy(f, torch.zeros(len(f), *f.shape[2:]).long()),
     "squared-error": lambda f: F.mse_loss(f, torch.zeros_like(f)),
+    "logistic": lambda f: F.binary_cross_entropy_with_logits(f, torch.zeros_like(f)),
 }
 
 
@@ -49,6 +50,14 @@ def test_drawn_labels_give_the_hessian_on_average(loss, shape):
     errors = products.std(0) / 20000**0.5 + 1e-12
     assert ((products.mean(0) - hessians(f, loss)).abs() < 6 * errors).all()
     assert (draws.mean(0).abs() < 6 * draws.std(0) / 20000**0.5).all()
+
+
+def test_variances_of_confident_bits_are_not_rounded_away():
+    """Oracle: `p (1 - p)` in float64; in float32, `1 - p` of these outputs is 0 or 1."""
+    f = torch.tensor([[-30.0, 30.0]])
+    found = torch.stack(list(fisher.exact(f, "logistic")), 2)[0].diagonal().square()
+    p = torch.tensor([-30.0]).double().sigmoid()
+    torch.testing.assert_close(found.double(), (p * (1 - p) / 2).expand(2), rtol=1e-5, atol=0)
 
 
 def test_all_labels_of_many_positions_are_refused():

@@ -16,6 +16,7 @@ from support import oracles, problem
 LOSSES = {
     "squared-error": F.mse_loss,
     "cross-entropy": lambda f, y: F.cross_entropy(f, y.argmax(1)),
+    "logistic": lambda f, y: F.binary_cross_entropy_with_logits(f, y),
 }
 EXACT = 1e-10  # rounding
 COVERS = {**mpikfac.KINDS, **mpikfac.NORMS}
