@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from mpikfac.layers.layer import Call, Layer
+from mpikfac.layers.layer import Attached, Call, Layer
 
 Node = Any  # of autograd's graph
 VIEWS = ("TBackward0", "ToCopyBackward0")  # a weight on its way to a product
@@ -33,6 +34,10 @@ class ProjectionLayer(Layer):
     ) -> None:
         super().__init__(name, module, (weight, bias))
         self._weight = weight
+
+    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
+        """Call `hook` after each forward call; `torch.compile` leaves the module out."""
+        return [Uncompiled(module), *super().attach(module, hook)]
 
     def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the product's rows and a hook on the gradient, example by example."""
@@ -56,6 +61,21 @@ class ProjectionLayer(Layer):
             node.register_prehook(lambda gradients: hook(of_examples(gradients[0])))
 
         return of_examples(rows), listen
+
+
+class Uncompiled:
+    """Keep `torch.compile` away from a module: a compiled graph hides the products inside.
+
+    Copies of the module are compiled again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        module._compiled_call_impl = torch.compiler.disable(module._call_impl)
+
+    def remove(self) -> None:
+        """Let the module be compiled again."""
+        self._module._compiled_call_impl = None
 
 
 def attention_layers(name: str, module: nn.Module) -> list[Layer]:

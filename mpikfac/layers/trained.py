@@ -41,19 +41,25 @@ class Trained:
     def __init__(self, model: nn.Module, known: Iterable[Tensor]) -> None:
         self._model = model
         self._known = {id(parameter): parameter for parameter in known}
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._kinds = {(parameter.dtype, parameter.device) for parameter in self._known.values()}
 
     def changed(self) -> bool:
         """Return whether other parameters of the model require a gradient now.
 
+        A parameter with a new name counts as another one: pruning and parametrizations rename the
+        weight, because a module then multiplies by something else.
+
         Raises:
             ValueError: a parameter was converted or moved.
         """
-        present = [p for p in self._model.parameters() if p.requires_grad]
-        if len(present) == len(self._known) and all(id(p) in self._known for p in present):
-            self._check_kinds(present)
-            return False
-        return True
+        present = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        same = len(present) == len(self._known) and all(
+            id(p) in self._known and self._names[id(p)] == name for name, p in present.items()
+        )
+        if same:
+            self._check_kinds(present.values())
+        return not same
 
     def leave_changed(self) -> None:
         """Set the gradients of new, frozen and replaced parameters to None."""

@@ -330,11 +330,13 @@ def test_a_damping_that_falls_to_0_is_refused_at_that_step(comm):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_trains_like_a_plain_one(comm, backend):
+@pytest.mark.parametrize("name", ["an in-place activation", "attention"])
+def test_a_compiled_model_trains_like_a_plain_one(comm, backend, name):
     """Oracle: the same model without compilation."""
     torch.compiler.reset()
-    compiled = make(comm, network(), lambda model: torch.compile(model, backend=backend))
-    torch.testing.assert_close(train(compiled), train(make(comm, network())))
+    models = (PAIRS[name]()[0] for _ in range(2))
+    compiled = make(comm, next(models), lambda model: torch.compile(model, backend=backend))
+    torch.testing.assert_close(train(compiled), train(make(comm, next(models))))
 
 
 def test_a_model_that_ddp_has_averaged_is_preconditioned(comm, tmp_path):

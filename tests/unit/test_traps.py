@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
 from mpikfac import KFAC, Coverage, DataParallel, Estimator, Strategy
@@ -207,6 +210,23 @@ def test_wrong_objects_are_refused_in_one_line(make):
 def test_true_is_no_damping():
     with pytest.raises(ValueError, match="damping=True must be a finite number"):
         KFAC(network(), torch.optim.SGD(network().parameters(), lr=0.1), COMM, damping=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [(partial(prune.random_unstructured, name="weight", amount=0.5), True), (spectral_norm, False)],
+)
+def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
+    """Oracle: the line of a new trainer, or the layers that a new trainer covers."""
+    kfac = trainer(network())
+    learn(kfac)
+    change(kfac.model[0])
+    if refused:
+        with pytest.raises(ValueError, match="layer '0': the weight is computed in every pass"):
+            learn(kfac)
+    else:
+        learn(kfac)
+        assert [layer.name for layer in kfac.layers] == ["2"]
 
 
 @pytest.mark.parametrize("make", [KFAC, DataParallel])
