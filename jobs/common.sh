@@ -157,3 +157,11 @@ mpi() {
     ${LIMIT:+timeout --kill-after=10 "$LIMIT"} \
         "$MPIRUN" $MPIRUN_FLAGS -n "$ranks" ${BIND:+"$BIND"} "$PYTHON" -m mpi4py "$@" </dev/null
 }
+
+# ended RUN_DIR: fails if the run did not end by itself, whatever the launcher says. Open MPI's
+# mpirun returns 0 for a job that has lost a host. A run that ends removes its lock.
+ended() {
+    [ ! -e "$1/lock" ] && return
+    echo "$1/lock is left: the run was ended from outside, perhaps as a host was lost" >&2
+    return 1
+}

@@ -27,6 +27,7 @@ END
 DIR=/run/mpikfac-${MPIKFAC_CLUSTER:=cluster}
 NETWORK=10.77.0 # inside only: no conflict with addresses of this machine
 holder=
+PATH=$PATH:/usr/sbin:/sbin # of ip and tc; a user's PATH may lack both folders
 TOOLS=(ip tc unshare nsenter setpriv setsid flock pgrep)
 
 main() {

@@ -216,6 +216,35 @@ def test_a_write_beside_the_steps_has_a_limit(tmp_path, unfinished, where):
     assert (in_time.returncode, in_time.stderr) == (0, "")
 
 
+LEFT = """
+import os, sys
+from mpikfac_apps.guard.launcher import end_launcher
+end_launcher(0.2)
+os.write(1, b"rank left\\n")
+os._exit(1)
+"""
+STUBBORN = """#!/bin/sh
+trap 'echo asked; [ $((asked += 1)) = 2 ] && exit 3' TERM
+"$@" | cat
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(("name", "asked"), [("prterun", 2), ("shell", 0)])
+def test_a_launcher_that_stays_is_asked_to_leave(tmp_path, name, asked):
+    """Oracle: a launcher that obeys the second signal; a parent that is none is left alone.
+
+    `cat` ends only after no process has the rank's output open.
+    """
+    launcher = tmp_path / name
+    launcher.write_text(STUBBORN if asked else '#!/bin/sh\n"$@"\nsleep 2\nexit 3')
+    launcher.chmod(0o755)
+    command = [str(launcher), sys.executable, "-c", LEFT]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 3
+    assert ended.stdout == "rank left\n" + asked * "asked\n"
+
+
 def report(stage: str, phase: str = "step", host: str = "node5") -> dict[str, object]:
     about = {"phase": phase, "step": 120, "stage": stage, "waits": stage == "publish bases"}
     return {"host": host, "pid": 1} | about

@@ -294,6 +294,55 @@ def test_one_of_two_at_once_comes_up(script, call):
     call("down")
 
 
+def test_ip_and_tc_are_found_without_their_folder_on_path(call):
+    """Oracle: the exit codes; a user's PATH often lacks the folder."""
+    call("down")
+    folders = os.environ["PATH"].split(":")
+    path = ":".join(folder for folder in folders if not folder.endswith("sbin"))
+    assert call("up", "2", "--rate", "1gbit", PATH=path).returncode == 0
+    assert call("run", *SHORT, PATH=path).returncode == 0
+    assert call("down", PATH=path).returncode == 0
+
+
+STEPS = """
+import sys
+from pathlib import Path
+import mpikfac
+from mpikfac_apps.guard.reports import Reports
+from mpikfac_apps.guard.watchdog import Watchdog
+comm, trace, place = mpikfac.world(), mpikfac.Trace(), Path(sys.argv[1])
+watchdog = Watchdog(Reports(place / "hang", comm.rank, comm.size), 3, lambda: trace.current)
+for step in range(10**9):
+    watchdog.enter("step", step)
+    with trace.stage("reduce gradients"):
+        comm.Barrier()
+    if step == 10 and comm.rank == 0:
+        (place / "started").touch()
+"""
+
+
+def test_a_link_that_goes_down_for_good_ends_the_job(cluster, script, tmp_path):
+    """Oracle: code and line of rank 0; the processes before, except those of the lost host.
+
+    Without an end of the launcher, the launcher waits as long as TCP: a quarter of an hour.
+    """
+    steps = tmp_path / "steps.py"
+    steps.write_text(STEPS)
+    command = ["bash", str(script), "run", "python", "-m", "mpi4py", str(steps), str(tmp_path)]
+    with open(tmp_path / "said", "w") as said:
+        job = subprocess.Popen(command, env=environment(), stdout=said, stderr=said)
+    try:
+        wait_until((tmp_path / "started").exists)
+        holder = (STATE / "holder").read_text().strip()
+        down = ["nsenter", f"--target={holder}", "--net", "ip", "link", "set", "node3", "down"]
+        subprocess.run(down, check=True)
+        assert job.wait(timeout=120) == 1
+    finally:
+        job.kill()
+        cluster("down")
+    assert "mpikfac: no progress for 3 s: " in (tmp_path / "said").read_text()
+
+
 def test_a_failure_half_way_leaves_nothing(call, tmp_path):
     """Oracle: a tc that fails; the exit code, and the directory with a cluster's notes."""
     call("down")
@@ -388,11 +437,11 @@ def test_a_machine_that_cannot_is_told_why(call, tmp_path):
     assert refused.returncode == 2
     assert refused.stderr == "an emulated cluster takes root's rights; this is user me\n"
     (tmp_path / "few").mkdir()
-    for tool in ("bash", "dirname", "id", "ip"):
+    for tool in ("bash", "dirname", "id"):
         (tmp_path / "few" / tool).symlink_to(shutil.which(tool))
     refused = call("down", PATH=str(tmp_path / "few"))
     assert refused.returncode == 2
-    assert refused.stderr.startswith("tc is not installed; Debian has it in iproute2")
+    assert re.match("(ip|unshare) is not installed; Debian has it in iproute2", refused.stderr)
     refused = call("status", MPIKFAC_CLUSTER="../name")
     assert refused.returncode == 2
     assert refused.stderr.startswith("MPIKFAC_CLUSTER=../name must be a name of at most 30")

@@ -26,7 +26,7 @@ def run(tmp_path: Path, script: str, **environment: str) -> subprocess.Completed
     The program ends with CODE.
     """
     (tmp_path / "jobs").mkdir(exist_ok=True)
-    (tmp_path / "jobs" / "common.sh").write_text(STAND_INS)
+    (tmp_path / "jobs" / "common.sh").write_text(f". '{JOBS}/common.sh'\n{STAND_INS}")
     (tmp_path / "nodes").write_text("n1\n" * 4 + "n2\n" * 4)
     scheduler = {"PBS_O_WORKDIR": tmp_path, "PBS_NODEFILE": tmp_path / "nodes", "PBS_JOBID": "7"}
     scheduler |= {"LS_SUBCWD": tmp_path, "LSB_DJOB_NUMPROC": "8", "LSB_JOBID": "7"}
@@ -76,6 +76,21 @@ def test_an_lsf_job_that_was_stopped_ends_with_the_code_for_which_it_is_requeued
     assert "--run_dir runs/7 --resume auto --max_time 240 --stop_code 75" in job.stdout
     assert job.returncode == 75
     assert '#BSUB -Q "75"' in (JOBS / "lsf" / "multi_node.lsf").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["slurm/multi_node.sbatch", "pbs/multi_node.pbs", "lsf/multi_node.lsf"]
+)
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_run_that_lost_a_host_is_not_complete_although_mpirun_returns_0(tmp_path, name, lost):
+    """Oracle: the lock, which only a run that ends by itself removes."""
+    if lost:
+        (tmp_path / "runs" / "7").mkdir(parents=True)
+        (tmp_path / "runs" / "7" / "lock").touch()
+    job = run(tmp_path, name)
+    assert job.returncode == lost
+    told = "runs/7/lock is left: the run was ended from outside, perhaps as a host was lost\n"
+    assert job.stderr == (told if lost else "")
 
 
 @pytest.mark.parametrize("name", ["slurm/multi_node.sbatch", "slurm/requeue.sbatch"])

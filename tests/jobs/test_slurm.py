@@ -55,7 +55,7 @@ BLOCK = """#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --output=log
 #SBATCH {sbatch}
 launcher=srun plugin={plugin}
 config="{root}/jobs/configs/digits_kfac.yaml"
-options=(--run_dir=run {program})
+run_dir=run options=({program})
 """
 
 Slurm = Callable[..., str]

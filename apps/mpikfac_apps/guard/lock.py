@@ -154,7 +154,7 @@ def _this_run(environ: Mapping[str, str]) -> Holder:
         host=platform.node(),
         pid=os.getpid(),
         pids=f"{boot} {os.readlink('/proc/self/ns/pid')}",
-        born=_born(os.getpid()),
+        born=born(os.getpid()),
         job=_job(environ),
         attempt=environ.get("SLURM_RESTART_COUNT", "0") if environ.get("SLURM_JOB_ID") else "",
         started=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -170,7 +170,7 @@ def _job(environ: Mapping[str, str]) -> str:
     return ""
 
 
-def _born(pid: int) -> str:
+def born(pid: int) -> str:
     """Return the start time of a process in ticks since boot; "" after the end of the process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -182,7 +182,7 @@ def _born(pid: int) -> str:
 
 def _is_gone(holder: Holder, mine: Holder, silent: float) -> bool:
     if holder.pids == mine.pids:
-        return _born(holder.pid) != holder.born
+        return born(holder.pid) != holder.born
     restarted = holder.job == mine.job != "" and holder.attempt != mine.attempt
     return restarted or silent > STALE
 

@@ -3,7 +3,7 @@
 At the limit, a Python thread of each rank reports the rank's place (`reports.py`). If the GIL is
 held, a rank's Python cannot run. A C thread (of faulthandler) then writes the stacks and exits,
 because the C thread needs no GIL. After the first exit, the launcher ends all remaining ranks,
-stopped ranks too. No rank waits for a second rank in this module.
+stopped ranks too (`launcher.py`). No rank waits for a second rank in this module.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from mpikfac.trace import COMMUNICATION
+from mpikfac_apps.guard.launcher import end_launcher
 from mpikfac_apps.guard.reports import Place, Reports, screen
 
 LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
@@ -23,6 +24,7 @@ TICK = 0.1  # seconds between two looks at the clock
 # Seconds after the limit, when the reports are complete.
 UNABLE = 1.7, 2.0  # in between, ranks with a blocked Python write stacks and exit
 LEAVE = 2.3  # all ranks exit
+LAUNCHER = 20.0  # the launcher is asked to leave, if it still waits for a host
 
 
 class Watchdog:
@@ -101,6 +103,7 @@ class Watchdog:
                 if self._ending:  # exit even if this thread gets stuck
                     faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
             if self._ending:
+                end_launcher(LAUNCHER)
                 self._reports.tell(*self._late())
                 return
 
