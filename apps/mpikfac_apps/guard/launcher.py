@@ -10,8 +10,8 @@ import os
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
+from mpikfac import files
 from mpikfac_apps.guard.lock import born
 
 NAMES = ("prterun", "mpirun", "orterun")  # of Open MPI's launcher
@@ -27,7 +27,7 @@ def end_launcher(seconds: float) -> None:
     """
     launcher = os.getppid()
     with suppress(OSError):  # for example, no descriptor is left
-        is_launcher = Path(f"/proc/{launcher}/comm").read_text().strip() in NAMES
+        is_launcher = files.read_text(f"/proc/{launcher}/comm").strip() in NAMES
         if is_launcher and not os.fork():
             try:
                 _ask(launcher, seconds)
