@@ -31,6 +31,7 @@ from mpikfac.engine import (
     Site,
     check_joins,
     check_optimizer,
+    check_plain,
     common_type,
     describe,
     fitting,
@@ -45,7 +46,15 @@ from mpikfac.engine import (
 )
 from mpikfac.errors import UserError
 from mpikfac.layers import Coverage, Votes, cover, offers, take_model
-from mpikfac.numerics import LOSSES, Loss, all_finite, check_outputs, without_autocast
+from mpikfac.numerics import (
+    LOSSES,
+    Batch,
+    Criterion,
+    Loss,
+    all_finite,
+    check_outputs,
+    without_autocast,
+)
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, one_of, plan_for
 from mpikfac.settings import (
     SETTINGS,
@@ -133,6 +142,8 @@ class KFAC:
         check_optimizer(optimizer)
         damping = damping if isinstance(damping, Damping) else Damping(damping)
         clip = clip if isinstance(clip, Clip) else Clip(clip)
+        if clip.quadratic:
+            check_plain(optimizer)
         self.model, self._optimizer, self.trace = model, optimizer, trace or Trace()
         self.estimator = estimator or Estimator()
         self.settings = Settings(damping, factor_every, basis_every, self.estimator.decay, clip)
@@ -259,6 +270,8 @@ class KFAC:
         *,
         max_norm: float | None = None,
         examples: int | None = None,
+        inputs: Tensor | tuple[Any, ...] | None = None,
+        loss: Criterion | None = None,
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
@@ -279,18 +292,22 @@ class KFAC:
                 is scaled before K-FAC preconditions the gradient. None for no bound.
             examples: the number of examples of the rank's mean loss, if shards are uneven: the
                 average over ranks weighs ranks by the number. None: ranks weigh the same.
+            inputs: with `quadratic` of `Clip` only: the model's argument for the rank's share of
+                the batch, or a tuple of arguments.
+            loss: with `quadratic` only: the rank's mean loss as a function of the model's outputs,
+                without the factor of a scaler.
 
         Raises:
             ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
                 nothing to step; `examples` with `overlap` or `parts`; a gradient that was changed
-                after `overlap` had sent the gradient; a converted or moved model.
+                after `overlap` had sent the gradient; a converted or moved model; `inputs` and
+                `loss` without `quadratic`, or `quadratic` without both.
             UserError: ranks disagree on the model, learning rates or settings.
         """
-        scaler = self.gradients.checked(scaler)
+        scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss, max_norm)
         if not self.gradients.parts:
             self._read_gradients()
-        if examples is not None:
-            self.gradients.weigh(examples)
+        weight = 1.0 if examples is None else self.gradients.weigh(examples)
         if scaler is not None and not self._reduce_scaled(scaler):
             self._skip()
             return
@@ -304,6 +321,9 @@ class KFAC:
         self.gradients.write(self.directions.slots)
         self.gradients.write(self.gradients.of_others)
         self._leave_state()
+        if batch is not None:
+            with self.recorder.pausing():
+                self.directions.descend(self.model, batch, weight, self.steps)
         self.gradients.update(self.optimizer)
         self._begin(self.steps + 1)
         self._follow_votes()
@@ -380,6 +400,8 @@ class KFAC:
                 `parts`, as K-FAC adds parts up in order.
         """
         transport = self.plan.strategy.transport
+        if self.settings.clip.quadratic:
+            raise ValueError("with quadratic=True, call step(inputs=..., loss=...)")
         if self.gradients.owner_updates or transport.overlap or transport.parts is not None:
             raise ValueError(
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
@@ -410,7 +432,8 @@ class KFAC:
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the step's
         scale, so no product with C is taken. Everything outside of the model counts as a change of
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
-        rates the coupling of parameters. With inverses, new damping waits for the next
+        rates the coupling of parameters. With `quadratic` of `Clip` the prediction is the whole
+        quadratic model's, for the whole step. With inverses, new damping waits for the next
         decomposition.
 
         Collective over: world.
@@ -452,11 +475,8 @@ class KFAC:
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
-        self.recorder.paused = True
-        try:
+        with self.recorder.pausing():
             yield
-        finally:
-            self.recorder.paused = False
 
     def discard(self) -> None:
         """Forget the passes since the last step, of a batch without a step.
@@ -573,8 +593,23 @@ class KFAC:
         self.directions.publish()
         self.directions.check()
         self.directions.clip(self.steps)
-        if self.settings.damping.adapted:
+        if self.settings.damping.adapted and not self.settings.clip.quadratic:
             self.directions.predict()
+
+    def _batch(self, inputs: Any, loss: Criterion | None, max_norm: float | None) -> Batch | None:
+        """Return the batch of a quadratic model, if the length of the step needs the model."""
+        quadratic = self.settings.clip.quadratic
+        if (inputs is not None, loss is not None) != (quadratic, quadratic):
+            raise ValueError(
+                "step(inputs=..., loss=...) needs Clip(kl=None, quadratic=True), and "
+                "quadratic=True needs inputs and loss"
+            )
+        if loss is None:
+            return None
+        if max_norm is not None:
+            raise ValueError(f"max_norm={max_norm} does nothing with quadratic=True")
+        check_plain(self.optimizer)
+        return Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
 
     # -- the model as it is now ------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from mpikfac.engine.scales import Scales
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
     check_optimizer,
+    check_plain,
     common_type,
     describe,
     fitting,
@@ -39,6 +40,7 @@ __all__ = [
     "Site",
     "check_joins",
     "check_optimizer",
+    "check_plain",
     "common_type",
     "describe",
     "fitting",

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.site import Part, Site, take_over
-from mpikfac.engine.state import groups_of
+from mpikfac.engine.state import MOMENTUM, groups_of
+from mpikfac.errors import UserError
 from mpikfac.layers import Layer
-from mpikfac.numerics import Arena, all_finite, not_finite
+from mpikfac.numerics import (
+    Arena,
+    Batch,
+    Direction,
+    all_finite,
+    gram,
+    lowest,
+    not_finite,
+    slopes_and_curvatures,
+)
 from mpikfac.plan import PlannedLayer, count_of, lay_out
 from mpikfac.settings import DECAY, EPSILON, Settings
 from mpikfac.solvers import Held, Solver
+
+log = logging.getLogger("mpikfac")
+
+Stepped = Mapping[str, tuple[nn.Parameter, Tensor]]
+"""Parameters with their gradients, by name."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,7 @@ class Directions(Part):
         self._bound = self.plan.clip()
         self.scale = self.arena.flat.new_ones(1)
         self.expected = self.arena.flat.new_zeros(1)
+        self._compared = False  # whether a warning has told of another loss
 
     def _job(self, name: str) -> Job:
         solver, held = self.bases.solver_of[name], self.bases.held[name]
@@ -111,8 +128,38 @@ class Directions(Part):
         self.arena.flat *= self.scale
 
     def predict(self) -> None:
-        """Predict by the quadratic model how the step changes the loss."""
+        """Predict by K-FAC's quadratic model how the step changes the loss."""
         self.expected = self.scale * self._along_gradient(2) / 2 - self._along_gradient(1)
+
+    def descend(self, model: nn.Module, batch: Batch, weight: float, step: int) -> None:
+        """Make the gradients the step at the minimum of the batch's damped quadratic model.
+
+        The step is a sum of multiples of the layers' directions, of the gradients of uncovered
+        parameters, and of the last step. The optimizer's state keeps the step, as momentum.
+
+        Collective over: world.
+
+        Args:
+            batch: the rank's share of the batch.
+            weight: of the rank's loss, where the mean weight of the ranks is 1.
+        """
+        known = {p for group in self.optimizer.param_groups for p in group["params"]}
+        named = [(name, p, p.grad) for name, p in model.named_parameters() if p in known]
+        stepped = {name: (p, g) for name, p, g in named if g is not None}
+        if not stepped:
+            self.expected.zero_()
+            return
+        with self.site.trace.stage("quadratic model"):
+            directions = self._spanning(stepped)
+            slopes, curvatures = self._model(model, batch, weight, directions)
+            self._compare(slopes[0].item())
+            curvatures += self.settings.at("damping", step) * gram(directions).cpu()
+            multiples = lowest(slopes, curvatures)
+            self.expected.fill_(multiples @ (curvatures @ multiples / 2 - slopes))
+            for name, (parameter, gradient) in stepped.items():
+                terms = [x * v[name] for x, v in zip(multiples.tolist(), directions) if name in v]
+                gradient.copy_(torch.stack(terms).sum(0))
+                self.optimizer.state[parameter][MOMENTUM] = gradient.clone()
 
     def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
         """Return the change of the mean loss over ranks, relative to the prediction.
@@ -166,6 +213,45 @@ class Directions(Part):
             self.settings.damping.adapted.damping = state["damping"]
 
     # -- details ---------------------------------------------------------------------------------
+
+    def _spanning(self, stepped: Stepped) -> list[Direction]:
+        """Return the directions to combine, by names of parameters."""
+        covered = {p for layer in self.gradients.layers for p in layer.parameters}
+        inside = {n: g for n, (p, g) in stepped.items() if p in covered}
+        outside = {n: g for n, (p, g) in stepped.items() if p not in covered}
+        kept = {n: self.optimizer.state.get(p, {}) for n, (p, _) in stepped.items()}
+        last = {n: state[MOMENTUM] for n, state in kept.items() if MOMENTUM in state}
+        return [direction for direction in (inside, outside, last) if direction]
+
+    def _model(
+        self, model: nn.Module, batch: Batch, weight: float, directions: Sequence[Direction]
+    ) -> tuple[Tensor, Tensor]:
+        """Return slopes and curvatures of the mean loss of all ranks, alike on all ranks.
+
+        Collective over: world.
+        """
+        numbers = torch.zeros(1 + len(directions), len(directions), dtype=torch.float64)
+        if weight:  # a mean over no example is NaN
+            try:
+                found = slopes_and_curvatures(model, batch, directions)
+            except NotImplementedError as error:
+                why = str(error).partition(" because")[0]
+                raise UserError(f"quadratic=True needs forward-mode derivatives: {why}") from error
+            numbers = torch.vstack(found).cpu() * weight / self.plan.grid.count
+        mean = summed(self.site.grid.world, numbers.flatten().tolist())
+        numbers = torch.tensor(mean, dtype=torch.float64).view_as(numbers)
+        return numbers[0], numbers[1:]
+
+    def _compare(self, slope: float) -> None:
+        """Warn once if the loss of the quadratic model is not the loss of the gradients."""
+        expected = self._along_gradient(0).item()
+        if not (self._compared or abs(slope - expected) <= abs(expected) / 2 or expected == 0):
+            self._compared = True
+            log.warning(
+                "the loss of step(inputs=..., loss=...) has slope %g along the directions, and "
+                "the gradients have slope %g: give step the batch and the loss of backward()",
+                *(slope, expected),
+            )
 
     def _graft(self, job: Job) -> None:
         """Give a direction the length of grafting.

@@ -203,8 +203,11 @@ class Gradients:
             self.arena.flat /= ranks
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
-    def weigh(self, examples: int) -> None:
+    def weigh(self, examples: int) -> float:
         """Weigh the rank's gradients and running statistics by the number of examples.
+
+        Returns:
+            The weight of the rank; the mean weight of the ranks is 1.
 
         Collective over: world.
 
@@ -226,6 +229,7 @@ class Gradients:
             if not isinstance(block, Votes):
                 values = self.arena[block.name]
                 values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
+        return weight
 
     def clip(self, max_norm: float) -> None:
         """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.

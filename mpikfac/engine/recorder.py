@@ -241,6 +241,15 @@ class Recorder(Part):
         ]
 
     @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, forward passes are not the batch's."""
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
+
+    @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:
         """Inside, a backward pass is one of several passes in the place of the loss's pass."""
         self._turn = turn

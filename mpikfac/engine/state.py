@@ -23,7 +23,8 @@ from mpikfac.layers import Layer, Other, in_words
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
 """A larger number of steps is a mistake: float64 counts no further."""
-AS_PARAMETER = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTUM = "momentum_buffer"
+AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 """State of torch's optimizers with a parameter's shape."""
 
 
@@ -246,6 +247,23 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
+
+
+def check_plain(optimizer: Optimizer) -> None:
+    """Return if a step of the optimizer subtracts the gradients as they are.
+
+    Raises:
+        ValueError: the optimizer changes gradients.
+    """
+    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+    for group in optimizer.param_groups:
+        own = {name: group.get(name) for name in plain}
+        if type(optimizer) is not torch.optim.SGD or own != plain:
+            numbers = ", ".join(f"{n}={v:g}" for n, v in own.items() if v not in (None, plain[n]))
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
+                f"weight_decay=0): quadratic=True gives length and momentum of a step"
+            )
 
 
 def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:

@@ -35,6 +35,14 @@ from mpikfac.numerics.products import (
     of_coordinates,
     product,
 )
+from mpikfac.numerics.quadratic import (
+    Batch,
+    Criterion,
+    Direction,
+    gram,
+    lowest,
+    slopes_and_curvatures,
+)
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
@@ -42,6 +50,9 @@ __all__ = [
     "LOSSES",
     "NORMALIZATIONS",
     "Arena",
+    "Batch",
+    "Criterion",
+    "Direction",
     "Fisher",
     "Loss",
     "Normalization",
@@ -58,14 +69,17 @@ __all__ = [
     "factor_scales",
     "from_left",
     "from_right",
+    "gram",
     "linear_input_sum",
     "linear_input_vector",
     "linear_output_sum",
     "linear_output_vector",
+    "lowest",
     "not_finite",
     "of_coordinates",
     "product",
     "sampled",
+    "slopes_and_curvatures",
     "squares",
     "triangle_trace",
     "unfold_triangle",

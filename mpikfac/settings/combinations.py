@@ -12,6 +12,24 @@ SETTINGS: tuple[Combination, ...] = (
         "grafting replaces the length that an adapted damping changes",
     ),
     Combination(
+        "quadratic",
+        (True,),
+        {"update": "everyone"},
+        "the quadratic model multiplies the whole step by derivatives of the outputs",
+    ),
+    Combination(
+        "quadratic",
+        (True,),
+        {"parts": None},
+        "sums of products over ranks would depend on the number of ranks",
+    ),
+    Combination(
+        "quadratic",
+        (True,),
+        {"relative": False},
+        "the quadratic model has the same damping for all parameters",
+    ),
+    Combination(
         "basis_dtype",
         None,
         {"basis_wire": None},

@@ -73,6 +73,7 @@ class Settings:
             "relative": self.damping.relative,
             "adapted": self.damping.adapted,
             "graft": self.clip.graft,
+            "quadratic": self.clip.quadratic,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:

@@ -93,13 +93,27 @@ def test_damping_is_adapted(tmp_path):
     """Oracle: damping after five and ten steps of a batch, by hand: a power of 0.95**5 twice."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('kfac.adapt')}"
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('norm=1.0')}"
         "import math\n"
         "moves = math.log(damping.damping / 0.03, 0.95**5)\n"
         "print(len({*comm.allgather(damping.damping)}), round(moves, 9) in (-2, 2), kfac.steps)\n"
     )
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["1 True 10"] * 2, job.stderr
+
+
+def test_length_and_momentum_come_from_a_quadratic_model(tmp_path):
+    """Oracle: a loss that falls on both ranks; the same weights; a last step in the state."""
+    batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
+    (tmp_path / "program.py").write_text(
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('quadratic=True')}"
+        "    first = loss.item() if kfac.steps == 1 else first\n"
+        "weights = comm.allgather(model.head.weight.tolist())\n"
+        "kept = sum('momentum_buffer' in name for name in kfac.state_dict())\n"
+        "print(after.item() < first / 10, len({*map(str, weights)}), kept)\n"
+    )
+    job = launch(2, str(tmp_path / "program.py"))
+    assert job.stdout.splitlines() == ["True 1 6"] * 2, job.stderr
 
 
 def test_a_layer_of_ones_own(tmp_path):

@@ -25,7 +25,7 @@ STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of st
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 
-CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft"}
+CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft", "quadratic": "quadratic"}
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:

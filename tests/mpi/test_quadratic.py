@@ -1,0 +1,107 @@
+"""Length and momentum from the quadratic model are the same for every distribution."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import LevenbergMarquardt, Strategy
+from support import problem
+
+RANKS = mpikfac.world().size
+EVERYONE = [s for s in problem.strategies(RANKS, ("everyone", "owners")) if s.update == "everyone"]
+EVERYONE += [Strategy(RANKS).changed(overlap=True), Strategy(1).changed(delay=1, stagger=2)]
+STEPS = range(5)
+STOP = 3
+
+
+def trainer(comm, strategy, solver="eigen"):
+    model = problem.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    settings = {"damping": LevenbergMarquardt(0.3, every=1, decay=0.8), "basis_every": 2}
+    settings |= {"kl_clip": None, "quadratic": True, "solver": solver}
+    return problem.kfac(model, optimizer, comm, strategy, **problem.SETTINGS | settings)
+
+
+def train(kfac, comm, steps=STEPS, cut=None):
+    """Train on shards, cut at the given places; return state, dampings and predictions.
+
+    Args:
+        cut: returns the rank's examples; shards of the same size if None.
+    """
+    numbers = []
+    for step in steps:
+        images, labels = problem.batch(step) if cut else problem.shards(step, comm.size)[comm.rank]
+        if cut:
+            images, labels = images[cut], labels[cut]
+        loss = functools.partial(F.cross_entropy, target=labels)
+        kfac.optimizer.zero_grad()
+        before = loss(kfac.model(images))
+        before.backward()
+        kfac.step(inputs=images, loss=loss, examples=len(images) if cut else None)
+        numbers.append(kfac.directions.expected.item())
+        with torch.no_grad():
+            after = loss(kfac.model(images))
+        if not cut:
+            kfac.adapt(before.item(), after.item())
+            numbers.append(kfac.settings.at("damping", kfac.steps))
+    kfac.close()
+    return problem.state(kfac.model), numbers
+
+
+@problem.by_one_process
+def alone(own, stagger, solver, cut):
+    """Return the results of a single process on the joined batches."""
+    strategy = Strategy(1).changed(delay=stagger - 1, stagger=stagger)
+    return train(trainer(own, strategy, solver), own, cut=slice(None) if cut else None)
+
+
+def assert_same(comm, found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            torch.as_tensor(one), torch.as_tensor(other), rtol=1e-9, atol=1e-9
+        )
+    assert all(torch.equal(found[0], other) for other in comm.allgather(found[0]))
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("strategy", EVERYONE, ids=problem.label)
+def test_steps_are_one_processs(comm, strategy, solver):
+    """Oracle: a single process on the joined batches; among ranks, to the last bit."""
+    if solver == "inverse" and not strategy.colocate and strategy.reduction == "owners":
+        return  # the plan needs different owners
+    found = train(trainer(comm, strategy, solver), comm)
+    assert_same(comm, found, alone(strategy.refresh.stagger, solver, False))
+    assert len(set(found[1][1::2])) > 1  # the damping
+
+
+def test_ranks_weigh_by_their_examples(comm):
+    """Oracle: a single process on the joined batches; the last rank may have no example."""
+    ends = [5, 11, 12, 12]
+    mine = slice(([0, *ends])[comm.rank], ends[comm.rank] if comm.rank + 1 < RANKS else 12)
+    found = train(trainer(comm, None), comm, cut=mine)
+    assert_same(comm, found, alone(1, "eigen", True))
+
+
+@pytest.mark.parametrize("fewer", range(1, RANKS + 1))
+def test_the_last_step_survives_a_restart_on_other_ranks(comm, fewer):
+    """Oracle: the uninterrupted run; without the last step, the end differs."""
+    kfac = trainer(comm, Strategy(1, "owners"))
+    train(kfac, comm, range(STOP))
+    state = problem.whole_state(kfac, comm)
+    assert not kfac.missing(state)
+    expected = train(kfac, comm, range(STOP, 6))
+    less = {name: value for name, value in state.items() if "momentum" not in name}
+    team = comm.Split(comm.rank < fewer, comm.rank)
+    if comm.rank < fewer:
+        found = []
+        for known in state, less:
+            other = trainer(team, None)
+            other.load_state_dict(known)
+            found.append(train(other, team, range(STOP, 6)))
+        assert_same(team, found[0], expected)
+        assert (found[1][0] - expected[0]).abs().max() > 1e-4

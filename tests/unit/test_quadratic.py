@@ -1,0 +1,386 @@
+"""Length and momentum from the damped quadratic model of a batch."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mpikfac import Clip, LevenbergMarquardt, Strategy, UserError
+from mpikfac.numerics import Batch, gram, lowest, slopes_and_curvatures
+from support import problem
+
+DAMPING = 0.05
+QUADRATIC = {"kl_clip": None, "quadratic": True, "damping": DAMPING}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+class Attention(nn.Module):
+    """Words, attention of the words to each other, and a layer of the mean."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(7, 4), nn.Linear(4, 3)
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, words):
+        x = self.words(words)
+        return self.head(self.attention(x, x, x, need_weights=False)[0].mean(1))
+
+
+def tanh_net():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def convolutions():
+    front = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+    return nn.Sequential(*front, nn.Flatten(), nn.LayerNorm(16), nn.Linear(16, 3))
+
+
+NETWORKS = {
+    "tanh": (tanh_net, lambda: torch.randn(6, 4).double()),
+    "convolutions": (convolutions, lambda: torch.randn(6, 2, 6, 6).double()),
+    "attention": (Attention, lambda: torch.randint(7, (6, 3))),
+}
+LOSSES = {
+    "cross-entropy": functools.partial(F.cross_entropy, label_smoothing=0.1),
+    "squared-error": lambda f, y: F.mse_loss(f, F.one_hot(y, 3).double()),
+    "logistic": lambda f, y: F.binary_cross_entropy_with_logits(f, F.one_hot(y, 3).double()),
+}
+
+
+def labels():
+    return torch.tensor([0, 1, 2, 2, 1, 0])
+
+
+def flat(values):
+    return torch.cat([value.detach().reshape(-1) for value in values])
+
+
+def dense(model, x, loss):
+    """Return the gradient `[p]` and the Gauss-Newton matrix `[p, p]` of the loss, by autograd."""
+    parameters, outputs = list(model.parameters()), model(x)
+    rows = [
+        flat(torch.autograd.grad(o, parameters, retain_graph=True)) for o in outputs.reshape(-1)
+    ]
+    jacobian, at = torch.stack(rows), outputs.detach()
+    hessian = torch.autograd.functional.hessian(loss, at).reshape(len(rows), len(rows))
+    slope = torch.autograd.functional.jacobian(loss, at).reshape(-1)
+    return jacobian.T @ slope, jacobian.T @ hessian @ jacobian
+
+
+def trainer(comm, model, **settings):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return problem.kfac(model, optimizer, comm, **(QUADRATIC | {"solver": "eigen"} | settings))
+
+
+def take_step(kfac, x, loss, **more):
+    """Take a step of `kfac` on a batch."""
+    kfac.optimizer.zero_grad()
+    loss(kfac.model(x)).backward()
+    kfac.step(inputs=x, loss=loss, **more)
+
+
+# -- the numbers ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("network", NETWORKS)
+def test_slopes_and_curvatures_of_directions(network, loss):
+    """Oracle: the gradient and J^T H J of all parameters, by autograd."""
+    make, of = NETWORKS[network]
+    model, x = make().double(), of()
+    named = dict(model.named_parameters())
+    directions = [{n: torch.randn_like(p) for n, p in named.items()} for _ in range(2)]
+    criterion = functools.partial(LOSSES[loss], target=labels())
+    if loss != "cross-entropy":
+        criterion = functools.partial(LOSSES[loss], y=labels())
+    slopes, curvatures = slopes_and_curvatures(model, Batch((x,), criterion), directions)
+    gradient, matrix = dense(model, x, criterion)
+    vectors = torch.stack([flat(direction.values()) for direction in directions])
+    torch.testing.assert_close(slopes, vectors @ gradient)
+    torch.testing.assert_close(curvatures, vectors @ matrix @ vectors.T)
+
+
+def test_passes_leave_no_trace():
+    """Oracle: buffers and random numbers before; with dropout, alike passes have alike products."""
+    model = nn.Sequential(convolutions(), nn.Dropout(0.5)).double()
+    before = [buffer.clone() for buffer in model.buffers()]
+    named = dict(model.named_parameters())
+    direction = {name: torch.randn_like(p) for name, p in named.items()}
+    state = torch.get_rng_state()
+    x = torch.randn(6, 2, 6, 6, generator=torch.Generator().manual_seed(1)).double()
+    batch = Batch((x,), lambda f: f.square().mean())
+    _, curvatures = slopes_and_curvatures(model, batch, [direction, direction])
+    assert torch.equal(curvatures, curvatures[0, 0].expand(2, 2))
+    assert all(torch.equal(*pair) for pair in zip(model.buffers(), before))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(p.grad is not None for p in model.parameters())
+
+
+def test_products_of_directions_with_missing_names():
+    """Oracle: vectors with zeros at missing names."""
+    a, b = torch.randn(3), torch.randn(2, 2)
+    directions = [{"a": a, "b": b}, {"b": 2 * b}, {"a": a}]
+    vectors = [[*a, *b.flatten()], [0, 0, 0, *2 * b.flatten()], [*a, 0, 0, 0, 0]]
+    expected = torch.tensor(vectors, dtype=torch.float64)
+    torch.testing.assert_close(gram(directions), expected @ expected.T)
+
+
+def test_the_lowest_point():
+    """Oracle: `torch.linalg.solve`, at scales that differ by 1e8; parallel directions share."""
+    root, slopes = torch.randn(3, 3).double(), torch.randn(3).double()
+    scales = torch.tensor([1e-4, 1.0, 1e4]).double()
+    matrix = scales[:, None] * (root @ root.T) * scales
+    torch.testing.assert_close(lowest(slopes, matrix), torch.linalg.solve(matrix, slopes))
+    twice = torch.tensor([[4.0, 4.0], [4.0, 4.0]]).double()
+    torch.testing.assert_close(lowest(twice[0], twice), torch.full((2,), 0.5).double())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nothing_is_lowest_where_there_are_no_numbers(bad):
+    """Oracle: 0: a direction of zeros has no length, and numbers that are not finite no minimum."""
+    matrix, slopes = torch.diag(torch.tensor([2.0, 0.0])), torch.tensor([1.0, 0.0])
+    assert lowest(slopes, matrix).tolist() == [0.5, 0.0]
+    assert lowest(slopes, matrix + bad).tolist() == [0.0, 0.0]
+
+
+# -- steps ---------------------------------------------------------------------------------------
+
+
+def parts(plain, loss, x):
+    """Return K-FAC's directions and uncovered parameters' gradients, each as a vector."""
+    plain.optimizer.zero_grad()
+    loss(plain.model(x)).backward()
+    plain.precondition()
+    covered = {id(p) for layer in plain.layers for p in layer.parameters}
+    every = list(plain.model.parameters())
+    inside = [p.grad if id(p) in covered else 0 * p for p in every]
+    outside = [0 * p if id(p) in covered else p.grad for p in every]
+    return flat(inside), flat(outside)
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("network", NETWORKS)
+def test_steps_minimise_the_model_over_their_directions(comm, network, solver):
+    """Oracle: the dense Gauss-Newton matrix, and directions of K-FAC without a quadratic model."""
+    make, of = NETWORKS[network]
+    model, twin, x = make().double(), make().double(), of()
+    loss = functools.partial(F.cross_entropy, target=labels())
+    kfac = trainer(comm, model, solver=solver)
+    plain = trainer(comm, twin, solver=solver, quadratic=False)
+    last = torch.zeros(0)
+    for _ in range(4):
+        twin.load_state_dict(model.state_dict())
+        with plain.paused():
+            gradient, matrix = dense(twin, x, loss)
+        vectors = torch.stack([v for v in (*parts(plain, loss, x), last) if v.any()])
+        damped = matrix + DAMPING * torch.eye(len(matrix))
+        small = vectors @ damped @ vectors.T
+        expected = torch.linalg.solve(small, vectors @ gradient) @ vectors
+        before = flat(model.parameters())
+        take_step(kfac, x, loss)
+        last = before - flat(model.parameters())
+        torch.testing.assert_close(last, expected)
+        predicted = expected @ damped @ expected / 2 - expected @ gradient
+        torch.testing.assert_close(kfac.directions.expected[0], predicted)
+    assert len(vectors) == {"tanh": 2, "convolutions": 3, "attention": 2}[network]
+
+
+def test_one_step_of_a_linear_regression_is_newtons(comm):
+    """Oracle: `torch.linalg.lstsq`; the length is 1, and the loss falls as predicted."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(30, 4).double()
+    y = torch.randn(30, 3).double()
+    kfac = trainer(comm, model, damping=LevenbergMarquardt(1e-12, least=1e-12), fisher="exact")
+    loss = functools.partial(F.mse_loss, target=y)
+    outputs = model(x)
+    kfac.record(outputs, "squared-error")
+    before = loss(outputs)
+    before.backward()
+    kfac.step(inputs=x, loss=loss)
+    expected = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1)], 1), y).solution
+    found = torch.cat([model.weight, model.bias[:, None]], 1)
+    torch.testing.assert_close(found.detach(), expected.T)
+    assert kfac.adapt(before.item(), loss(model(x)).item()) == pytest.approx(1)
+
+
+def test_on_a_quadratic_function_the_loss_falls_as_predicted_with_momentum(comm):
+    """Oracle: the loss, less the damping's part of the model; and more than without momentum."""
+    model, x = nn.Linear(4, 3).double(), torch.randn(30, 4).double() * torch.tensor([1.0, 3, 9, 27])
+    loss = functools.partial(F.mse_loss, target=torch.randn(30, 3).double())
+    kfac = trainer(comm, model)
+    for _ in range(5):
+        before, start = loss(model(x)), flat(model.parameters())
+        take_step(kfac, x, loss)
+        square = (flat(model.parameters()) - start).square().sum()
+        change = kfac.directions.expected[0] - DAMPING / 2 * square
+        torch.testing.assert_close(loss(model(x)) - before, change)
+
+
+def test_a_weight_of_examples_weighs_the_model(comm):
+    """Oracle: a step without weights; of a single rank, any number of examples is all."""
+    one, other = tanh_net().double(), tanh_net().double()
+    other.load_state_dict(one.state_dict())
+    x, loss = torch.randn(6, 4).double(), functools.partial(F.cross_entropy, target=labels())
+    take_step(trainer(comm, one), x, loss)
+    take_step(trainer(comm, other), x, loss, examples=6)
+    assert torch.equal(flat(one.parameters()), flat(other.parameters()))
+
+
+def test_a_layer_that_stays_has_no_part_in_the_model(comm):
+    """Oracle: steps of a model in which the layer is frozen from the start."""
+    one, other = tanh_net().double(), tanh_net().double()
+    other.load_state_dict(one.state_dict())
+    other[0].requires_grad_(False)
+    x, loss = torch.randn(6, 4).double(), functools.partial(F.cross_entropy, target=labels())
+    kfac = trainer(comm, one)
+    one[0].weight.register_hook(lambda gradient: gradient * torch.nan)
+    for trained in kfac, trainer(comm, other):
+        take_step(trained, x, loss)
+        take_step(trained, x, loss)
+    torch.testing.assert_close(flat(one.parameters()), flat(other.parameters()))
+
+
+def test_where_no_gradient_is_finite_nothing_moves(comm):
+    """Oracle: the weights before."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    before, kfac = flat(model.parameters()), trainer(comm, model)
+    take_step(kfac, x, lambda outputs: outputs.sum() * torch.nan)
+    assert torch.equal(flat(model.parameters()), before)
+    assert kfac.directions.expected == 0
+
+
+def test_a_compiled_model_is_differentiated(comm):
+    """Oracle: the step of the model that is not compiled."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    loss = functools.partial(F.cross_entropy, target=labels())
+    for one in model, compiled:
+        take_step(trainer(comm, one), x, loss)
+    torch.testing.assert_close(flat(model.parameters()), flat(compiled.parameters()))
+
+
+def test_another_loss_is_warned_of_once(comm, caplog):
+    """Oracle: six times the slope."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    kfac = trainer(comm, model)
+    for _ in range(2):
+        kfac.optimizer.zero_grad()
+        F.cross_entropy(model(x), labels()).backward()
+        kfac.step(
+            inputs=x, loss=functools.partial(F.cross_entropy, target=labels(), reduction="sum")
+        )
+    said = [r for r in caplog.records if "the batch and the loss of backward()" in r.getMessage()]
+    (record,) = said
+    assert record.args[0] == pytest.approx(6 * record.args[1])
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shown"),
+    [
+        ({"lr": 0.1}, "SGD(lr=0.1)"),
+        ({"lr": 1.0, "momentum": 0.9}, "SGD(momentum=0.9)"),
+        ({"lr": 1.0, "weight_decay": 1e-4}, "SGD(weight_decay=0.0001)"),
+    ],
+)
+def test_an_optimizer_that_changes_the_step_is_refused(comm, numbers, shown):
+    model = tanh_net()
+    message = re.escape(f"optimizer={shown} must be SGD(lr=1, momentum=0, weight_decay=0)")
+    with pytest.raises(ValueError, match=message):
+        problem.kfac(model, torch.optim.SGD(model.parameters(), **numbers), comm, **QUADRATIC)
+
+
+def test_other_optimizers_are_refused(comm):
+    model = tanh_net()
+    with pytest.raises(ValueError, match=r"optimizer=Adam\(\) must be SGD\(lr=1"):
+        problem.kfac(model, torch.optim.Adam(model.parameters(), 1.0), comm, **QUADRATIC)
+
+
+def test_a_changed_learning_rate_is_refused_at_the_step(comm):
+    kfac = trainer(comm, tanh_net())
+    kfac.optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ValueError, match=r"SGD\(lr=0.5\) must be"):
+        take_step(kfac, torch.randn(2, 4), lambda outputs: outputs.square().mean())
+
+
+@pytest.mark.parametrize("given", [{}, {"inputs": torch.ones(1, 4)}, {"loss": torch.sum}])
+def test_a_model_needs_inputs_and_loss(comm, given):
+    with pytest.raises(ValueError, match="quadratic=True needs inputs and loss"):
+        trainer(comm, tanh_net()).step(**given)
+
+
+def test_inputs_and_loss_need_the_model(comm):
+    model = tanh_net()
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=1.0), comm)
+    with pytest.raises(ValueError, match=r"needs Clip\(kl=None, quadratic=True\)"):
+        kfac.step(inputs=torch.ones(1, 4), loss=torch.sum)
+
+
+def test_a_bound_on_the_gradient_is_refused(comm):
+    model = tanh_net()
+    with pytest.raises(ValueError, match="max_norm=1.0 does nothing with quadratic=True"):
+        take_step(trainer(comm, model), torch.randn(2, 4), torch.sum, max_norm=1.0)
+
+
+def test_outputs_have_to_be_a_tensor(comm):
+    class Pair(nn.Linear):
+        def forward(self, x):
+            return super().forward(x), x
+
+    model = nn.Sequential(nn.Linear(4, 4), Pair(4, 3)).double()
+    kfac = trainer(comm, model)
+    x = torch.randn(2, 4).double()
+    model(x)[0].sum().backward()
+    with pytest.raises(ValueError, match="the model returns a tuple; quadratic=True takes"):
+        kfac.step(inputs=x, loss=torch.sum)
+
+
+def test_an_operator_without_a_forward_mode_is_named(comm):
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.head(self.lstm(x)[0])
+
+    with pytest.raises(UserError, match="forward-mode derivatives: .*_rnn_layer that does not"):
+        take_step(trainer(comm, Words()), torch.randn(2, 3, 4), lambda f: f.square().mean())
+
+
+def test_the_caller_cannot_take_the_step(comm):
+    with pytest.raises(ValueError, match="with quadratic=True, call step"):
+        trainer(comm, tanh_net()).precondition()
+
+
+@pytest.mark.parametrize("other", [{"kl": 0.1}, {"kl": None, "norm": 1.0}, {"graft": "sgd"}])
+def test_a_second_length_is_refused(other):
+    with pytest.raises(ValueError, match="quadratic=True gives the length of a step; kl="):
+        Clip(**{"quadratic": True, **other})
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "message"),
+    [
+        (Strategy(1, "owners", "owner"), {}, "quadratic=True needs update='everyone'"),
+        (Strategy.comm_opt(1, parts=2), {}, "quadratic=True needs parts=None"),
+        (None, {"relative_damping": True}, "quadratic=True needs relative=False"),
+    ],
+)
+def test_choices_without_a_model_are_refused(comm, strategy, settings, message):
+    model = tanh_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises(ValueError, match=message):
+        problem.kfac(model, optimizer, comm, strategy, **(QUADRATIC | settings))
