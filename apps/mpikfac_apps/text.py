@@ -54,6 +54,13 @@ def percent(share: float | None, digits: int = 1) -> str:
     return NONE if share is None else f"{100 * share:.{digits}f} %"
 
 
+def measured(measure: str, value: float | None, digits: int = 2) -> str:
+    """Return an "accuracy" (0 to 1) as percent, or another measure of a network as a number."""
+    if measure == "accuracy" or value is None:
+        return percent(value, digits)
+    return f"{value:.4g}"
+
+
 def ms(seconds: float | None) -> str:
     """Return seconds as milliseconds, to three digits at least."""
     if seconds is None:

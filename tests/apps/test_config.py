@@ -106,13 +106,25 @@ BAD = {
         "--model=vit_small --data.name=synthetic --data.size=16",
         "model=vit_small takes images of 32x32 pixels only, and data.name=synthetic has 16x16",
     ),
+    "an autoencoder of images of another size": (
+        "--model=autoencoder",
+        "model=autoencoder takes images of 28x28 pixels only, and data.name=digits has 8x8",
+    ),
+    "a classifier without labels": (
+        "--data.name=curves",
+        "model=digits_cnn learns labels, and data.name=curves has none; try model=autoencoder",
+    ),
+    "classes of curves": (
+        "--model=autoencoder --data.name=curves --data.classes=5",
+        "data.classes=5 needs data.name=synthetic, not curves",
+    ),
     "a usual name": ("--batch_size=1", "unknown key batch_size; did you mean batch?"),
     "a usual name in a file": ("learning_rate: 1\n", "line 1: unknown key learning_rate; did you"),
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
     "a name with hyphens": ("--weight-decay=1", "key weight-decay; did you mean weight_decay?"),
     "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
-    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10, not digits"),
-    "wrong data": ("--data.size=16", "data.size=16 needs data.name=synthetic, not digits"),
+    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or patches, not digits"),
+    "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic, not dig"),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
         "decay_epochs=[7, 3] must increase",
@@ -260,7 +272,7 @@ def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
     """Oracle: the fields of the options, the basic options, the keys of `MODELS`."""
     brief, text = shown(capsys, "--help")
     assert brief - {"config", "print_config", "help_all"} == set(BASIC)
-    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small", text)) == set(MODELS)
+    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small|autoencoder\b", text)) == set(MODELS)
     whole, text = shown(capsys, "--help_all")
     assert whole - {"config", "print_config"} == {leaf.key for leaf in leaves(Options)}
     assert " ".join(text.split()).count("default: ") == len(leaves(Options))

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
 
 import numpy as np
 import pytest
 import torch
 
-from mpikfac_apps.problems import datasets
+from mpikfac_apps.problems import curves, datasets
 from support.cifar import python2_pickle
 
 RECORDS = 20
+CURVES = 80299471  # checksum of 3,000 images
 FILES = [*datasets.TRAIN_FILES, "test_batch"]
 
 
@@ -190,6 +192,54 @@ def test_digits_are_split_evenly_and_no_image_is_in_both_parts():
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
     assert set(found.test_labels.bincount().tolist()) <= {35, 36, 37}
     assert int(torch.cat([found.train_images, found.test_images]).max()) == 16
+
+
+def test_curves_are_the_same_on_all_machines():
+    """Oracle: a stored checksum of the bytes."""
+    images = curves.drawn(3000, seed=0)
+    assert (images.shape, images.dtype) == ((3000, 1, 28, 28), torch.uint8)
+    assert zlib.crc32(images.numpy().data) == CURVES
+
+
+def test_a_curve_is_a_line_of_ink_through_three_points():
+    """Oracle: three points on the middle row; a line of the same brightness above and below."""
+    given = np.array([[[4.0, 14.0], [11.0, 14.0], [23.0, 14.0]]])
+    image = curves.painted(given).reshape(28, 28)
+    assert image[14, 4:24].min() == 255
+    assert np.array_equal(image[13], image[15]) and image[13, 4:24].min() > 100
+    assert not image[:13].any() and not image[16:].any() and not image[:, 26:].any()
+
+
+def test_a_number_of_curves_may_be_given_and_the_test_stays():
+    """Oracle: the first images of the longer set."""
+    few, more = (datasets.load("curves", train_images=count) for count in (10, 30))
+    assert torch.equal(few.train_images, more.train_images[:10])
+    assert torch.equal(few.test_images, more.test_images)
+    assert (len(few.test_images), few.classes) == (5000, 0)
+    assert not few.train_labels.any() and len(few.train_labels) == 10
+
+
+@pytest.mark.parametrize("size", [28, 32, 8])
+def test_patches_are_grey_parts_of_the_photos(tmp_path, records, size):
+    """Oracle: all grey patches of a photo, by the formula of ITU-R BT.601 in floating point."""
+    write_binary(tmp_path, records)
+    found = datasets.load("patches", str(tmp_path), size=size, test_images=3)
+    assert found.train_images.shape == (5 * RECORDS, 1, size, size)
+    for name, patch in (
+        ("data_batch_1", found.train_images[0]),
+        ("test_batch", found.test_images[0]),
+    ):
+        photo = records[name][1][0].reshape(3, 32, 32) / 255
+        grey = 255 * np.einsum("chw,c->hw", photo, [0.299, 0.587, 0.114])
+        windows = np.lib.stride_tricks.sliding_window_view(grey, (size, size))
+        apart = abs(windows - patch[0].numpy()).max((2, 3))
+        assert apart.min() < 0.51
+
+
+def test_patches_larger_than_photos_are_refused(tmp_path, records):
+    write_binary(tmp_path, records)
+    with pytest.raises(ValueError, match="data.size=33: photos have only 32x32 pixels"):
+        datasets.load("patches", str(tmp_path), size=33)
 
 
 def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():

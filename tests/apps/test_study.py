@@ -174,7 +174,7 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"options": {"run_dir": "x"}}, "options: run_dir is given by the study itself; leave it"),
         ({"options": [1]}, "options=[1] must hold lines of the form `key: value`"),
         ({"launcher": "pbs"}, "launcher=pbs must be one of mpirun, slurm"),
-        ({"target": 970}, "target=970 must be a number above 0 and at most 100 (per cent)"),
+        ({"target": 970}, "target=970 must be at most 100: an accuracy in per cent"),
         ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
         ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),

@@ -24,13 +24,13 @@ from mpikfac.checkpoint import durable
 from mpikfac.engine import bases, decomposers
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
-from mpikfac_apps.training import checkpoints, run, train
+from mpikfac_apps.training import batches, checkpoints, run, train
 
 # A place's function, and the number of the bad call: the first step may take longer.
 PLACES = {
     "start-up": (models, "build", 1),
     "data": (datasets, "load", 1),
-    "forward": (run.F, "cross_entropy", 2),
+    "forward": (batches.Normalise, "__call__", 2),
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),

@@ -9,6 +9,7 @@ from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import network
+from mpikfac_apps.problems.tasks import CLASSIFICATION
 
 USUAL_BATCH = 256  # images of a step of all ranks together
 
@@ -46,8 +47,13 @@ def _check_data(data: DataOptions) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Refuse images of a size that the network cannot take."""
+    """Refuse images that the network cannot take, and images without the labels of a classifier."""
     model, size = network(options.model), pixels(options.data)
+    if model.task is CLASSIFICATION and not DATASETS[options.data.name].labelled:
+        raise ValueError(
+            f"model={options.model} learns labels, and data.name={options.data.name} has none; "
+            f"try model=autoencoder"
+        )
     if model.fixed and model.image[1:] != (size, size):
         height, width = model.image[1:]
         raise ValueError(

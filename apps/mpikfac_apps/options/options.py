@@ -19,15 +19,17 @@ class DataOptions:
 
     Args:
         name: the data set. "digits": handwritten digits, installed with the program; "cifar10": the
-            files in data.path; "synthetic": random images.
+            files in data.path; "patches": grey patches of cifar10, for autoencoders; "curves":
+            smooth curves, made up for autoencoders; "synthetic": random images.
         path: the directory in which the archive of cifar10 was unpacked (cifar-10-batches-bin or
             cifar-10-batches-py).
         train_images: the number of training images to use, the first images of the data set; of
-            synthetic images, the number to make. null for all images.
+            curves and synthetic images, the number to make. null for all images, 20,000 curves or
+            1024 synthetic images.
         test_images: the number of test images to use, the first images of the data set; null for
             all images. A smaller number makes the test of the network quicker and less exact.
         augment: training images are padded by 4 pixels, cropped and mirrored at random.
-        size: the pixels of a side of synthetic images; null for 32.
+        size: the pixels of a side of patches, null for 28, or of synthetic images, null for 32.
         classes: the number of classes of synthetic images; null for 10.
     """
 
@@ -122,7 +124,8 @@ class Options:
     Args:
         optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; "sgd" and
             "adamw": the baselines.
-        model: the network.
+        model: the network. Autoencoders learn the pixels of their inputs; all other networks are
+            classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of

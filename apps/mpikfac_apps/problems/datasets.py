@@ -1,7 +1,7 @@
-"""Read data sets from their published files, as whole tensors of bytes.
+"""Return data sets by name, as whole tensors of bytes.
 
-`digits` comes with the program, `synthetic` is random, and `cifar10` is read from any of the two
-official layouts. The readers never execute anything in a file.
+`digits` comes with the program, `curves` and `synthetic` are made up, and `cifar10` and `patches`
+are read from any of the two official layouts. The readers never execute anything in a file.
 """
 
 from __future__ import annotations
@@ -21,24 +21,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpikfac import files
+from mpikfac_apps.problems import curves
 
 CIFAR_RECORDS = 10_000  # in each file
 CIFAR_PIXELS = 3 * 32 * 32
 CIFAR_CLASSES = 10
 CIFAR_LIMIT = 2**25  # bytes of a file; the published files have 31 million
 CIFAR_INSTRUCTIONS = 2**16  # of a pickle; the published files have about 30,000
+LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test."""
+    """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test.
+
+    Attributes:
+        classes: the number of classes; 0 if images have no labels, and all labels are 0.
+        white: the byte of a white pixel.
+    """
 
     train_images: Tensor
     train_labels: Tensor
     test_images: Tensor
     test_labels: Tensor
     classes: int
+    white: int = 255
 
 
 def load(
@@ -52,10 +60,11 @@ def load(
     """Return a data set by name.
 
     Args:
-        path: cifar10: the directory of the files, or the parent directory.
-        train_images: number of training images to take from the start; synthetic: number to make.
+        path: cifar10, patches: the directory of the files, or the parent directory.
+        train_images: number of training images to take from the start; curves, synthetic: number to
+            make.
         test_images: number of test images to take from the start.
-        size: synthetic: pixels of a side.
+        size: patches, synthetic: pixels of a side.
         classes: synthetic: number of classes.
 
     Raises:
@@ -93,7 +102,18 @@ def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loader
         labels = torch.from_numpy(file["labels"]).long()
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[labels.argsort(stable=True)[::5]] = True
-    return Dataset(pixels[~test], labels[~test], pixels[test], labels[test], 10)
+    return Dataset(pixels[~test], labels[~test], pixels[test], labels[test], 10, white=16)
+
+
+def smooth_curves(images: int | None = None) -> Dataset:
+    """Return images of smooth curves, 28x28 pixels; 5,000 images are for test."""
+    return unlabelled(curves.drawn(images or 20_000, seed=0), curves.drawn(5_000, seed=1))
+
+
+def unlabelled(train: Tensor, test: Tensor) -> Dataset:
+    """Return a data set of images without labels."""
+    none = (torch.zeros(len(images), dtype=torch.int64) for images in (train, test))
+    return Dataset(train, next(none), test, next(none), classes=0)
 
 
 def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> Dataset:
@@ -137,6 +157,33 @@ def cifar10(path: str, images: int | None = None) -> Dataset:
         torch.from_numpy(test[1]),
         CIFAR_CLASSES,
     )
+
+
+def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
+    """Return a grey patch of each photo of CIFAR-10, at a random place.
+
+    Raises:
+        ValueError: photos have fewer pixels.
+    """
+    photos = cifar10(path, images)
+    side = photos.train_images.shape[-1]
+    if size > side:
+        raise ValueError(f"data.size={size}: photos have only {side}x{side} pixels")
+    generator = torch.Generator().manual_seed(0)
+    return unlabelled(
+        grey_patches(photos.train_images, size, generator),
+        grey_patches(photos.test_images, size, generator),
+    )
+
+
+def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tensor:
+    """Return bytes `[n, 1, size, size]`, a part of each of the photos `[n, 3, h, w]`."""
+    n, side = len(photos), photos.shape[-1]
+    top, left = torch.randint(side - size + 1, (2, n), generator=generator)
+    windows = photos.unfold(2, size, 1).unfold(3, size, 1)  # not copied
+    chosen = windows[torch.arange(n), :, top, left]
+    red, green, blue = (weight * chosen[:, c].int() for c, weight in enumerate(LUMA))
+    return ((red + green + blue + 500) // 1000).to(torch.uint8)[:, None]
 
 
 def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -250,6 +297,7 @@ class Source:
         load: returns the data set from `images` and the options in `takes`.
         channels: the channels of an image.
         size: the pixels of a side of an image; of made-up images the usual number.
+        labelled: whether images have labels, which classifiers need.
         takes: options of the group `data` that other data sets refuse.
         needs: an option that has to be given, and its meaning.
     """
@@ -257,14 +305,19 @@ class Source:
     load: Callable[..., Dataset]
     channels: int = 3
     size: int = 32
+    labelled: bool = True
     takes: tuple[str, ...] = ()
     needs: tuple[str, str] | None = None
 
 
+ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
+
 DATASETS = {
     "digits": Source(digits, channels=1, size=8),
-    "cifar10": Source(
-        cifar10, takes=("path",), needs=("path", "the directory in which its archive was unpacked")
+    "cifar10": Source(cifar10, takes=("path",), needs=ARCHIVE),
+    "curves": Source(smooth_curves, channels=1, size=28, labelled=False),
+    "patches": Source(
+        patches, channels=1, size=28, labelled=False, takes=("path", "size"), needs=ARCHIVE
     ),
     "synthetic": Source(synthetic, takes=("size", "classes")),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,8 +12,10 @@ from torch import nn
 
 import mpikfac
 from mpikfac_apps.problems import own
+from mpikfac_apps.problems.autoencoder import Autoencoder
 from mpikfac_apps.problems.mobilenet import MobileNet
 from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, ImageNetResNet, conv
+from mpikfac_apps.problems.tasks import CLASSIFICATION, RECONSTRUCTION, Task
 from mpikfac_apps.problems.vit import VisionTransformer
 
 
@@ -26,12 +28,14 @@ class Network:
         image: the usual shape of an image, `(channels, height, width)`.
         classes: the usual number of classes.
         fixed: True if the network takes images of the usual height and width only.
+        task: what the network learns.
     """
 
     make: Callable[..., nn.Module]
     image: tuple[int, int, int] = (3, 32, 32)
     classes: int = 10
     fixed: bool = False
+    task: Task = CLASSIFICATION
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -51,6 +55,15 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
     )
 
 
+def autoencoder(side: int, widths: Sequence[int]) -> Network:
+    """Return the entry of an autoencoder for images of `side` x `side` pixels."""
+
+    def make(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
+        return Autoencoder(channels * side**2, widths)
+
+    return Network(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
+
+
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
 MODELS: dict[str, Network] = {
@@ -68,6 +81,8 @@ MODELS: dict[str, Network] = {
             (152, Bottleneck, [3, 8, 36, 3]),
         )
     },
+    "autoencoder": autoencoder(28, (400, 200, 100, 50, 25, 6)),
+    "autoencoder_small": autoencoder(8, (48, 32, 16, 8)),
 }
 
 
@@ -85,7 +100,9 @@ def network(name: str) -> Network:
 
 
 def build(name: str, classes: int, channels: int = 3) -> nn.Module:
-    """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, classes]`.
+    """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
+
+    A classifier has an output for each class, an autoencoder for each pixel.
 
     Raises:
         ValueError: no network has that name.

@@ -19,7 +19,8 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, positional
 from mpikfac_apps.study import curves
 from mpikfac_apps.study.curves import Curve
-from mpikfac_apps.text import listed, percent, share, show, table
+from mpikfac_apps.study.measures import Measure, common
+from mpikfac_apps.text import listed, show, table
 
 PROGRAM = "mpikfac compare"
 
@@ -30,13 +31,13 @@ class CompareOptions:
 
     Args:
         runs: the directories of the runs.
-        target: the test accuracy whose time is reported, in per cent (97) or as a share (0.97);
-            null for no target.
+        target: the test accuracy whose time is reported, in per cent (97) or as a share (0.97); of
+            autoencoders, the test error. null for no target.
         png: a file to draw the curves into; null for none.
     """
 
     runs: list[Path] = positional()
-    target: float | None = bounded(None, "> 0", "<= 100")
+    target: float | None = bounded(None, "> 0")
     png: Path | None = None
 
 
@@ -53,7 +54,8 @@ def compare(options: CompareOptions) -> int:
         OSError: a file cannot be read or written.
     """
     found = {str(run): curve_of(run) for run in options.runs}
-    target = None if options.target is None else share(options.target)
+    measure = measure_of(found)
+    target = None if options.target is None else measure.target(options.target)
     sections = [table(rows(found, target))]
     if target is not None and len(found) > 1:
         sections.append(list(sentences(found, target)))
@@ -69,20 +71,31 @@ def curve_of(run: Path) -> Curve:
     Raises:
         ValueError: the metrics hold no whole epoch, or a line is not JSON.
     """
-    curve = curves.curve(curves.read(run))
+    rows = curves.read(run)
+    curve = curves.curve(rows, curves.measure_of(rows))
     if not curve.epochs:
         raise ValueError(f"{run / 'metrics.jsonl'} holds no complete epoch yet")
     return curve
+
+
+def measure_of(found: Mapping[str, Curve]) -> Measure:
+    """Return the measure of all runs.
+
+    Raises:
+        ValueError: runs have different measures.
+    """
+    return common(curve.measure for curve in found.values())
 
 
 def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
     """Return the table: one row per run."""
     lines = [["run", "epochs", "seconds", "final", "best"]]
     if target is not None:
-        lines[0] += [f"epochs to {percent(target)}", f"seconds to {percent(target)}"]
+        aim = measure_of(found).text(target)
+        lines[0] += [f"epochs to {aim}", f"seconds to {aim}"]
     for name, curve in found.items():
         ends = [f"{curve.epochs[-1]:g}", brief(curve.seconds[-1])]
-        line = [name, *ends, f"{curve.accuracy[-1]:.2%}", f"{max(curve.accuracy):.2%}"]
+        line = [name, *ends, *(curve.measure.text(v, 2) for v in (curve.values[-1], curve.best))]
         if target is not None:
             when = curve.reached(target)
             line += [f"{when[0]:g}", brief(when[1])] if when else ["never", "never"]
@@ -92,20 +105,21 @@ def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
 
 def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
     """Return sentences about the first run at the target: by epochs, and by seconds of training."""
-    names = short_names(found)
+    names, measure = short_names(found), measure_of(found)
+    aim = measure.text(target)
     reached = {names[run]: when for run, c in found.items() if (when := c.reached(target))}
     if not reached:
-        yield f"No run reached a test accuracy of {percent(target)}."
+        yield f"No run reached a test {measure.name} of {aim}."
         return
     by_epochs = sorted(reached, key=lambda name: reached[name][0])
     epochs = listed(f"by {name} after {reached[name][0]:g} epochs" for name in by_epochs)
-    yield f"A test accuracy of {percent(target)} was reached {epochs}."
+    yield f"A test {measure.name} of {aim} was reached {epochs}."
     first, *others = sorted(reached, key=lambda name: reached[name][1])
     seconds = [f"{name} took {brief(reached[name][1])} s" for name in (first, *others)]
     if others:
         yield f"In seconds of training, {first} was first: {listed(seconds)}."
     if missing := [name for name in names.values() if name not in reached]:
-        yield f"{listed(missing)} did not reach {percent(target)}."
+        yield f"{listed(missing)} did not reach {aim}."
 
 
 def brief(seconds: float) -> str:
@@ -124,29 +138,29 @@ def short_names(runs: Iterable[str]) -> dict[str, str]:
 
 
 def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
-    """Draw test accuracy by epoch and by seconds, side by side, into a file."""
+    """Draw the values of tests by epoch and by seconds, side by side, into a file."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from mpikfac_apps.study.report.style import QUIET, STYLE, legend, variant_style
 
-    names = short_names(found)
+    names, measure = short_names(found), measure_of(found)
     styles = {name: variant_style(place) for place, name in enumerate(names.values())}
     with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
         figure = Figure(figsize=(10, 4.4), layout="constrained")
         by_epoch, by_second = figure.subplots(1, 2, sharey=True)
         for run, curve in found.items():
-            accuracy = [100 * share for share in curve.accuracy]
+            values = [measure.scale * value for value in curve.values]
             for axes, along in ((by_epoch, curve.epochs), (by_second, curve.seconds)):
-                axes.plot(along, accuracy, markersize=5, **styles[names[run]])
+                axes.plot(along, values, markersize=5, **styles[names[run]])
         for axes in (by_epoch, by_second):
             if target is not None:
-                axes.axhline(100 * target, color=QUIET, linewidth=0.8, linestyle=":")
+                axes.axhline(measure.scale * target, color=QUIET, linewidth=0.8, linestyle=":")
             axes.set_xlim(left=0)
-        by_epoch.set(xlabel="epochs", ylabel="test accuracy (%)")
+        by_epoch.set(xlabel="epochs", ylabel=measure.axis)
         by_second.set(xlabel="seconds of training")
-        aim = "" if target is None else f"; dotted: {percent(target)}"
-        figure.suptitle(f"Test accuracy of {listed(styles)}{aim}")
+        aim = "" if target is None else f"; dotted: {measure.text(target)}"
+        figure.suptitle(f"Test {measure.name} of {listed(styles)}{aim}")
         legend(figure, styles)
         image = io.BytesIO()
         figure.savefig(image, dpi=120, format=path.suffix[1:] or None)

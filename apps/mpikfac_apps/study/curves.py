@@ -1,4 +1,4 @@
-"""Read a run's metrics: the lines of the file, and test accuracy after each epoch."""
+"""Read a run's metrics: the lines of the file, and the values of its tests after each epoch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpikfac import files
+from mpikfac_apps.study.measures import MEASURES, Measure
 
 LIMIT = 2**27
 """Bytes of the largest metrics that are read: about a million lines."""
@@ -18,17 +19,23 @@ POSITIVE = ("images_per_second", "seconds")
 
 @dataclass(frozen=True)
 class Curve:
-    """Test accuracy (0 to 1) of a run after each epoch, and the steps and seconds until then."""
+    """The values of a run's tests after each epoch, and the steps and seconds until then."""
 
+    measure: Measure
     steps: list[int] = field(default_factory=list)
     epochs: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> float:
+        """The best value."""
+        return self.measure.best(self.values)
 
     def reached(self, target: float) -> tuple[float, float] | None:
-        """Return epochs and seconds of training until the first evaluation at or above `target`."""
-        for epochs, seconds, accuracy in zip(self.epochs, self.seconds, self.accuracy):
-            if accuracy >= target:
+        """Return epochs and seconds of training until the first test as good as `target`."""
+        for epochs, seconds, value in zip(self.epochs, self.seconds, self.values):
+            if self.measure.reaches(value, target):
                 return epochs, seconds
         return None
 
@@ -71,8 +78,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or files.has_form(value, int)
 
 
-def curve(rows: Iterable[Mapping[str, Any]]) -> Curve:
+def curve(rows: Iterable[Mapping[str, Any]], measure: Measure) -> Curve:
     """Return the curve of a run's lines; the curve is empty before the end of the first epoch."""
-    ends = [row for row in rows if "test_accuracy" in row]
-    columns = ("step", "epoch", "seconds", "test_accuracy")
-    return Curve(*([row[column] for row in ends] for column in columns))
+    key = f"test_{measure.name}"
+    ends = [row for row in rows if key in row]
+    columns = ("step", "epoch", "seconds", key)
+    return Curve(measure, *([row[column] for row in ends] for column in columns))
+
+
+def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
+    """Return the measure of a run's lines; accuracy before the end of the first epoch."""
+    keys = {key for row in rows for key in row}
+    return MEASURES["error" if "test_error" in keys else "accuracy"]

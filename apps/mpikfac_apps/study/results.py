@@ -74,7 +74,7 @@ class Measured:
         result: the end of the run; None before the end.
         environment: host, versions and command, as the run noted them; empty if the run noted
             nothing.
-        curve: the test accuracy over time; empty before the first epoch has ended.
+        curve: the values of tests over time; empty before the first epoch has ended.
         train_loss: mean over the first epoch, None before the first epoch has ended.
         step_seconds: mean seconds per step of each interval between two lines of metrics.
         communication: share of the time in collectives, waiting included; None if not measured.
@@ -137,9 +137,9 @@ class Measured:
         return batch / self.step if batch and self.step else None
 
     @property
-    def accuracy(self) -> float | None:
-        """Test accuracy (0 to 1) at the end; None before the first epoch has ended."""
-        return self.curve.accuracy[-1] if self.curve.accuracy else None
+    def final(self) -> float | None:
+        """The value of the last test; None before the first epoch has ended."""
+        return self.curve.values[-1] if self.curve.values else None
 
     @property
     def crowded(self) -> bool:
@@ -185,7 +185,7 @@ def _measured(cell: Cell, directory: Path) -> Measured:
         run=run,
         result=jobs.result(directory),
         environment=_json(run / "environment.json", ENVIRONMENT),
-        curve=curves.curve(rows),
+        curve=curves.curve(rows, cell.measure),
         train_loss=next((row["train_loss"] for row in rows if "train_loss" in row), None),
         step_seconds=_step_seconds(cell, rows),
         communication=_mean([row["communication"] for row in rows if "communication" in row]),

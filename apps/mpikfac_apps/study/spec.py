@@ -34,7 +34,8 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.datasets import DATASETS
-from mpikfac_apps.text import number, share
+from mpikfac_apps.study.measures import MEASURES, Measure, common
+from mpikfac_apps.text import number
 
 KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
 LAUNCHERS = ("mpirun", "slurm")
@@ -77,6 +78,11 @@ class Cell:
     plan: mpikfac.plan.Plan
 
     @property
+    def measure(self) -> Measure:
+        """The measure of the run's tests."""
+        return MEASURES[models.network(self.options.model).task.measure]
+
+    @property
     def directory(self) -> str:
         """A name that changes with any option, so files in the directory belong to the cell alone.
 
@@ -101,8 +107,9 @@ class Study:
 
     Attributes:
         machine: the machine to predict step times for; None for no predictions.
-        target: test accuracy (0 to 1) whose time is reported; None for the accuracy that all
-            complete cells reached.
+        measure: the measure of the tests of all cells.
+        target: the value of the test whose time is reported; None for the value that all complete
+            cells reached.
         left_out: labels of combinations that cannot run on their number of ranks, and the reasons.
         text: the text of the file.
     """
@@ -110,6 +117,7 @@ class Study:
     name: str
     launcher: str
     machine: mpikfac.predict.Machine | None
+    measure: Measure
     target: float | None
     cells: tuple[Cell, ...]
     left_out: tuple[tuple[str, str], ...]
@@ -127,13 +135,16 @@ def read(path: Path) -> Study:
         asked = _checked(loaded(text))
         machine = mpikfac.predict.load_machine(str(asked["machine"])) if asked["machine"] else None
         cells, left_out = _expanded(asked)
+        measure, target = common(cell.measure for cell in cells), asked["target"]
+        target = None if target is None else measure.target(target)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return Study(
         name=str(asked["name"] or path.stem),
         launcher=asked["launcher"] or LAUNCHERS[0],
         machine=machine,
-        target=asked["target"],
+        measure=measure,
+        target=target,
         cells=tuple(cells),
         left_out=tuple(left_out),
         text=text,
@@ -163,10 +174,8 @@ def _checked(asked: Any) -> dict[str, Any]:
     if asked["launcher"] not in (None, *LAUNCHERS):
         raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
     target = asked["target"]
-    if target is not None:
-        if not isinstance(target, int | float) or not 0 < target <= 100:
-            raise ValueError(f"target={target} must be a number above 0 and at most 100 (per cent)")
-        asked["target"] = share(target)
+    if target is not None and not (files.has_form(target, float) and target > 0):
+        raise ValueError(f"target={target} must be a number above 0")
     if asked["base"] is not None and not Path(str(asked["base"])).is_file():
         raise ValueError(f"base={asked['base']} is no file")
     asked["options"] = _options("options", asked["options"])

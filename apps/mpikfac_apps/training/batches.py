@@ -41,6 +41,11 @@ class Normalise:
         return images.float().sub_(self.mean).mul_(self.scale)
 
 
+def unit(images: Tensor, white: int) -> Tensor:
+    """Return bytes as floats between 0 and 1; 1 is `white`."""
+    return images.float().div_(white)
+
+
 class Batches:
     """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
 

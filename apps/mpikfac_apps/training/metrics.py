@@ -1,4 +1,4 @@
-"""Measure loss and accuracy over all ranks, and the speed of training."""
+"""Take means of loss and measure over all ranks, and the speed of training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import mpikfac
 
 
 class Meter:
-    """Loss and accuracy over the images of all ranks, each image counted once.
+    """Means of loss and measure over the images of all ranks, each image counted once.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
@@ -23,15 +23,19 @@ class Meter:
     def __init__(self, comm: mpikfac.comm.Comm, device: torch.device) -> None:
         self.comm = comm
         self.loss = math.nan
-        # Summed loss, right answers, images: on this rank now, and on all ranks at the last call.
+        # Summed loss and measure, images: on this rank now, and on all ranks at the last call.
         self._here = torch.zeros(3, dtype=torch.float64, device=device)
         self._reported = torch.zeros(3, dtype=torch.float64)
 
-    def add(self, summed_loss: Tensor, scores: Tensor, labels: Tensor) -> None:
-        """Count a batch, unless the batch's loss is non-finite; nothing leaves the device."""
-        right = (scores.argmax(1) == labels).sum()
-        images = torch.full_like(right, len(labels))
-        sums = torch.stack([summed_loss.detach().double(), right, images])
+    def add(self, loss: Tensor, measured: Tensor, images: int) -> None:
+        """Count a batch, unless the batch's loss is non-finite; nothing leaves the device.
+
+        Args:
+            loss: the mean over the images of the batch.
+            measured: the sum over the images of the batch.
+        """
+        mean = loss.detach().double()
+        sums = torch.stack([mean * images, measured.double(), torch.full_like(mean, images)])
         self._here += torch.where(sums[0].isfinite(), sums, 0.0)
 
     def recent(self) -> float:
@@ -45,14 +49,14 @@ class Meter:
         return self.loss
 
     def everything(self) -> tuple[float, float]:
-        """Return mean loss and accuracy since the last call of `everything`, and reset the counts.
+        """Return means of loss and measure since the last call of `everything`; reset the counts.
 
         Collective over: world.
         """
-        self.loss, accuracy = _means(self._total())
+        self.loss, measured = _means(self._total())
         self._here.zero_()
         self._reported.zero_()
-        return self.loss, accuracy
+        return self.loss, measured
 
     def state(self) -> dict[str, Tensor]:
         """Return the counts of all ranks together.
@@ -87,8 +91,8 @@ class Meter:
 
 
 def _means(sums: Tensor) -> tuple[float, float]:
-    loss, right, images = sums.tolist()
-    return (loss / images, right / images) if images else (math.nan, math.nan)
+    loss, measured, images = sums.tolist()
+    return (loss / images, measured / images) if images else (math.nan, math.nan)
 
 
 class Speed:

@@ -8,11 +8,11 @@ import logging
 import math
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
@@ -30,6 +30,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.text import measured
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.traced_steps import Recording
@@ -47,6 +48,7 @@ class Run:
     """
 
     trainer: mpikfac.KFAC | mpikfac.DataParallel
+    normalise: Callable[[Tensor], Tensor]
 
     def __init__(
         self,
@@ -97,7 +99,11 @@ class Run:
                     f"batch={options.step_batch} is more than the {len(found.train_images)} images"
                 )
         mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
-        self.normalise = batches.Normalise(found.train_images, device)
+        self.task = models.network(options.model).task
+        if self.task.unit:
+            self.normalise = partial(batches.unit, white=found.white)
+        else:
+            self.normalise = batches.Normalise(found.train_images, device)
         self.batches = batches.Batches(
             found.train_images.to(device),
             found.train_labels.to(device),
@@ -189,7 +195,7 @@ class Run:
         with self.trainer.trace.stage("forward"), torch.no_grad():
             for number, (images, labels) in enumerate(parts, first):
                 self._seed(step, number)
-                losses.append(F.cross_entropy(self.model(self.normalise(images)), labels))
+                losses.append(self.task.loss(*self._outputs(images, labels)))
             for buffer, value in zip(self.model.buffers(), kept):  # running statistics
                 buffer.copy_(value)
         return torch.stack(losses).mean().item()
@@ -203,19 +209,28 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
 
+    def _outputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the model's outputs for images, and the targets of the outputs."""
+        inputs = self.normalise(images)
+        return self.model(inputs), self.task.targets(inputs, labels)
+
     def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss after a forward and backward pass."""
         stage = self.trainer.trace.stage
         self.optimizer.zero_grad()
         with stage("forward"):
-            scores = self.model(self.normalise(images))
-            loss = F.cross_entropy(scores, labels)
+            outputs, targets = self._outputs(images, labels)
+            loss = self.task.loss(outputs, targets)
         with stage("backward"):
             if isinstance(self.trainer, mpikfac.KFAC):
-                self.trainer.record(scores)
+                self.trainer.record(outputs, self.task.loss_name)
             loss.backward()
-        self.meter.add(loss * len(labels), scores, labels)
+        self._count(self.meter, loss, outputs, targets)
         return loss.detach()
+
+    def _count(self, meter: Meter, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        with torch.no_grad():
+            meter.add(loss, self.task.measured(outputs, targets), len(outputs))
 
     # -- votes of the ranks ----------------------------------------------------------------------
 
@@ -268,13 +283,13 @@ class Run:
         return code
 
     def evaluate(self) -> tuple[float, float]:
-        """Return mean loss and accuracy over all test images, each image counted once."""
+        """Return means of loss and measure over all test images, each image counted once."""
         meter = Meter(self.comm, self.device)
         self.model.eval()
         with torch.no_grad():
             for images, labels in batches.parts(*self.test, self.batches.per_rank):
-                scores = self.model(self.normalise(images))
-                meter.add(F.cross_entropy(scores, labels, reduction="sum"), scores, labels)
+                outputs, targets = self._outputs(images, labels)
+                self._count(meter, self.task.loss(outputs, targets), outputs, targets)
         self.model.train()
         return meter.everything()
 
@@ -295,17 +310,16 @@ class Run:
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:
-        loss, accuracy = self.meter.everything()
-        found, text = {}, ""
+        measure = self.task.measure
+        loss, value = self.meter.everything()
+        found = {"train_loss": self._finite(loss), f"train_{measure}": value}
+        text = f"train {measure} {measured(measure, value)}"
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
-            test_loss, test_accuracy = self.evaluate()
-            found = {"test_loss": test_loss, "test_accuracy": test_accuracy}
-            text = f" test {test_accuracy:.2%},"
-        self._row(train_loss=self._finite(loss), train_accuracy=accuracy, **found)
-        log.info(
-            f"epoch {epoch}: loss {loss:.4f}, train {accuracy:.2%},{text} "
-            f"{self.speed.seconds:.1f} s"
-        )
+            test_loss, value = self.evaluate()
+            found |= {"test_loss": test_loss, f"test_{measure}": value}
+            text += f", test {measured(measure, value)}"
+        self._row(**found)
+        log.info(f"epoch {epoch}: loss {loss:.4f}, {text}, {self.speed.seconds:.1f} s")
 
     def _row(self, **values: float) -> None:
         if self.record:

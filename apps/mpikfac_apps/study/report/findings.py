@@ -147,13 +147,14 @@ def _about_size(kfac: Sequence[Measured]) -> Iterator[str]:
 def _about_learning(
     cells: Sequence[Measured], done: Sequence[Measured], target: float
 ) -> Iterator[str]:
+    measure = done[0].curve.measure
     reached = {cell.cell.label: cell.curve.reached(target) for cell in done}
     missing = sum(when is None for when in reached.values())
     if missing == len(done):
-        yield f"No complete cell reached a test accuracy of {percent(target)}."
+        yield f"No complete cell reached a test {measure.name} of {measure.text(target)}."
         return
     if missing:
-        yield f"{missing} of {len(done)} complete cells did not reach {percent(target)}."
+        yield f"{missing} of {len(done)} complete cells did not reach {measure.text(target)}."
     if any(cell.pending for cell in cells):
         return  # a cell that is to run may be faster
     times: dict[str, list[float | None]] = {}
@@ -163,11 +164,12 @@ def _about_learning(
     means = {name: mean_of(found) for name, found in times.items() if None not in found}
     order = sorted(means, key=lambda name: mean.mean if (mean := means[name]) else 0.0)
     if order:
-        yield _first(order, means, {_place(cell) for cell in done if _is_sgd(cell)}, target)
+        sgd = {_place(cell) for cell in done if _is_sgd(cell)}
+        yield _first(order, means, sgd, measure.text(target))
 
 
 def _first(
-    order: Sequence[str], means: Mapping[str, Mean | None], sgd: Collection[str], target: float
+    order: Sequence[str], means: Mapping[str, Mean | None], sgd: Collection[str], target: str
 ) -> str:
     """Name the variant that was first at the target, and the first of SGD."""
 
@@ -177,7 +179,7 @@ def _first(
         seeds = f" (mean of {mean.count} seeds)" if mean.count > 1 else ""
         return f"after {mean.mean:.1f} s{seeds}"
 
-    text = f"{order[0]} was first at {percent(target)}, {after(order[0])} of training"
+    text = f"{order[0]} was first at {target}, {after(order[0])} of training"
     baselines = [name for name in order if name in sgd]
     if baselines and baselines[0] != order[0]:
         text += f"; of SGD, {baselines[0]} {after(baselines[0])}"
@@ -211,7 +213,7 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
         yield (
             f"Except for rounding, the same numbers come from {names}. The mean training losses of "
             f"the first epoch {apart if any(spreads) else 'are equal in all six saved digits'}. "
-            "Accuracy differs between groups by design."
+            f"{done[0].curve.measure.name.capitalize()} differs between groups by design."
         )
     others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
     if others:

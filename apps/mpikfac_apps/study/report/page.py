@@ -18,13 +18,13 @@ from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
 from mpikfac_apps.study import results
+from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report import pictures, table
 from mpikfac_apps.study.report.findings import distinct, findings
 from mpikfac_apps.study.report.style import inline_svg
 from mpikfac_apps.study.report.timelines import timeline
 from mpikfac_apps.study.results import Measured
 from mpikfac_apps.study.spec import Study, basis_every
-from mpikfac_apps.text import percent
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
@@ -34,16 +34,16 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     """
     cells = results.read(study, directory)
     predictions = predicted(study.machine, cells) if study.machine else {}
-    target = study.target or _common_accuracy(cells)
+    measure, target = study.measure, study.target or _common_value(study.measure, cells)
     letters = results.estimators(study.cells)
     rows = table.rows(cells, target, letters, predictions)
-    means = table.means(rows)
+    means = table.means(rows, measure)
     about = {
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
-        **{"command": shlex.join(command), "target_test_accuracy": target},
+        **{"command": shlex.join(command), f"target_test_{measure.name}": target},
     }
     tables = {"csv": table.as_csv(rows), "json": table.as_json(about, rows, means)}
-    columns, averaged = table.columns(target), table.columns_of_means(target)
+    columns, averaged = (f(measure, target) for f in (table.columns, table.columns_of_means))
     page = _template().render(
         study=study,
         about=about,
@@ -52,7 +52,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         findings=list(findings(cells, target, letters)),
         complete=sum(cell.complete for cell in cells),
         cells=len(cells),
-        target=percent(target),
+        target=f"a test {measure.name} of {measure.text(target)}",
         columns=columns,
         groups=table.by_ranks(rows, columns),
         averaged=averaged,
@@ -60,7 +60,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed" and c.result],
         unfinished=[cell.cell.label for cell in cells if cell.pending],
         variants=_variants(cells, letters),
-        pictures=list(_pictures([c for c in cells if c.complete], target, predictions)),
+        pictures=list(_pictures([c for c in cells if c.complete], measure, target, predictions)),
         shared=_shared(cells),
     )
     for kind, text in {**tables, "html": page}.items():
@@ -153,17 +153,20 @@ def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
             yield "warning", "cells were run with different versions"
 
 
-def _common_accuracy(cells: Sequence[Measured]) -> float | None:
-    """Return the best accuracy common to all complete cells, rounded down to 0.1 %."""
-    best = [max(cell.curve.accuracy) for cell in cells if cell.complete and cell.curve.accuracy]
-    return int(min(best) * 1000) / 1000 if best else None
+def _common_value(measure: Measure, cells: Sequence[Measured]) -> float | None:
+    """Return a value that all complete cells reached; None without a complete cell."""
+    best = [cell.curve.best for cell in cells if cell.complete and cell.curve.values]
+    return measure.reached_by_all(best) if best else None
 
 
 # -- pictures ------------------------------------------------------------------------------------
 
 
 def _pictures(
-    cells: Sequence[Measured], target: float | None, predictions: Mapping[str, float]
+    cells: Sequence[Measured],
+    measure: Measure,
+    target: float | None,
+    predictions: Mapping[str, float],
 ) -> Iterator[dict[str, str]]:
     """Return name, title, caption and SVG of each picture, or the reason for a missing picture."""
     batch = {cell.cell.options.batch for cell in cells}
@@ -189,11 +192,11 @@ def _pictures(
             "no cell holds a trace (trace.json.gz, written with trace_steps)",
         ),
         (
-            "Accuracy, and the price in seconds and bytes",
+            f"{measure.name.capitalize()}, and the price in seconds and bytes",
             pictures.curves(cells, target),
-            "Test accuracy after each epoch. Seconds count training steps only. Bytes are the "
-            "bytes that a rank sends if collectives are rings. The dotted line is the target of "
-            "the table. A line is the mean over seeds, a band the interval of 95 %. Curves with "
+            f"Test {measure.name} after each epoch. Seconds count training steps only. Bytes are "
+            "the bytes that a rank sends if collectives are rings. The dotted line is the target "
+            "of the table. A line is the mean over seeds, a band the interval of 95 %. Curves with "
             "the same letter are equal by epochs, and differ by seconds and bytes only.",
             "no cell has completed an epoch",
         ),

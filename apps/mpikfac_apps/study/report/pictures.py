@@ -66,7 +66,7 @@ def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> No
 
 
 def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None:
-    """Draw test accuracy by epochs, seconds and bytes sent: a row for each number of ranks.
+    """Draw values of tests by epochs, seconds and bytes sent: a row for each number of ranks.
 
     A line is the mean over seeds, and the band around the line the interval of 95 %.
     """
@@ -74,7 +74,8 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
     if not cells:
         return None
     ranks, styles = _ranks(cells), _styles(all_cells)
-    low = min(cell.curve.accuracy[len(cell.curve.accuracy) // 2] for cell in cells)
+    measure = cells[0].curve.measure
+    limits = measure.limits([cell.curve.values[len(cell.curve.values) // 2] for cell in cells])
     with styled():
         height = 2.5 * len(ranks) + 0.2 * -(-len(_variants(cells)) // 4) + 0.3
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
@@ -84,12 +85,12 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
                 same = [c for c in cells if (c.cell.variant, c.cell.ranks) == (variant, count)]
                 if same:
                     _three_curves(row, same, styles[variant])
-            row[0].set(title=number(count, "rank"), ylabel="test accuracy (%)")
+            row[0].set(title=number(count, "rank"), ylabel=measure.axis)
             for panel in row:
                 if target is not None:
-                    panel.axhline(100 * target, color=QUIET, linewidth=0.8, linestyle=":")
+                    panel.axhline(measure.scale * target, color=QUIET, linewidth=0.8, linestyle=":")
                 panel.set_xlim(left=0)
-                panel.set_ylim(100 * low - 3, 100.5)
+                panel.set_ylim(limits)
             if count == 1:
                 middle = {"ha": "center", "transform": row[2].transAxes}
                 row[2].text(0.5, 0.5, "one rank sends nothing", **middle)
@@ -104,16 +105,17 @@ def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping
     """Draw the runs of a variant with all seeds, up to the last epoch that all runs have."""
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
     ends = min(len(run.steps) for run in runs)
-    means = [mean_of(100 * run.accuracy[epoch] for run in runs) for epoch in range(ends)]
-    percent = [mean.mean if mean else math.nan for mean in means]
+    scale = runs[0].measure.scale
+    means = [mean_of(scale * run.values[epoch] for run in runs) for epoch in range(ends)]
+    values = [mean.mean if mean else math.nan for mean in means]
     halves = [mean.half or 0.0 if mean else 0.0 for mean in means]
     seconds = [fmean(run.seconds[epoch] for run in runs) for epoch in range(ends)]
     sent = [step * wire / MIB for step in runs[0].steps[:ends]] if wire else []
     for panel, along in zip(row, (runs[0].epochs[:ends], seconds, sent)):
         if along:
-            panel.plot(along, percent, markersize=4, **style)
+            panel.plot(along, values, markersize=4, **style)
             if any(halves):
-                low, high = zip(*((p - h, p + h) for p, h in zip(percent, halves)))
+                low, high = zip(*((p - h, p + h) for p, h in zip(values, halves)))
                 panel.fill_between(along, low, high, color=style["color"], alpha=0.15, linewidth=0)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.findings import baseline
 from mpikfac_apps.study.report.seeds import Mean, mean_of
 from mpikfac_apps.study.results import WAITING, Measured
@@ -20,7 +21,6 @@ from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 Row = dict[str, Any]
 
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
-AVERAGED = ("step_seconds", "test_accuracy", "epochs_to_target", "seconds_to_target")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def rows(
             **{"images_per_second": cell.images_per_second, "against_sgd": ratio},
             **{"share_in_collectives": share, "share_waiting": waiting},
             **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
-            **{"first_train_loss": cell.train_loss, "test_accuracy": cell.accuracy},
+            **{"first_train_loss": cell.train_loss, _final(cell.curve.measure): cell.final},
             **{"epochs_to_target": epochs, "seconds_to_target": seconds},
         }
         found.append(row)
@@ -85,7 +85,12 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
     return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
 
 
-def means(rows: Sequence[Row]) -> list[Row]:
+def _final(measure: Measure) -> str:
+    """Return the key of the last test."""
+    return f"test_{measure.name}"
+
+
+def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
     """Return a row of means over seeds for each variant and number of ranks.
 
     Cells that are not complete do not count. A study without several seeds has no means.
@@ -95,19 +100,20 @@ def means(rows: Sequence[Row]) -> list[Row]:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
     if all(len(group) == 1 for group in groups.values()):
         return []
+    averaged = ("step_seconds", _final(measure), "epochs_to_target", "seconds_to_target")
     found = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
         about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
         about |= {"seeds": len(group), "complete": len(complete)}
-        found.append(about | {key: mean_of(row[key] for row in complete) for key in AVERAGED})
+        found.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
     return found
 
 
 # -- the page ------------------------------------------------------------------------------------
 
 
-def columns(target: float | None) -> list[Column]:
+def columns(measure: Measure, target: float | None) -> list[Column]:
     """Return the columns of the table of cells."""
     return [
         Column("cell", _name),
@@ -121,21 +127,22 @@ def columns(target: float | None) -> list[Column]:
         _column("waiting", "share_waiting", lambda share: percent(share, 0)),
         _column("MiB sent per step", "sent_bytes_per_step", brief_mib),
         _column("MiB held", "held_bytes", brief_mib),
-        _column("test accuracy", "test_accuracy", percent),
-        Column(f"s to {percent(target)}", _reached, "seconds_to_target"),
+        _column(f"test {measure.name}", _final(measure), measure.text),
+        Column(f"s to {measure.text(target)}", _reached, "seconds_to_target"),
     ]
 
 
-def columns_of_means(target: float | None) -> list[Column]:
+def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
     """Return the columns of the table of means."""
+    aim = measure.text(target)
     return [
         Column("variant", lambda row: str(row["variant"])),
         Column("numbers", lambda row: str(row["numbers"])),
         Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
         _averaged("ms per step", "step_seconds", ms),
-        _averaged("test accuracy", "test_accuracy", percent),
-        _averaged(f"epochs to {percent(target)}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
-        _averaged(f"s to {percent(target)}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
+        _averaged(f"test {measure.name}", _final(measure), measure.text),
+        _averaged(f"epochs to {aim}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
+        _averaged(f"s to {aim}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
     ]
 
 

@@ -1,0 +1,82 @@
+"""Measures of a run's tests: which values are good, and how people write a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from mpikfac_apps.problems import tasks
+from mpikfac_apps.text import measured, share
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure of a run's tests.
+
+    Attributes:
+        name: lines of metrics hold a value as "test_" and the name.
+        best: returns the best of several values.
+        worst: returns the worst of several values.
+        perfect: the value that no other value exceeds.
+        scale: the factor from values to the axis of a picture.
+        axis: the title of the axis.
+    """
+
+    name: tasks.Measure
+    best: Callable[[Iterable[float]], float]
+    worst: Callable[[Iterable[float]], float]
+    perfect: float
+    scale: float
+    axis: str
+
+    def reaches(self, value: float, target: float) -> bool:
+        """Return whether a value is as good as a target; NaN is not."""
+        return self.best((value, target)) == value
+
+    def reached_by_all(self, bests: Sequence[float]) -> float:
+        """Return a round value that the best values of all runs reach."""
+        thousandths = 1000 * self.worst(bests)
+        return self.worst((math.floor(thousandths), math.ceil(thousandths))) / 1000
+
+    def limits(self, middles: Sequence[float]) -> tuple[float, float]:
+        """Return the ends of an axis for runs with these values in the middle of the run."""
+        best, worst = self.scale * self.perfect, self.scale * self.worst(middles)
+        low, high = sorted((best + (best - worst) / 100, worst + (worst - best) / 10))
+        return low, high
+
+    def target(self, given: float) -> float:
+        """Return the value that a user asks for: an error, or an accuracy, also in per cent.
+
+        Raises:
+            ValueError: an accuracy above 100 per cent.
+        """
+        if self.name == "error":
+            return given
+        if given > 100:
+            raise ValueError(f"target={given} must be at most 100: an accuracy in per cent")
+        return share(given)
+
+    def text(self, value: float | None, digits: int = 1) -> str:
+        """Return a value as text; an accuracy has `digits` behind the point."""
+        return measured(self.name, value, digits)
+
+
+MEASURES: dict[tasks.Measure, Measure] = {
+    "accuracy": Measure("accuracy", max, min, 1.0, 100.0, "test accuracy (%)"),
+    "error": Measure("error", min, max, 0.0, 1.0, "test error"),
+}
+
+
+def common(measures: Iterable[Measure]) -> Measure:
+    """Return the measure of several runs.
+
+    Raises:
+        ValueError: runs have different measures.
+    """
+    first, *others = {measure.name: measure for measure in measures}.values()
+    if others:
+        raise ValueError(
+            "runs of classifiers measure accuracy, runs of autoencoders error; give one kind of run"
+        )
+    return first
