@@ -122,6 +122,14 @@ def test_a_checkpoint_outside_a_run_is_judged_without_damping(trained, tmp_path,
     assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
 
 
+@pytest.mark.parametrize("damping", [f"{10**400}", ".nan", "-1", "[1]", "text"])
+def test_a_damping_that_no_run_has_is_none(trained, tmp_path, capsys, damping):
+    """Oracle: the heading of the table."""
+    (tmp_path / "run" / "config.yaml").write_text(f"kfac: {{solver: eigen, damping: {damping}}}\n")
+    assert inspect.main([str(tmp_path / "run")]) == 0
+    assert "no damping (none is known)" in table_of_layers(capsys.readouterr().out)[0]
+
+
 def test_contents_are_counted(trained, tmp_path, capsys):
     """Oracle: the saved state, and the sizes of files."""
     path = mpikfac.checkpoint.latest_checkpoint(tmp_path / "run" / "checkpoints")

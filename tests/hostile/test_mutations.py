@@ -6,6 +6,7 @@ more than 2,000 cases.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -32,7 +33,7 @@ from mpikfac_apps.guard.lock import Holder
 from mpikfac_apps.inspecting import export, inspect
 from mpikfac_apps.planning import simulate
 from mpikfac_apps.problems import datasets
-from mpikfac_apps.study import compare, spec, study
+from mpikfac_apps.study import compare, progress, spec, study
 from mpikfac_apps.training import train
 from support import attacks
 from support.cifar import python2_pickle
@@ -48,6 +49,7 @@ NEWEST = f"run/checkpoints/step-{LAST:09d}"
 STUDY = {
     "name": "small",
     "options": {"batch": 120, "epochs": 2, "kfac.basis_every": 1},
+    "base": "config.yaml",
     "matrix": {"strategy": ["sgd"], "ranks": [1]},
 }
 
@@ -63,7 +65,8 @@ def base(tmp_path_factory) -> Path:
     (folder / "study.yaml").write_text(yaml.safe_dump(STUDY))
     machines = Path(simulate.mpikfac.predict.__file__).parent / "machines"
     shutil.copy(machines / "a100-hdr.json", folder / "machine.json")
-    (cell,) = spec.read(folder / "study.yaml").cells
+    with contextlib.chdir(folder):  # of the path of the study's base
+        (cell,) = spec.read(folder / "study.yaml").cells
     place = folder / "study/cells" / cell.directory
     shutil.copytree(folder / "run", place / "run", ignore=shutil.ignore_patterns("checkpoints"))
     (place / "result.json").write_text('{"code": 0, "why": "", "seconds": 1.0, "cores": 1}')
@@ -104,12 +107,23 @@ def resumed(folder: Path) -> int:
     return train.main([*QUICK, *options])
 
 
+def resumed_from(folder: Path) -> int:
+    options = (f"--run_dir={folder / 'new'}", f"--resume={folder / NEWEST}", f"--max_steps={END}")
+    return train.main([*QUICK, *options])
+
+
+def traced(folder: Path) -> int:
+    options = (f"--run_dir={folder / 'run'}", "--resume=auto", "--trace_steps=1")
+    return train.main([*QUICK, *options])
+
+
 def configured(folder: Path) -> int:
     options = (f"--config={folder / 'config.yaml'}", f"--run_dir={folder / 'new'}")
     return train.main([*QUICK, *options, "--max_steps=1"])
 
 
 def reported(folder: Path) -> int:
+    os.chdir(folder)
     options = ("--run_dir", str(folder / "study"), "--report_only", "true")
     return study.main([str(folder / "study.yaml"), *options])
 
@@ -125,6 +139,17 @@ def inspected(folder: Path) -> int:
 
 def exported(folder: Path) -> int:
     return export.main([str(folder / "run"), "--weights", str(folder / "weights.pt")])
+
+
+def watched(folder: Path) -> int:
+    os.chdir(folder)
+    (cell,) = spec.read(folder / "study.yaml").cells
+    part = progress.done_part(folder / "study/cells" / cell.directory / "run", cell)
+    return 0 if 0 <= part <= 1 else 1
+
+
+def exported_factors(folder: Path) -> int:
+    return export.main([str(folder / "run"), "--factors", str(folder / "factors.npz")])
 
 
 def compared(folder: Path) -> int:
@@ -175,7 +200,15 @@ TARGETS = {
     "inspected": Target(f"{NEWEST}/*", inspected, RAW, 6, (1, 2)),
     "inspected, sealed": Target(MANIFEST, inspected, SEALED, 10, (1, 2)),
     "exported, sealed": Target(MANIFEST, exported, SEALED, 6),
+    "checkpoint by name": Target(f"{NEWEST}/*", resumed_from, RAW, 6),
+    "checkpoint by name, sealed": Target(MANIFEST, resumed_from, SEALED, 6),
+    "means of steps": Target("run/stages.json", traced, JSON, 4),
+    "configuration of a run": Target("run/config.yaml", inspected, YAML, 8, (1, 2)),
+    "factors, sealed": Target(MANIFEST, exported_factors, SEALED, 4),
     "configuration": Target("config.yaml", configured, YAML, 12),
+    "base of a study": Target("config.yaml", reported, YAML, 4),
+    "metrics of a cell": Target("study/cells/*/run/metrics.jsonl", reported, LINES, 6),
+    "metrics of a running cell": Target("study/cells/*/run/metrics.jsonl", watched, LINES, 8),
     "study": Target("study.yaml", reported, YAML, 8),
     "metrics": Target("run/metrics.jsonl", compared, LINES, 12),
     "results of a study": Target("study/cells/*/*.json", reported, JSON, 4),
@@ -236,12 +269,12 @@ def state(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(base, tmp_path_factory) -> dict[str, Any]:
     """Return the state of the undisturbed run, after a check that all programs end well."""
-    folder = tmp_path_factory.mktemp("undisturbed") / "folder"
-    shutil.copytree(base, folder)
+    place = tmp_path_factory.mktemp("undisturbed")
     for program in {target.program: None for target in TARGETS.values()}:
-        found = ended(program, folder)
+        shutil.copytree(base, place / program.__name__)
+        found = ended(program, place / program.__name__)
         assert (found.code, found.err) == (0, ""), found
-    return state(folder)
+    return state(place / resumed.__name__)
 
 
 def faults(found: Ended, target: Target, folder: Path, expected: dict[str, Any]) -> Iterator[str]:

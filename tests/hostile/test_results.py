@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from mpikfac_apps.study import compare, jobs, results
+from mpikfac_apps.study import compare, jobs, progress, results, spec
 from mpikfac_apps.study.report import timelines
 
 GOOD = {"step": 1, "epoch": 1.0, "seconds": 1.0, "test_accuracy": 0.5}
@@ -59,6 +59,20 @@ def test_metrics_that_are_no_file(tmp_path, capsys, kind) -> None:
     assert compare.main([str(tmp_path)]) == 2
     (told,) = capsys.readouterr().err.splitlines()
     assert str(path) in told and ("at most" if kind == "huge" else f"it is a {kind}") in told
+
+
+WRONG = ({"epoch": "1"}, {"step": None}, {"epoch": 10**400})
+
+
+@pytest.mark.parametrize("line", [*(json.dumps(GOOD | one) for one in WRONG), "[" * 3000])
+def test_a_line_that_tells_no_progress(tmp_path, line) -> None:
+    """Oracle: no part of the run, as without a line; half of the run, from a good line."""
+    study = tmp_path / "study.yaml"
+    study.write_text("options: {epochs: 2}\nmatrix: {strategy: [sgd], ranks: [1]}\n")
+    (cell,) = spec.read(study).cells
+    for text, part in ((line, 0.0), (json.dumps(GOOD), 0.5)):
+        (tmp_path / "metrics.jsonl").write_text(f"{text}\n")
+        assert progress.done_part(tmp_path, cell) == part
 
 
 RESULT = {"code": 0, "why": "", "seconds": 1.0}

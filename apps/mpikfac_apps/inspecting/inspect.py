@@ -163,13 +163,18 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float,
     the answer is the damping in the checkpoint.
     """
     folder = checkpoint.path.resolve().parent.parent
-    solver = checkpoint.get("kfac/solver")
     try:
-        chosen = documents.loaded(files.read_text(folder / "config.yaml"))["kfac"]
-        damping = checkpoint[ADAPTED] if ADAPTED in checkpoint else chosen["damping"]
-        return solver or chosen["solver"], float(damping), chosen.get("relative_damping", False)
-    except (OSError, AttributeError, KeyError, TypeError, ValueError):
+        content = documents.loaded(files.read_text(folder / "config.yaml"))
+    except (OSError, ValueError):
         return NONE
+    chosen = content.get("kfac") if isinstance(content, dict) else None
+    if not isinstance(chosen, dict):
+        return NONE
+    solver = checkpoint.get("kfac/solver") or chosen.get("solver")
+    damping = checkpoint.get(ADAPTED, chosen.get("damping"))
+    if not (isinstance(solver, str) and files.has_form(damping, float) and damping > 0):
+        return NONE
+    return solver, float(damping), chosen.get("relative_damping") is True
 
 
 def described(solver: str, damping: float, relative: bool) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -90,10 +89,10 @@ def done_part(run: Path, cell: Cell) -> float:
     """Return the part of a run (0 to 1) that the last line of the metrics tells of."""
     last = _last_line(run / "metrics.jsonl")
     options = cell.options
-    parts = [last.get("epoch", 0.0) / options.epochs]
+    parts = [last.get("epoch", 0) / options.epochs]
     if options.max_steps:
         parts.append(last.get("step", 0) / options.max_steps)
-    return float(min(1.0, max(parts)))
+    return float(min(1.0, max(0.0, *parts)))
 
 
 def _last_line(path: Path) -> dict[str, float]:
@@ -102,10 +101,10 @@ def _last_line(path: Path) -> dict[str, float]:
         with files.reading(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             lines = file.read(TAIL).split(b"\n")
-        found = json.loads(lines[-2])
+        found = files.json_of(lines[-2])
     except (OSError, IndexError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found if files.has_form(found, {"epoch": float, "step": int}) else {}
 
 
 def in_words(seconds: float) -> str:
