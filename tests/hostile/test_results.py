@@ -40,7 +40,7 @@ def test_a_diverged_run_is_compared(tmp_path, capsys) -> None:
     row = GOOD | {"test_loss": float("nan"), "test_accuracy": float("nan")}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     assert compare.main([str(tmp_path)]) == 0
-    assert "nan%" in capsys.readouterr().out
+    assert "nan %" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link", "directory", "huge"])
