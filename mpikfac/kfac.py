@@ -293,9 +293,9 @@ class KFAC:
             examples: the number of examples of the rank's mean loss, if shards are uneven: the
                 average over ranks weighs ranks by the number. None: ranks weigh the same.
             inputs: with `quadratic` of `Clip` only: the model's argument for the rank's share of
-                the batch, or a tuple of arguments.
-            loss: with `quadratic` only: the rank's mean loss as a function of the model's outputs,
-                without the factor of a scaler.
+                the batch, or for a part of the share; or a tuple of arguments.
+            loss: with `quadratic` only: the mean loss of `inputs` as a function of the model's
+                outputs, without the factor of a scaler.
 
         Raises:
             ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
@@ -304,7 +304,7 @@ class KFAC:
                 `loss` without `quadratic`, or `quadratic` without both.
             UserError: ranks disagree on the model, learning rates or settings.
         """
-        scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss, max_norm)
+        scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss)
         if not self.gradients.parts:
             self._read_gradients()
         weight = 1.0 if examples is None else self.gradients.weigh(examples)
@@ -596,7 +596,7 @@ class KFAC:
         if self.settings.damping.adapted and not self.settings.clip.quadratic:
             self.directions.predict()
 
-    def _batch(self, inputs: Any, loss: Criterion | None, max_norm: float | None) -> Batch | None:
+    def _batch(self, inputs: Any, loss: Criterion | None) -> Batch | None:
         """Return the batch of a quadratic model, if the length of the step needs the model."""
         quadratic = self.settings.clip.quadratic
         if (inputs is not None, loss is not None) != (quadratic, quadratic):
@@ -606,8 +606,6 @@ class KFAC:
             )
         if loss is None:
             return None
-        if max_norm is not None:
-            raise ValueError(f"max_norm={max_norm} does nothing with quadratic=True")
         check_plain(self.optimizer)
         return Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
 

@@ -23,7 +23,7 @@ from mpikfac.numerics import (
     Batch,
     Direction,
     all_finite,
-    gram,
+    inner_products,
     lowest,
     not_finite,
     slopes_and_curvatures,
@@ -33,9 +33,6 @@ from mpikfac.settings import DECAY, EPSILON, Settings
 from mpikfac.solvers import Held, Solver
 
 log = logging.getLogger("mpikfac")
-
-Stepped = Mapping[str, tuple[nn.Parameter, Tensor]]
-"""Parameters with their gradients, by name."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Directions(Part):
         self._bound = self.plan.clip()
         self.scale = self.arena.flat.new_ones(1)
         self.expected = self.arena.flat.new_zeros(1)
-        self._compared = False  # whether a warning has told of another loss
+        self._compared = False  # whether slopes of the quadratic model have been compared
 
     def _job(self, name: str) -> Job:
         solver, held = self.bases.solver_of[name], self.bases.held[name]
@@ -140,26 +137,27 @@ class Directions(Part):
         Collective over: world.
 
         Args:
-            batch: the rank's share of the batch.
+            batch: the rank's share of the batch, or a part of the share.
             weight: of the rank's loss, where the mean weight of the ranks is 1.
         """
         known = {p for group in self.optimizer.param_groups for p in group["params"]}
-        named = [(name, p, p.grad) for name, p in model.named_parameters() if p in known]
-        stepped = {name: (p, g) for name, p, g in named if g is not None}
-        if not stepped:
-            self.expected.zero_()
-            return
+        parameters = {name: p for name, p in model.named_parameters() if p in known}
         with self.site.trace.stage("quadratic model"):
-            directions = self._spanning(stepped)
-            slopes, curvatures = self._model(model, batch, weight, directions)
-            self._compare(slopes[0].item())
-            curvatures += self.settings.at("damping", step) * gram(directions).cpu()
+            if not (directions := self._spanning(parameters)):
+                self.expected.zero_()
+                return
+            self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)
+            gradients = gradients_of(parameters)  # of all ranks
+            slopes = inner_products(directions, [gradients])[:, 0]
+            found, curvatures = self._measured(model, batch, weight, directions)
+            self._compare(found[0].item(), slopes[0].item())
+            curvatures += self.settings.at("damping", step) * inner_products(directions, directions)
             multiples = lowest(slopes, curvatures)
             self.expected.fill_(multiples @ (curvatures @ multiples / 2 - slopes))
-            for name, (parameter, gradient) in stepped.items():
+            for name, gradient in gradients.items():
                 terms = [x * v[name] for x, v in zip(multiples.tolist(), directions) if name in v]
                 gradient.copy_(torch.stack(terms).sum(0))
-                self.optimizer.state[parameter][MOMENTUM] = gradient.clone()
+                self.optimizer.state[parameters[name]][MOMENTUM] = gradient.clone()
 
     def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
         """Return the change of the mean loss over ranks, relative to the prediction.
@@ -214,16 +212,17 @@ class Directions(Part):
 
     # -- details ---------------------------------------------------------------------------------
 
-    def _spanning(self, stepped: Stepped) -> list[Direction]:
-        """Return the directions to combine, by names of parameters."""
+    def _spanning(self, parameters: Mapping[str, nn.Parameter]) -> list[Direction]:
+        """Return copies of the directions to combine, by names of parameters."""
         covered = {p for layer in self.gradients.layers for p in layer.parameters}
-        inside = {n: g for n, (p, g) in stepped.items() if p in covered}
-        outside = {n: g for n, (p, g) in stepped.items() if p not in covered}
-        kept = {n: self.optimizer.state.get(p, {}) for n, (p, _) in stepped.items()}
+        steps = {n: step.clone() for n, step in gradients_of(parameters).items()}
+        inside = {n: step for n, step in steps.items() if parameters[n] in covered}
+        outside = {n: step for n, step in steps.items() if parameters[n] not in covered}
+        kept = {n: self.optimizer.state.get(parameters[n], {}) for n in steps}
         last = {n: state[MOMENTUM] for n, state in kept.items() if MOMENTUM in state}
         return [direction for direction in (inside, outside, last) if direction]
 
-    def _model(
+    def _measured(
         self, model: nn.Module, batch: Batch, weight: float, directions: Sequence[Direction]
     ) -> tuple[Tensor, Tensor]:
         """Return slopes and curvatures of the mean loss of all ranks, alike on all ranks.
@@ -242,16 +241,15 @@ class Directions(Part):
         numbers = torch.tensor(mean, dtype=torch.float64).view_as(numbers)
         return numbers[0], numbers[1:]
 
-    def _compare(self, slope: float) -> None:
-        """Warn once if the loss of the quadratic model is not the loss of the gradients."""
-        expected = self._along_gradient(0).item()
-        if not (self._compared or abs(slope - expected) <= abs(expected) / 2 or expected == 0):
-            self._compared = True
+    def _compare(self, slope: float, expected: float) -> None:
+        """Warn at the first step if the model's loss is not the loss of the gradients."""
+        if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
             log.warning(
                 "the loss of step(inputs=..., loss=...) has slope %g along the directions, and "
-                "the gradients have slope %g: give step the batch and the loss of backward()",
+                "the gradients have slope %g: give step the loss of backward()",
                 *(slope, expected),
             )
+        self._compared = True
 
     def _graft(self, job: Job) -> None:
         """Give a direction the length of grafting.
@@ -292,6 +290,11 @@ class Directions(Part):
         """
         broken = self.gradients.broken
         return [layer for layer in self._layers if layer.name not in broken]
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that have gradients, by name."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
 def _grafted(names: Collection[str]) -> bool:

@@ -39,7 +39,7 @@ from mpikfac.numerics.quadratic import (
     Batch,
     Criterion,
     Direction,
-    gram,
+    inner_products,
     lowest,
     slopes_and_curvatures,
 )
@@ -69,7 +69,7 @@ __all__ = [
     "factor_scales",
     "from_left",
     "from_right",
-    "gram",
+    "inner_products",
     "linear_input_sum",
     "linear_input_vector",
     "linear_output_sum",

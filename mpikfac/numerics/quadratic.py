@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, vjp
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Direction = Mapping[str, Tensor]
@@ -45,10 +45,20 @@ def slopes_and_curvatures(
     """
     passes = [jacobian_product(model, direction, batch.inputs) for direction in directions]
     products = torch.stack([product for _, product in passes])
-    gradient, hessian = vjp(grad(batch.loss), passes[0][0])[:2]
-    curved = torch.stack([hessian(product)[0] for product in products])
+    with torch.enable_grad():
+        at = passes[0][0].requires_grad_()
+        (gradient,) = torch.autograd.grad(batch.loss(at), at, create_graph=True)
+    curved = torch.stack([hessian_product(gradient, at, product) for product in products])
     rows, columns = products.flatten(1).double(), curved.flatten(1).double()
-    return rows @ gradient.flatten().double(), rows @ columns.T
+    return rows @ gradient.detach().flatten().double(), rows @ columns.T
+
+
+def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
+    """Return the derivative by `at` of a gradient along `vector`; zeros for a constant gradient."""
+    if not gradient.requires_grad:
+        return torch.zeros_like(at)
+    (found,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
+    return found
 
 
 def jacobian_product(
@@ -86,16 +96,13 @@ def jacobian_product(
     return outputs.to(precise), product.to(precise)
 
 
-def gram(directions: Sequence[Direction]) -> Tensor:
-    """Return the products `v_i^T v_j` `[n, n]` of directions, in float64."""
+def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Tensor:
+    """Return the products `v_i^T w_j` `[n, m]` of directions, in float64, on the host."""
 
-    def product(one: Direction, other: Direction) -> Tensor:
-        return sum(
-            ((one[name].double() * other[name].double()).sum() for name in one if name in other),
-            next(iter(one.values())).new_zeros((), dtype=torch.float64),
-        )
+    def product(v: Direction, w: Direction) -> float:
+        return sum((v[name].double() * w[name].double()).sum().item() for name in v if name in w)
 
-    return torch.stack([torch.stack([product(v, w) for w in directions]) for v in directions])
+    return torch.tensor([[product(v, w) for w in others] for v in ones], dtype=torch.float64)
 
 
 def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
