@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,16 +84,21 @@ class Counts:
 
 @dataclass
 class LayerSums:
-    """The sums of a layer, and the counts of the sums."""
+    """The sums of a layer, or of a group of a layer, and the counts of the sums.
+
+    Attributes:
+        complete: whether the backward pass has passed the layer.
+    """
 
     layer: Layer
     vector: bool
     sides: Sequence[SideSums]
     counts: Counts = field(default_factory=Counts)
+    complete: bool = False
 
 
 def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor]) -> LayerSums:
-    """Return a layer's sums, bound to the rank's statistics."""
+    """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
     vector = planned.solver.vector
     moment = layer.first_moment if vector else layer.second_moment
     sides = []
@@ -103,6 +109,8 @@ def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor])
             start += factor.order
             if factor.name in statistics:
                 total, count = statistics[factor.name], statistics[factor.counted]
+                if layer.group is not None:
+                    total = total.unflatten(0, (planned.shape.groups, -1))[layer.group]
                 sums.append(Sum(factor, block, total, count))
         if sums:
             sides.append(SideSums(side, side in layer.quadratic, moment, sums))
@@ -138,14 +146,17 @@ class Recorder(Part):
         self.statistics, self.trace = factors.statistics, factors.site.trace
         self._dtype = factors.site.dtype
         planned = {layer.name: layer for layer in factors.plan.layers}
-        every = [bound(layer, planned[layer.name], self.statistics) for layer in layers]
-        self._layers = {one.layer.name: one for one in every if one.sides}
+        self._layers: dict[str, list[LayerSums]] = {}
+        for layer in layers:
+            own = [bound(one, planned[layer.name], self.statistics) for one in layer.members]
+            if own[0].sides:
+                self._layers[layer.name] = own
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, Counts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning has named
         self._hooks: list[Attached] = [model.register_forward_pre_hook(self._on_pass)]
-        for sums in self._layers.values():
+        for sums in self._sums():
             hook = partial(self._on_forward, sums.layer)
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
@@ -161,8 +172,8 @@ class Recorder(Part):
 
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
-        for name in self._recorded:
-            self._layers[name].counts = Counts()
+        for sums in self._sums():
+            sums.counts, sums.complete = Counts(), False
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
@@ -186,9 +197,9 @@ class Recorder(Part):
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
         unseen = [name for name in self._layers if name not in self._recorded | self._finished]
-        for name, sums in self._layers.items():
+        for name in self._layers:
             if name not in self._finished:
-                self._finish_layer(sums)
+                self._finish_layer(name)
         self._finished.clear()
         self._check_counts()
         return unseen
@@ -210,35 +221,40 @@ class Recorder(Part):
             )
         self._uneven |= uneven.keys()
 
-    def _finish_layer(self, sums: LayerSums) -> None:
+    def _finish_layer(self, name: str) -> None:
         """Turn a layer's sums into factors; without examples, the sums stay 0."""
-        self._finished.add(sums.layer.name)
-        self._recorded.discard(sums.layer.name)
-        counts, sums.counts = sums.counts, Counts()
-        if counts.vectors == 0:
-            return
-        batch = counts.examples
-        self._counted[sums.layer.name] = counts
+        self._finished.add(name)
+        self._recorded.discard(name)
         normalization = self.estimator.normalization
-        scales = sums.layer.scales(normalization, batch, counts.vectors, sums.vector)
-        for side in sums.sides:
-            scale = scales[side.side] * batch
-            if side.quadratic and not self._of_loss:
-                scale /= batch**2  # sums are of gradients of examples' own losses
-            for one in side.sums:
-                one.total.mul_(scale)
-                one.count.fill_(batch)
+        for sums in self._layers[name]:
+            counts, sums.counts, sums.complete = sums.counts, Counts(), False
+            if (vectors := counts.vectors) == 0:
+                continue
+            batch, self._counted[name] = counts.examples, counts
+            scales = sums.layer.scales(normalization, batch, vectors, sums.vector)
+            for side in sums.sides:
+                scale = scales[side.side] * batch
+                if side.quadratic and not self._of_loss:
+                    scale /= batch**2  # sums are of gradients of examples' own losses
+                for one in side.sums:
+                    one.total.mul_(scale)
+                    one.count.fill_(batch)
 
     @property
     def of_gradients(self) -> list[str]:
         """Names of statistics made of gradients, or of squares of gradients."""
-        return [
+        names = (
             one.factor.name
-            for sums in self._layers.values()
+            for sums in self._sums()
             for side in sums.sides
             if side.quadratic
             for one in side.sums
-        ]
+        )
+        return list(dict.fromkeys(names))  # groups share a name
+
+    def _sums(self) -> Iterator[LayerSums]:
+        """Yield the sums of all layers and groups."""
+        return chain.from_iterable(self._layers.values())
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
@@ -274,7 +290,7 @@ class Recorder(Part):
         call = layer.watch(inputs, named, output)
         if call is not None:
             x, listen = call
-            sums = self._layers[layer.name]
+            sums = self._layers[layer.name][layer.group or 0]
             listen(partial(self._record, sums, [x.detach()], self._passes))
 
     @without_autocast
@@ -299,8 +315,9 @@ class Recorder(Part):
         with self.trace.stage("statistics"), torch.no_grad():
             if len(x):  # an empty batch counts 0 examples
                 self._add(sums, x, g, forward_pass)
-            if turn.last and self.factors.overlap:
-                self._finish_layer(sums)
+            sums.complete = turn.last
+            if self.factors.overlap and all(one.complete for one in self._layers[layer.name]):
+                self._finish_layer(layer.name)
                 self.factors.ready(layer.name)
 
     def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:

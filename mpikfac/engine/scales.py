@@ -70,19 +70,24 @@ class Scales(Part):
         Calls in a pass count as if gradients were independent.
 
         Args:
+            layer: with a `group`, the call is of the group alone.
             x: inputs, `prepared`.
             g: gradients of the mean loss at the layer's outputs.
         """
         if layer.name not in self._recorded or not len(g):
             return
-        vectors = self.bases.sides(layer.name, "vectors")
+        of_inputs, of_outputs = self.bases.sides(layer.name, "vectors")
+        sums = self.sums[layer.name]
+        if (group := layer.group) is not None:
+            of_inputs, of_outputs = ([q[group] for q in side] for side in (of_inputs, of_outputs))
+            sums = sums[group]
         outputs, inputs = layer.shape.gradient[-2:]
         vectors_each = g[0].numel() // outputs
         size = vectors_each * (outputs + inputs) + layer.shape.groups * outputs * inputs
         count = max(1, CHUNK // size)
         for some_x, some_g in zip(x.split(count), g.split(count)):
-            total = squares_in_bases(*layer.pairs(some_x, some_g), *vectors)
-            self.sums[layer.name].add_(total, alpha=weight)
+            total = squares_in_bases(*layer.pairs(some_x, some_g), of_inputs, of_outputs)
+            sums.add_(total, alpha=weight)
 
     def unscale(self, scale: float) -> bool:
         """Take a loss's scale out of a batch's sums; return whether all sums are finite."""

@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from mpikfac.layers.attention import attention_layers
 from mpikfac.layers.convolution.layer import ConvLayer
 from mpikfac.layers.embedding import EmbeddingLayer
+from mpikfac.layers.inner import attention_layers, cell_layers
 from mpikfac.layers.layer import Layer
 from mpikfac.layers.normalization import NormLayer
 from mpikfac.layers.transposed import TransposedLayer
@@ -24,6 +24,7 @@ KINDS: Kinds = {
     **dict.fromkeys((nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d), ConvLayer),
     nn.Embedding: EmbeddingLayer,
     nn.MultiheadAttention: attention_layers,
+    **dict.fromkeys((nn.RNNCell, nn.LSTMCell, nn.GRUCell), cell_layers),
     # Of packages that mpikfac does not import.
     "transformers.pytorch_utils.Conv1D": TransposedLayer,
     "timm.layers.linear.Linear": Layer,

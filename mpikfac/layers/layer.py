@@ -62,12 +62,14 @@ class Layer:
         dimensions: smallest number of dimensions of a batch; an input of fewer is a single example.
         quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
+        group: the only group that the layer's statistics are of; None for all groups.
     """
 
     spatial = False
     dimensions = 2
     quadratic = "G"
     rounded_to: torch.dtype | None = None
+    group: int | None = None
 
     def __init__(
         self, name: str, module: nn.Module, given: Sequence[Tensor | None] | None = None
@@ -98,6 +100,11 @@ class Layer:
         return LayerShape(self.name, fan_in + self.bias, outputs)
 
     # -- statistics ------------------------------------------------------------------------------
+
+    @property
+    def members(self) -> list[Layer]:
+        """The layers to record: the layer itself, or a layer for each group, with `group` set."""
+        return [self]
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
         """Call `hook` after each forward call of a module of the layer; return what to remove.

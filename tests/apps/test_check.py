@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 import mpikfac
-from mpikfac.layers.attention import ProjectionLayer
+from mpikfac.layers.inner.attention import ProjectionLayer
 from mpikfac_apps.checking import check, comparison
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.problems import models
@@ -71,6 +71,27 @@ class Attends(nn.Module):
 
 def attends():
     return Attends()
+
+class Translates(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.gates = nn.LSTMCell(4, 6), nn.GRUCell(4, 4)
+        self.others = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.sizes = nn.MultiheadAttention(4, 1, kdim=6, vdim=2)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        state, kept = None, []
+        for row in x.unbind(1):
+            state = self.cell(row, state)
+            kept.append(state[0])
+        seen = torch.stack(kept)
+        y = self.others(x[:, :2], x, x)[0]
+        y = self.sizes(y.transpose(0, 1), seen, seen[..., :2])[0]
+        return self.head(self.gates(y[0], self.gates(y[1])))
+
+def translates():
+    return Translates()
 
 class Elsewhere(nn.Module):  # uses a weight where no layer sees it
     def __init__(self):
@@ -330,10 +351,21 @@ def test_projections_of_attentions_are_checked(file, capsys):
     """Oracle: the arguments of `F.linear` inside attentions; orders by hand."""
     assert check.main([f"{file()}:attends", "--input", "3,4"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"first.in_proj +MultiheadAttention +A 5, G 12", text)
+    assert re.search(r"first.in_proj +MultiheadAttention +A 3 x 5, G 3 x 4", text)
     assert re.search(r"second.out_proj +MultiheadAttention +A 4, G 4", text)
     assert "Not covered: nothing" in text
     assert "All right: 5 of 5 checked" in text
+
+
+def test_attentions_to_others_and_cells_are_checked(file, capsys):
+    """Oracle: the arguments of `F.linear`, with cells written out; layers by hand."""
+    assert check.main([f"{file()}:translates", "--input", "3,4"]) == 0
+    text = capsys.readouterr().out
+    cells = [f"{cell}.{part}" for cell in ("cell", "gates") for part in ("ih", "hh")]
+    sizes = [f"sizes.{part}_proj" for part in ("q", "k", "v", "in", "out")]
+    names = [*cells, "others.in_proj", "others.out_proj", *sizes, "head"]
+    assert verdicts(text) == dict.fromkeys(names, "ok")
+    assert "Not covered: nothing" in text
 
 
 def test_a_projection_that_is_recorded_wrongly_is_seen(file, monkeypatch, capsys):

@@ -227,47 +227,69 @@ def test_normalisations(data, batch, rule, dtype):
 
 @given(st.data(), st.integers(1, 3), forms(), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=60)
-def test_attention_of_a_tensor_to_itself(data, batch, rule, bias, batch_first, weights):
+def test_attention(data, batch, rule, bias, batch_first, weights):
     """Oracle: attention written out, with the gradients at the projections' outputs."""
     torch.manual_seed(data.draw(st.integers(0, 99)))
     heads, width, tokens = data.draw(small), data.draw(small), data.draw(st.integers(1, 4))
-    inner = heads * width
-    model = Attention(inner, heads, bias, batch_first, weights).double()
-    x = torch.randn(batch, tokens, inner).double()
+    inner, others = heads * width, data.draw(st.integers(0, 4))
+    model = Attention(inner, heads, bias, batch_first, weights, others).double()
+    x = torch.randn(batch, tokens + others, inner).double()
     kfac, gradient = step(model, x, rule)
     uses = model.written_out(x)
-    uses["attention.out_proj"][1].backward(gradient)
+    uses["attention.out_proj"][0][1].backward(gradient)
     assert [layer.name for layer in kfac.layers] == list(uses)
+    precision = {"rtol": PRECISION[torch.float64], "atol": PRECISION[torch.float64]}
     for layer in kfac.layers:
-        a, y = uses[layer.name]
-        if bias:
-            a = torch.cat([a, a.new_ones(*a.shape[:-1], 1)], -1)
-        pair = a.detach().unsqueeze(2), y.grad.unsqueeze(2)
-        assert_as_defined(kfac, layer, [pair], torch.float64)
+        expected = []
+        for member, (a, y) in zip(layer.members, uses[layer.name], strict=True):
+            a = F.pad(a.detach(), (0, 1), value=1.0) if bias else a.detach()
+            use, group = (a.unsqueeze(2), y.grad.unsqueeze(2)), member.group or 0
+            for name, factor in by_definition(member.shape, [use], False).items():
+                found = triangles.unfold_triangle(kfac.factors.averages[name])
+                found = found.view(len(layer.members), *factor.shape)[group]
+                torch.testing.assert_close(found, factor, **precision)
+            expected.append(torch.einsum("bso,bsi->oi", y.grad, a))
+        found = kfac.gradients.arena[layer.name]
+        torch.testing.assert_close(found, torch.stack(expected).view_as(found), **precision)
 
 
 class Attention(nn.Module):
-    """Torch's attention of tokens `[batch, tokens, width]`, and the same attention written out."""
+    """Torch's attention of tokens `[batch, tokens, width]`, and the same attention written out.
 
-    def __init__(self, width, heads, bias, batch_first, weights):
+    The first tokens attend to the last `others` tokens, or without `others` to themselves.
+    """
+
+    def __init__(self, width, heads, bias, batch_first, weights, others):
         super().__init__()
         self.attention = nn.MultiheadAttention(width, heads, bias=bias, batch_first=batch_first)
-        self.weights = weights
+        self.weights, self.others = weights, others
 
     def forward(self, x):
-        tokens = x if self.attention.batch_first else x.transpose(0, 1)
-        y, _ = self.attention(tokens, tokens, tokens, need_weights=self.weights)
+        x, other = self.sides(x if self.attention.batch_first else x.transpose(0, 1))
+        y, _ = self.attention(x, other, other, need_weights=self.weights)
         return y if self.attention.batch_first else y.transpose(0, 1)
 
+    def sides(self, x):
+        """Return queries, and keys: the queries, or the last tokens."""
+        dim = 1 if self.attention.batch_first else 0
+        queries, keys = x.split([x.shape[dim] - self.others, self.others], dim)
+        return queries, keys if self.others else queries
+
     def written_out(self, x):
-        """Return inputs and outputs `[batch, tokens, n]` of both projections."""
+        """Return inputs and outputs `[batch, tokens, n]` of all projections."""
         module = self.attention
-        projected = F.linear(x, module.in_proj_weight, module.in_proj_bias)
-        projected.retain_grad()
-        heads = projected.unflatten(-1, (3, module.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        x, other = x.split([x.shape[1] - self.others, self.others], 1)
+        other = other if self.others else x
+        weights = module.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
+        inputs = x, other, other
+        projected = [F.linear(*given) for given in zip(inputs, weights, biases)]
+        heads = (y.unflatten(-1, (module.num_heads, -1)).transpose(1, 2) for y in projected)
         q, k, v = heads
         shares = (q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1)
         context = (shares @ v).transpose(1, 2).flatten(2)
         out = F.linear(context, module.out_proj.weight, module.out_proj.bias)
-        out.retain_grad()
-        return {"attention.in_proj": (x, projected), "attention.out_proj": (context, out)}
+        for y in (*projected, out):
+            y.retain_grad()
+        found = list(zip(inputs, projected))
+        return {"attention.in_proj": found, "attention.out_proj": [(context, out)]}

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac_apps.problems.vit import Attention
 from support import problem
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
@@ -116,32 +115,6 @@ def embedding():
     return nn.Embedding(2, CHANNELS)
 
 
-class Attends(nn.Module):
-    """Attention between pixels, by torch's module or by linear layers."""
-
-    def __init__(self, bias, batch_first, weights, apart):
-        super().__init__()
-        torch.manual_seed(1)
-        whole = nn.MultiheadAttention(CHANNELS, 2, bias=bias, batch_first=batch_first)
-        self.attention, self.weights = whole, weights
-        self.apart = Attention(CHANNELS, 2) if apart else None
-        if apart:
-            self.attention, linear = None, self.apart
-            linear.project = nn.Linear(CHANNELS, 3 * CHANNELS, bias=bias)
-            linear.out = nn.Linear(CHANNELS, CHANNELS, bias=bias)
-            linear.project.weight, linear.project.bias = whole.in_proj_weight, whole.in_proj_bias
-            linear.out.weight, linear.out.bias = whole.out_proj.weight, whole.out_proj.bias
-
-    def forward(self, x):
-        tokens = x.flatten(2).transpose(1, 2)
-        if self.apart is not None:
-            return self.apart(tokens).transpose(1, 2)
-        if not self.attention.batch_first:
-            tokens = tokens.transpose(0, 1)
-        y, _ = self.attention(tokens, tokens, tokens, need_weights=self.weights)
-        return y.transpose(1, 2) if self.attention.batch_first else y.permute(1, 2, 0)
-
-
 def hooked():
     """Return a convolution with a hook that replaces the output."""
     module = conv()
@@ -156,14 +129,7 @@ class Sine(nn.Module):
         return 3 * torch.sin(x)
 
 
-def attention(*choices):
-    return lambda: tuple(Network(Attends(*choices, apart)) for apart in (False, True))
-
-
 PAIRS = {
-    "attention": attention(True, True, False),
-    "attention with weights, the sequence first": attention(True, False, True),
-    "attention without biases": attention(False, True, False),
     "groups": lambda: (Network(conv(groups=2)), Network(Halves(conv(groups=2)))),
     "padding='same'": lambda: (Network(conv(padding="same")), Network(conv(padding=1))),
     "circular padding": lambda: (
@@ -330,13 +296,11 @@ def test_a_damping_that_falls_to_0_is_refused_at_that_step(comm):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("name", ["an in-place activation", "attention"])
-def test_a_compiled_model_trains_like_a_plain_one(comm, backend, name):
+def test_a_compiled_model_trains_like_a_plain_one(comm, backend):
     """Oracle: the same model without compilation."""
     torch.compiler.reset()
-    models = (PAIRS[name]()[0] for _ in range(2))
-    compiled = make(comm, next(models), lambda model: torch.compile(model, backend=backend))
-    torch.testing.assert_close(train(compiled), train(make(comm, next(models))))
+    compiled = make(comm, network(), lambda model: torch.compile(model, backend=backend))
+    torch.testing.assert_close(train(compiled), train(make(comm, network())))
 
 
 def test_a_model_that_ddp_has_averaged_is_preconditioned(comm, tmp_path):
@@ -352,14 +316,6 @@ def test_a_model_that_ddp_has_averaged_is_preconditioned(comm, tmp_path):
     finally:
         torch.distributed.destroy_process_group()
     torch.testing.assert_close(train(kfac, []), train(make(comm, network()), [0]))
-
-
-def test_attention_to_something_else_is_refused_by_name(comm):
-    model = nn.MultiheadAttention(4, 2)
-    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), 0.1), comm)
-    x, other = torch.randn(3, 1, 4), torch.randn(5, 1, 4)
-    with pytest.raises(TypeError, match=r"'in_proj': attention of a query to other keys"):
-        kfac.model(x, other, other)
 
 
 def test_models_in_half_precision_are_refused_by_name(comm):

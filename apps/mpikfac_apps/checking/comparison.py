@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import mpikfac
 from mpikfac_apps.checking import reference
+from mpikfac_apps.checking.inside import as_modules
 from mpikfac_apps.checking.model import Batch, Subject, loss
 from mpikfac_apps.planning.facts import strategy_of
 
@@ -31,13 +32,14 @@ class Finding:
     """The results for a covered layer.
 
     Attributes:
+        parts: the layer; of a product inside a module, a separate layer for each group.
         vectors: number of vectors that the factors are estimated from; 0 for a layer outside of the
             batch's computation.
         large: True if the layer is too large for the oracle.
         errors: relative errors of the compared quantities.
     """
 
-    layer: mpikfac.Layer
+    parts: Sequence[mpikfac.Layer]
     vectors: int
     large: bool
     errors: dict[str, float] = field(default_factory=dict)
@@ -66,14 +68,14 @@ def findings_of(asked: Subject, comm: mpikfac.comm.Comm, examples: int) -> dict[
     layers, _ = mpikfac.layers.cover(model, asked.coverage)
     uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
-    alone = [reference.as_module(layer) for layer in layers]
-    found = {layer.name: survey(layer, uses.get(layer.name, ())) for layer in alone}
-    kept = {name: one.layer for name, one in found.items() if one.vectors and not one.large}
+    found = {one.name: survey(as_modules(one), uses.get(one.name, ())) for one in layers}
+    kept = {name: one.parts for name, one in found.items() if one.vectors and not one.large}
     kept = {name: kept[name] for name in whole(kept, module_of)}
     step = one_step(asked, comm, batch, "inverse", kept)
-    for name, layer in kept.items():
-        found[name].errors.update(autograd_errors(layer, uses[name], step))
-    orders = {name: layer.shape.inputs * layer.shape.outputs for name, layer in kept.items()}
+    for name, parts in kept.items():
+        found[name].errors.update(autograd_errors(name, parts, uses[name], step))
+    shapes = {name: parts[0].shape for name, parts in kept.items()}
+    orders = {name: shape.inputs * shape.outputs for name, shape in shapes.items()}
     small = whole([n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of)
     for solver in reference.SOLVES:
         step = one_step(asked, comm, batch, solver, small)
@@ -88,12 +90,13 @@ def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[st
     return [name for name in names if id(module_of[name]) not in left]
 
 
-def survey(layer: mpikfac.Layer, uses: Sequence[reference.Call]) -> Finding:
+def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Call]]) -> Finding:
     """Return a finding with the size of a layer, without comparisons."""
-    vectors = sum(layer.positions(call.g) for call in uses)
-    elements = vectors * layer.shape.groups * layer.shape.inputs
-    order = max(layer.shape.inputs, layer.shape.outputs)
-    return Finding(layer, vectors, large=elements > LARGEST_CALL or order > LARGEST_ORDER)
+    vectors = [sum(part.positions(c.g) for c in calls) for part, calls in zip(parts, uses)]
+    shape, most = parts[0].shape, max(vectors, default=0)
+    elements = sum(vectors) * shape.groups * shape.inputs
+    order = max(shape.inputs, shape.outputs)
+    return Finding(parts, most, large=elements > LARGEST_CALL or order > LARGEST_ORDER)
 
 
 def one_step(
@@ -139,18 +142,25 @@ def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[s
 
 
 def autograd_errors(
-    layer: mpikfac.Layer, uses: Sequence[reference.Call], step: Step
+    name: str,
+    parts: Sequence[mpikfac.Layer],
+    uses: Sequence[Sequence[reference.Call]],
+    step: Step,
 ) -> dict[str, float]:
     """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
-    expected = reference.factors(layer, uses)
-    found = step.factors[layer.name]
-    errors = {side: error(found[side], matrix) for side, matrix in expected.items()}
-    made = torch.cat([reference.gradients(layer, call) for call in uses])
-    size = made.abs().amax()
-    off = error(made.sum(0), step.gradients[layer.name], size)
-    if not reference.is_norm(layer):
-        alone = torch.cat([reference.gradients_alone(layer, call) for call in uses])
-        off = max(off, error(made, alone, size))
+    both = list(zip(parts, uses))
+    expected = [reference.factors(part, calls) for part, calls in both]
+    errors = {
+        side: error(step.factors[name][side], torch.cat([one[side] for one in expected]))
+        for side in expected[0]
+    }
+    made = [torch.cat([reference.gradients(part, call) for call in calls]) for part, calls in both]
+    size = max((one.abs().amax() for one in made), key=Tensor.item)
+    off = error(torch.cat([one.sum(0) for one in made]), step.gradients[name], size)
+    if not reference.is_norm(parts[0]):
+        for own, (part, calls) in zip(made, both):
+            alone = torch.cat([reference.gradients_alone(part, call) for call in calls])
+            off = max(off, error(own, alone, size))
     return {**errors, "gradient": off}
 
 

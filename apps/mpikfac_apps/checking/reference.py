@@ -8,16 +8,15 @@ bias and outputs and the layer's matrices.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac_apps.checking.inside import Use, is_inside, watched
 
 
 class Call(NamedTuple):
@@ -27,8 +26,13 @@ class Call(NamedTuple):
     g: Tensor
 
 
-def calls(layers: Iterable[mpikfac.Layer], loss: Callable[[], Tensor]) -> dict[str, list[Call]]:
-    """Return all uses of each layer in the pass of `loss`; gradients of parameters stay set."""
+def calls(
+    layers: Sequence[mpikfac.Layer], loss: Callable[[], Tensor]
+) -> dict[str, list[list[Call]]]:
+    """Return all uses of each layer in the pass of `loss`; gradients of parameters stay set.
+
+    A product inside a module has uses for each group; another layer has a single list of uses.
+    """
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def keep(name: str, _: nn.Module, inputs: Any, named: Any, output: Tensor) -> Tensor:
@@ -39,84 +43,37 @@ def calls(layers: Iterable[mpikfac.Layer], loss: Callable[[], Tensor]) -> dict[s
         seen.setdefault(name, []).append((x.detach().clone(), output))
         return output.clone()  # an in-place activation must not change the kept output
 
-    by_name = {layer.name: layer for layer in layers}
-    inside = {id(layer.parameters[0]): layer for layer in by_name.values() if in_attention(layer)}
+    by_name = {layer.name: layer for layer in layers if not is_inside(layer)}
     hooks = [
         module.register_forward_hook(partial(keep, name), with_kwargs=True)
         for name, layer in by_name.items()
         for module in layer.modules
-        if not in_attention(layer)
     ]
-    with _linear_maps(inside, seen):
+    with watched([layer for layer in layers if is_inside(layer)]) as inside:
         loss().backward()
     for hook in hooks:
         hook.remove()
-    used = {
-        name: [(x, y.grad) for x, y in uses if y.grad is not None] for name, uses in seen.items()
+    found = {
+        name: [[_call(by_name[name], x, y.grad) for x, y in uses if y.grad is not None]]
+        for name, uses in seen.items()
     }
-    return {
-        name: [_call(by_name[name], *use) for use in uses] for name, uses in used.items() if uses
-    }
-
-
-@contextmanager
-def _linear_maps(
-    inside: Mapping[int, mpikfac.Layer], seen: dict[str, list[tuple[Tensor, Tensor]]]
-) -> Iterator[None]:
-    """Record uses of attentions' projections in `seen`; `inside` finds layers by id of weight."""
-    plain = F.linear
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y, layer = plain(input, weight, bias), inside.get(id(weight))
-        if layer is None or not y.requires_grad:
-            return y
-        y.retain_grad()
-        rows = input.detach().clone().view(-1, examples[id(layer.module)], input.shape[-1])
-        seen.setdefault(layer.name, []).append((rows.transpose(0, 1), y))
-        return y.clone()
-
-    def note(module: nn.Module, inputs: Any, named: Any) -> None:
-        query = inputs[0] if inputs else named["query"]
-        batch = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
-        examples[id(module)] = batch
-
-    examples: dict[int, int] = {}
-    modules = {layer.module for layer in inside.values()}
-    hooks = [module.register_forward_pre_hook(note, with_kwargs=True) for module in modules]
-    F.linear = linear
-    try:
-        yield
-    finally:
-        F.linear = plain
-        for hook in hooks:
-            hook.remove()
-
-
-def in_attention(layer: mpikfac.Layer) -> bool:
-    """Return whether a layer is a projection inside an attention, without a module of its own."""
-    return isinstance(layer.module, nn.MultiheadAttention)
-
-
-def as_module(layer: mpikfac.Layer) -> mpikfac.Layer:
-    """Return the layer of a separate module: a projection becomes a layer of a `Linear`."""
-    if not in_attention(layer):
-        return layer
-    weight, *bias = layer.parameters
-    linear = nn.Linear(weight.shape[1], len(weight), bool(bias)).to(weight)
-    linear.weight.data = weight.detach().clone()
-    if bias:
-        linear.bias.data = bias[0].detach().clone()
-    return mpikfac.Layer(layer.name, linear)
+    of_groups = {name: [_inside(uses) for uses in groups] for name, groups in inside.items()}
+    return {name: uses for name, uses in {**found, **of_groups}.items() if any(uses)}
 
 
 def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
-    """Return a call; an example without a batch dimension is a batch of one.
-
-    Inside an attention, positions come before examples.
-    """
-    if in_attention(layer):
-        return Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1))
+    """Return a call; an example without a batch dimension is a batch of one."""
     return Call(x[None], g[None]) if x.dim() < layer.dimensions else Call(x, g)
+
+
+def _inside(uses: Iterable[Use]) -> list[Call]:
+    """Return the uses with a gradient. Inside a module, positions come before examples."""
+    found = []
+    for x, y, columns in uses:
+        if y.grad is not None:
+            g = y.grad[..., columns]
+            found.append(Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1)))
+    return found
 
 
 def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:

@@ -1,0 +1,127 @@
+"""Find uses of weights inside attentions and cells, which multiply without modules of their own.
+
+Attentions multiply by `F.linear`. Cells are written out by `F.linear`, as torch documents cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpikfac
+
+MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
+
+
+class Use(NamedTuple):
+    """A product: input `[batch, positions, inputs]`, output, and the layer's columns in it."""
+
+    x: Tensor
+    y: Tensor
+    columns: slice
+
+
+def is_inside(layer: mpikfac.Layer) -> bool:
+    """Return whether a layer is a product inside a module."""
+    return isinstance(layer.module, MODULES)
+
+
+def weights_of(layer: mpikfac.Layer) -> list[Tensor]:
+    """Return the weight that the layer, or each group of the layer, multiplies by."""
+    if layer.shape.groups == 1:
+        return [layer.parameters[0]]
+    module = layer.module
+    assert isinstance(module, nn.MultiheadAttention)
+    if module.in_proj_weight is not None:
+        return list(module.in_proj_weight.chunk(3))
+    return [module.q_proj_weight, module.k_proj_weight, module.v_proj_weight]
+
+
+def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
+    """Return layers of separate modules: for a product, or each group, the layer of a `Linear`."""
+    if not is_inside(layer):
+        return [layer]
+    matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
+    layer.read_values(layer.parts(matrix))
+    made = []
+    for own, weight in zip(matrix.view(-1, *matrix.shape[-2:]), weights_of(layer)):
+        linear = nn.Linear(weight.shape[1], len(weight), layer.bias).to(weight)
+        if layer.bias:
+            linear.bias.data = own[:, -1].clone()
+        if layer.bias_alone:
+            linear.weight.requires_grad_(False)
+        else:
+            linear.weight.data = own[:, : weight.shape[1]].clone()
+        made.append(mpikfac.Layer(layer.name, linear))
+    return made
+
+
+@contextmanager
+def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
+    """Inside, keep all products of `layers`: for each layer by name, and for each group."""
+    plain, examples = F.linear, dict[int, int]()
+    seen: dict[str, list[list[Use]]] = {one.name: [[] for _ in weights_of(one)] for one in layers}
+    places = [(one, group, own) for one in layers for group, own in enumerate(weights_of(one))]
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = plain(input, weight, bias)
+        found = [
+            (layer, group, slice(start, start + len(own)))
+            for layer, group, own in places
+            if (start := _row(own, weight)) is not None and y.requires_grad
+        ]
+        if not found:
+            return y
+        y.retain_grad()
+        for layer, group, columns in found:
+            batch = examples.get(id(layer.module), len(input) if input.dim() > 1 else 1)
+            rows = input.detach().clone().reshape(-1, batch, input.shape[-1])
+            seen[layer.name][group].append(Use(rows.transpose(0, 1), y, columns))
+        return y.clone()
+
+    def note(module: nn.Module, inputs: Any, named: Any) -> None:
+        query = inputs[0] if inputs else named["query"]
+        batch = query.shape[0 if module.batch_first else 1] if query.dim() == 3 else 1
+        examples[id(module)] = batch
+
+    with ExitStack() as stack:
+        for module in {layer.module for layer in layers}:
+            if isinstance(module, nn.RNNCellBase):
+                module.forward = partial(written_out, module)
+                stack.callback(delattr, module, "forward")
+            else:
+                stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        stack.callback(setattr, F, "linear", plain)
+        F.linear = linear
+        yield seen
+
+
+def _row(own: Tensor, weight: Tensor) -> int | None:
+    """Return the row of `weight` at which the view `own` begins; None if not in `weight`."""
+    if own.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+        return None
+    row = (own.storage_offset() - weight.storage_offset()) // weight.stride(0)
+    return row if 0 <= row < len(weight) else None
+
+
+def written_out(cell: nn.RNNCellBase, input: Tensor, hx: Any = None) -> Any:
+    """Return the output of a cell, by `F.linear`."""
+    zeros = input.new_zeros(*input.shape[:-1], cell.hidden_size)
+    h, c = hx if isinstance(hx, tuple) else (zeros if hx is None else hx, zeros)
+    given = F.linear(input, cell.weight_ih, cell.bias_ih)
+    kept = F.linear(h, cell.weight_hh, cell.bias_hh)
+    if isinstance(cell, nn.RNNCell):
+        return torch.tanh(given + kept) if cell.nonlinearity == "tanh" else F.relu(given + kept)
+    if isinstance(cell, nn.LSTMCell):
+        i, f, g, o = (given + kept).chunk(4, -1)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        return o.sigmoid() * c.tanh(), c
+    (r, z, n), (own_r, own_z, own_n) = given.chunk(3, -1), kept.chunk(3, -1)
+    r, z = (r + own_r).sigmoid(), (z + own_z).sigmoid()
+    return (1 - z) * torch.tanh(n + r * own_n) + z * h

@@ -1,0 +1,105 @@
+"""Cover the projections of `MultiheadAttention`, to the query itself or to other tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from mpikfac.layers.inner.product import InnerLayer, Node, of_examples, saved_input
+from mpikfac.layers.layer import Layer
+from mpikfac.plan import LayerShape
+
+SOURCES = ("query", "key", "value")
+
+
+class ProjectionLayer(InnerLayer):
+    """Cover a projection of queries, keys or values, or (`source=""`) of the attention's result."""
+
+    arguments = SOURCES
+    module: nn.MultiheadAttention
+
+    def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
+        """Return the input of the projection, `[batch, tokens, inputs]`."""
+        given: Tensor = arguments[self.source or "query"]
+        if given.dim() == 2:  # one example without a batch dimension
+            given = given[None]
+        elif not self.module.batch_first:
+            given = given.transpose(0, 1)
+        return given if self.source else of_examples(saved_input(product), len(given))
+
+
+class ProjectionsLayer(Layer):
+    """Cover the projections of query, key and value with common parameters: a group for each.
+
+    Groups have factors and numbers of positions of their own, as three linear layers have.
+
+    Args:
+        watched: for each group, the weight to find the product with, and the part of the weight.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        given: Sequence[Tensor | None],
+        watched: Sequence[tuple[Tensor, int]],
+    ) -> None:
+        super().__init__(name, module, given)
+        self._given, self._watched = given, watched
+
+    @property
+    def members(self) -> list[Layer]:
+        """The three projections, each with the statistics of a group."""
+        return [self._member(group) for group in range(len(SOURCES))]
+
+    def _member(self, group: int) -> Layer:
+        source, watched = SOURCES[group], self._watched[group]
+        member = ProjectionLayer(self.name, self.module, self._given, source, *watched)
+        member.group, member.modules = group, self.modules
+        member.shape = replace(self.shape, groups=1)
+        return member
+
+    def whole_shape(self) -> LayerShape:
+        """Return the shape of three groups; of a bias alone, without A."""
+        groups, outputs, *inputs = self.arranged(self.parameters[0]).shape
+        if self.bias_alone:
+            return LayerShape(self.name, 1, outputs, groups, sides="G")
+        return LayerShape(self.name, inputs[0] + self.bias, outputs, groups)
+
+    def arranged(self, parameter: Tensor) -> Tensor:
+        """Return a view with the rows of query, key and value apart, `[3, ...]`."""
+        return parameter.unflatten(0, (len(SOURCES), -1))
+
+
+def attention_layers(name: str, module: nn.Module) -> list[Layer]:
+    """Return an attention's trained projections: of query, key and value, and of the result."""
+    assert isinstance(module, nn.MultiheadAttention)
+    prefix, packed, out = f"{name}." if name else "", module.in_proj_weight, module.out_proj
+    layers: list[Layer] = []
+    if packed is None:
+        layers += _apart(prefix, module)
+    elif packed.requires_grad:
+        given, watched = (packed, module.in_proj_bias), [(packed, part) for part in range(3)]
+        layers.append(ProjectionsLayer(f"{prefix}in_proj", module, given, watched))
+    if out.weight.requires_grad:
+        own = f"{prefix}out_proj", module, (out.weight, out.bias)
+        layers.append(ProjectionLayer(*own, "", out.weight))
+    return layers
+
+
+def _apart(prefix: str, module: nn.MultiheadAttention) -> list[Layer]:
+    """Return the layers of an attention with `kdim` or `vdim`: three weights, and their bias."""
+    weights = {source: getattr(module, f"{source[0]}_proj_weight") for source in SOURCES}
+    trained = {source: weight for source, weight in weights.items() if weight.requires_grad}
+    layers: list[Layer] = [
+        ProjectionLayer(f"{prefix}{source[0]}_proj", module, (weight, None), source, weight)
+        for source, weight in trained.items()
+    ]
+    bias = module.in_proj_bias
+    if bias is not None and bias.requires_grad and len(trained) == len(SOURCES):
+        watched = [(weight, 0) for weight in trained.values()]
+        layers.append(ProjectionsLayer(f"{prefix}in_proj", module, (None, bias), watched))
+    return layers

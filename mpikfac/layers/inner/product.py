@@ -1,0 +1,157 @@
+"""Find products with a weight in autograd's graph, and record a product as a linear layer.
+
+A module such as an attention multiplies by its weights without modules of their own. The forward
+call leaves a graph behind: the products are the nodes that take the weight, transposed. A hook on a
+node gets the gradient of the product. Other layers are not touched, and the module computes what
+the module computes without K-FAC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.layers.layer import Attached, Call, Layer
+
+Node = Any  # of autograd's graph
+TRANSPOSED = "TBackward0"
+SPLIT = ("SplitBackward0", "SplitWithSizesBackward0")
+PASSED_ON = (TRANSPOSED, "ToCopyBackward0", *SPLIT)  # a weight on its way to a product
+
+
+class InnerLayer(Layer):
+    """Cover a linear layer inside a module; the gradient comes from the product's node.
+
+    A module may multiply by a weight at once, or by parts of the weight's rows in several products.
+
+    Args:
+        source: the argument of the module that is the layer's input; "" for none.
+        watched: the weight to find products with.
+        part: where the layer's rows begin in `watched`, in units of the layer's outputs.
+
+    Raises:
+        TypeError: in a forward pass, no product with the weight is in autograd's graph.
+    """
+
+    dimensions = 1  # `watch` returns a batch in any case
+    arguments: ClassVar[tuple[str, ...]]
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        given: Sequence[Tensor | None],
+        source: str,
+        watched: Tensor,
+        part: int = 0,
+    ) -> None:
+        super().__init__(name, module, given)
+        self.source, self._watched, self._part = source, watched, part
+
+    def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
+        """Call `hook` after each forward call; `torch.compile` leaves the module out."""
+        return [Uncompiled(module), *super().attach(module, hook)]
+
+    def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
+        """Return the inputs of the product and a hook on the gradient, example by example."""
+        result = output[0] if isinstance(output, tuple) else output
+        if not result.requires_grad:
+            return None
+        products = products_with(self._watched, result.grad_fn, _tensors([given, named]))
+        if not products:
+            raise TypeError(
+                f"layer {self.name!r}: no product with the weight is in autograd's graph; add the "
+                f"module to skip to train the module first-order"
+            )
+        # The last product has all remaining rows of the weight.
+        number, outputs = min(self._part, len(products) - 1), self.shape.outputs
+        start = (self._part - number) * outputs
+        x = self.input_of(dict(zip(self.arguments, given)) | named, products[number])
+
+        def listen(hook: Callable[[Tensor], None]) -> None:
+            def on_gradient(gradients: Sequence[Tensor]) -> None:
+                rows = gradients[0][..., start : start + outputs]
+                hook(of_examples(rows, len(x)))
+
+            products[number].register_prehook(on_gradient)
+
+        return x, listen
+
+    def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
+        """Return the input of the product, `[batch, inputs]` or `[batch, shared, inputs]`."""
+        raise NotImplementedError
+
+
+class Uncompiled:
+    """Keep `torch.compile` away from a module: a compiled graph hides the products inside.
+
+    Copies of the module are compiled again.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._own = module, torch.compiler.disable(module._call_impl)
+        module._compiled_call_impl = self._own
+
+    def remove(self) -> None:
+        """Let the module be compiled again, unless another trainer keeps the module out."""
+        if self._module._compiled_call_impl is self._own:
+            self._module._compiled_call_impl = None
+
+
+def of_examples(rows: Tensor, batch: int) -> Tensor:
+    """Return rows `[shared * batch, n]`, the examples of a position in a row, by example."""
+    return rows.reshape(-1, batch, rows.shape[-1]).transpose(0, 1)
+
+
+def saved_input(product: Node) -> Tensor:
+    """Return the left operand of a product, as kept for the backward pass."""
+    kept: Tensor = product._saved_mat1 if hasattr(product, "_saved_mat1") else product._saved_self
+    return kept
+
+
+def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[Node]:
+    """Return the nodes that multiply by the weight's transpose, in the order of the weight's rows.
+
+    Args:
+        last: the node of a module's output.
+        inputs: tensors given to the module; the search ends there.
+    """
+    found: dict[int, Node] = {}
+    seen = {value.grad_fn for value in inputs}
+    ahead = [last]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for before, output in node.next_functions:
+            part = _part_of(weight, before, output)
+            if part is None:
+                ahead.append(before)
+            else:
+                found[part] = node
+    return [found[part] for part in sorted(found)]
+
+
+def _part_of(weight: Tensor, node: Node, output: int) -> int | None:
+    """Return the number of the part of the weight that a node passes on, transposed, or None."""
+    transposed, part = False, 0
+    while node is not None and node.name() in PASSED_ON:
+        transposed |= node.name() == TRANSPOSED
+        part = output if node.name() in SPLIT else part
+        ((node, output),) = node.next_functions
+    return part if transposed and getattr(node, "variable", None) is weight else None
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments of a call."""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
+    elif isinstance(values, list | tuple):
+        for value in values:
+            yield from _tensors(value)

@@ -1,0 +1,73 @@
+"""Attentions and recurrent cells under every placement: one process's numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import Strategy
+from support import inner, problem
+
+RANKS = mpikfac.world().size
+KINDS = [*inner.TO, *inner.CELLS]
+STRATEGIES = [
+    *problem.strategies(RANKS, ["everyone", "owners"]),
+    Strategy(1, "owners", "owner").changed(reduce_at="bases"),
+    Strategy(RANKS).changed(packing="square", fusion=1),
+]
+OVERLAPPED = Strategy(RANKS, replicate_below=5).changed(overlap=True, fusion=2)
+
+
+def train(comm, strategy, ranks, kind, fisher="empirical", solver="eigen"):
+    """Train on the rank's shards of `ranks` shards; return all numbers of the network."""
+    network, _ = inner.pair(kind)
+    optimizer = problem.sgd_all(network)
+    settings = problem.SETTINGS | {"damping": 0.1, "solver": solver, "fisher": fisher}
+    kfac = problem.kfac(network, optimizer, comm, strategy, **settings)
+    for step in range(problem.STEPS):
+        images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in problem.batch(step))
+        optimizer.zero_grad()
+        outputs = network(images)
+        kfac.record(outputs)
+        F.cross_entropy(outputs, labels).backward()
+        kfac.step()
+    kfac.close()
+    return inner.weights(network)
+
+
+@problem.by_one_process
+def alone(own, *given, **settings):
+    """Return the numbers of a single process on the joined batches."""
+    return train(own, Strategy(), 1, *given, **settings)
+
+
+def assert_as_one_process(comm, strategy, kind, **settings):
+    expected = alone(kind, **settings)
+    found = train(comm, strategy, RANKS, kind, **settings)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    assert (expected - inner.weights(inner.pair(kind)[0])).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+def test_each_placement(comm, strategy, kind):
+    """Oracle: one process on the joined batches."""
+    assert_as_one_process(comm, strategy, kind)
+
+
+@pytest.mark.parametrize("kind", inner.TO)
+def test_overlapped_statistics_wait_for_all_groups(comm, kind):
+    """Oracle: one process on the joined batches."""
+    assert_as_one_process(comm, OVERLAPPED, kind)
+    assert_as_one_process(comm, OVERLAPPED, kind, fisher="exact")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "settings", [{"solver": "inverse"}, {"solver": "unsplit-inverse", "fisher": "exact"}], ids=str
+)
+def test_other_solvers(comm, kind, settings):
+    """Oracle: one process on the joined batches."""
+    assert_as_one_process(comm, Strategy(RANKS), kind, **settings)
