@@ -166,6 +166,25 @@ def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     assert len(set(comm.allgather(str(caught.value)))) == 1
 
 
+def test_overlap_refuses_a_gradient_that_changes_after_backward(comm):
+    """Oracle: the line; alone, where nothing was sent, the weights without overlap."""
+    found = []
+    for strategy in ({}, STRATEGIES["overlapped"]):
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = kfac_with(strategy)(model, optimizer, comm)
+        x, y = batch(0, comm)
+        F.cross_entropy(model(x), y).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        if strategy and comm.size > 1:
+            with pytest.raises(ValueError, match="was changed after the backward pass"):
+                trainer.step()
+            return
+        trainer.step()
+        found.append(weights(model))
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("make", [DataParallel, kfac_with({})])
 def test_a_clipped_gradient_is_the_mean_of_all_ranks(comm, make):
     """Oracle: torch's `clip_grad_norm_` in one process on the joined batch."""
