@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -153,6 +153,7 @@ class KFAC:
         take_model(model, self)
         self._unseen: set[str] = set()  # layers that K-FAC has warned of
         self._coarse = False  # whether K-FAC has warned of little damping
+        self._large = False  # whether K-FAC has warned of large factors
         self._begin(0)
         if self._team.trains.rank == 0:
             found = offers(model, self.others, self._coverage)
@@ -572,7 +573,7 @@ class KFAC:
         self._warn_of_damping(damping)
         factors = self.factors.whole(share)
         self._leave_state()  # from here on, the state has what this step has begun
-        self.bases.decompose(factors, self.steps, damping, share)
+        self._warn_of_size(self.bases.decompose(factors, self.steps, damping, share), damping)
 
     def _publish_bases(self) -> None:
         """Send decompositions to the workers of a layer."""
@@ -668,6 +669,16 @@ class KFAC:
                 "damping=%g at step %d is below %g: float32 has too few digits for directions with "
                 "so little damping; take more damping, or a model in float64",
                 *(damping, self.steps, LEAST_DAMPING),
+            )
+
+    def _warn_of_size(self, layers: Sequence[str], damping: float) -> None:
+        if layers and not self._large:
+            self._large = True
+            log.warning(
+                "layer %r at step %d: float32 rounds the factors of such large inputs and "
+                "gradients by more than damping=%g covers, so directions may be wrong; normalise "
+                "the inputs, or take more damping, or a model in float64",
+                *(layers[0], self.steps, damping),
             )
 
     def _warn_unseen(self, name: str) -> None:

@@ -17,7 +17,10 @@ from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.solvers import Held, Means, Solver, decomposed
 
 Blocks = dict[str, Tensor]
-HARMLESS = 0.01  # an error of an eigenvalue, relative to the damping
+# Errors of eigenvalues, relative to the damping.
+HARMLESS = 0.01  # in a decomposition
+COARSE = 100.0  # in averages: products of traces are far above the errors that matter
+COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
 
 
 @dataclass(frozen=True)
@@ -131,11 +134,14 @@ class Bases(Part):
 
     def decompose(
         self, factors: Mapping[str, Tensor], step: int, damping: float, share: int | None = None
-    ) -> None:
+    ) -> list[str]:
         """Start to decompose the factors of the rank: all, or a `share` of the layers.
 
         Args:
             factors: packed, by name.
+
+        Returns:
+            Names of layers with factors whose rounding the damping does not cover.
         """
         self.share = share
         at_once = self.plan.strategy.refresh.delay == 0 or not self.ready
@@ -146,7 +152,10 @@ class Bases(Part):
         added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
         plain = [t for t in tasks if not (t.factor.solver.damped or t.factor.solver.vector)]
-        felt = {t.factor.name: self._felt(t, means, damping) for t in plain}
+        errors = {t.factor: self._error(t, means, damping) for t in plain}
+        felt = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
+        coarse = [f.layer for f, error in errors.items() if error > COARSE]
+        coarse += self._coarse(tasks, means, added)
         packed |= {name: packed[name].double() for name, much in felt.items() if much}
         if self._curvature:
             added |= {name: torch.tensor([1.0 * much]) for name, much in felt.items()}
@@ -156,6 +165,7 @@ class Bases(Part):
         else:
             kept = {name: factor.clone() for name, factor in packed.items()}
             self._made = self._background.start(lambda: self._blocks(tasks, kept, added))
+        return coarse
 
     @property
     def pending(self) -> bool:
@@ -200,24 +210,35 @@ class Bases(Part):
         """Have `damp` prepare directions anew, as decompositions or scales have new content."""
         self._damping = math.nan
 
-    def _felt(self, task: Task, means: MeanEigenvalues, damping: float) -> bool:
-        """Return whether errors of eigenvalues in the dtype of sums would be felt.
+    def _error(self, task: Task, means: MeanEigenvalues, damping: float) -> float:
+        """Return the error of eigenvalues in the dtype of sums, relative to the damping.
 
-        The errors are about `eps` times the largest eigenvalue of `G (x) A`, which the product of
-        the traces bounds; the damping has to be well above the errors. Without the other side's
-        factors, the rank cannot tell.
+        The error is about `eps` times the largest eigenvalue of `G (x) A`, which the product of the
+        traces bounds. Without the other side's factors, the rank cannot tell: NaN.
         """
         if self.site.dtype == torch.float64:
-            return False
+            return 0.0
         sides = [side for side in (task.side, task.other) if side]
         if not all(means.known(side) for side in sides):
-            return True
-        largest = torch.tensor(torch.finfo(self.site.dtype).eps / HARMLESS)
+            return math.nan
+        largest = torch.tensor(torch.finfo(self.site.dtype).eps / damping)
         for side in sides:
             order = sum(factor.size for factor in side) / side[0].groups
             mean = means[side].max().cpu()
             largest = largest * order * (1.0 if self.relative else mean)
-        return bool(largest > damping)
+        return largest.item()
+
+    def _coarse(
+        self, tasks: Sequence[Task], means: MeanEigenvalues, added: Mapping[str, Tensor]
+    ) -> list[str]:
+        """Return the layers with damped factors in which `eps` times the trace is much."""
+        damped = [task.factor for task in tasks if task.factor.name in added]
+        if self.site.dtype == torch.float64 or not damped:
+            return []
+        eps = torch.finfo(self.site.dtype).eps
+        errors = [(eps * f.order * means[f,] / added[f.name]).max() for f in damped]
+        much = (torch.stack(errors) > COARSE_DAMPED).tolist()
+        return [factor.layer for factor, one in zip(damped, much) if one]
 
     def _added(self, task: Task, means: MeanEigenvalues, damping: float) -> Tensor:
         """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`."""

@@ -365,3 +365,31 @@ def test_little_damping_in_float32_is_warned_of_once(caplog):
             kfac.step()
         told = [r.getMessage() for r in caplog.records if "too few digits" in r.getMessage()]
         assert len(told) == (dtype == torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("solver", "damping"), [("eigen", 1e-3), ("inverse", 1e-5), ("unsplit-inverse", 1e-1)]
+)
+def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, caplog):
+    """Oracle: the log, and directions in float64: wrong if and only if a warning came."""
+    torch.manual_seed(0)
+    smooth, y = F.avg_pool2d(torch.rand(192, 1, 14, 14), 3, 1), torch.randint(10, (192,))
+    plain = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(800, 10))
+
+    def direction(dtype: torch.dtype, largest: float) -> torch.Tensor:
+        model = copy.deepcopy(plain).to(dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        choices = {"solver": solver, "damping": damping, "clip": None, "basis_every": 1}
+        kfac = KFAC(model, optimizer, COMM, **choices)
+        for some, labels in zip(smooth.split(64), y.split(64)):
+            optimizer.zero_grad()
+            F.cross_entropy(model((largest * some).to(dtype)), labels).backward()
+            kfac.step()
+        return model[3].weight.grad.double()
+
+    for largest, much in ((255.0, True), (1.0, False)):
+        mine, precise = direction(torch.float32, largest), direction(torch.float64, largest)
+        told = [r for r in caplog.records if "float32 rounds the factors" in r.getMessage()]
+        caplog.clear()
+        assert len(told) == much
+        assert ((mine - precise).norm() > 0.02 * precise.norm()) == much
