@@ -148,10 +148,11 @@ class Directions(Part):
                 return
             self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)
             gradients = gradients_of(parameters)  # of all ranks
-            slopes = inner_products(directions, [gradients])[:, 0]
+            slopes = inner_products(directions, [gradients])[:, 0].cpu()
             found, curvatures = self._measured(model, batch, weight, directions)
             self._compare(found[0].item(), slopes[0].item())
-            curvatures += self.settings.at("damping", step) * inner_products(directions, directions)
+            lengths = inner_products(directions, directions).cpu()
+            curvatures += self.settings.at("damping", step) * lengths
             multiples = lowest(slopes, curvatures)
             self.expected.fill_(multiples @ (curvatures @ multiples / 2 - slopes))
             for name, gradient in gradients.items():

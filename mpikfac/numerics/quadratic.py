@@ -97,12 +97,14 @@ def jacobian_product(
 
 
 def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Tensor:
-    """Return the products `v_i^T w_j` `[n, m]` of directions, in float64, on the host."""
+    """Return the products `v_i^T w_j` `[n, m]` of directions, in float64."""
 
-    def product(v: Direction, w: Direction) -> float:
-        return sum((v[name].double() * w[name].double()).sum().item() for name in v if name in w)
+    def product(v: Direction, w: Direction) -> Tensor:
+        terms = [(v[name].double() * w[name].double()).sum() for name in v if name in w]
+        return torch.stack(terms).sum() if terms else zero
 
-    return torch.tensor([[product(v, w) for w in others] for v in ones], dtype=torch.float64)
+    zero = next(iter(ones[0].values())).new_zeros((), dtype=torch.float64)
+    return torch.stack([torch.stack([product(v, w) for w in others]) for v in ones])
 
 
 def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:

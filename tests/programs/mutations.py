@@ -284,6 +284,21 @@ TABLE = (
         "torch.where(own > 0, length, 1.0)",
         "tests/unit/test_step_length.py",
     ),
+    Mistake(
+        "quadratic model: the damping is left out",
+        "engine/directions.py",
+        "curvatures += self.settings",
+        "curvatures += 0 * self.settings",
+        "tests/unit/test_quadratic.py",
+    ),
+    Mistake(
+        "quadratic model: ranks do not add up their curvatures",
+        "engine/directions.py",
+        "mean = summed(self.site.grid.world, numbers.flatten().tolist())",
+        "mean = numbers.flatten().tolist()",
+        "tests/mpi/test_quadratic.py",
+        ranks=2,
+    ),
     # -- statistics
     Mistake(
         "convolution: height and width swap their padding",
