@@ -189,6 +189,29 @@ def test_a_hang_is_told_even_if_the_disk_is_full_or_hangs(tmp_path, storage, why
     assert any("in hangs" in stack for stack in stacks)
 
 
+SPOILED = {
+    "{}": "rank 1 silent",
+    "[" * 10**5: "rank 1 silent",
+    '{"phase": "step", "step": "1", "stage": "", "waits": false, "host": "a"}': "rank 1 silent",
+    '{"phase": "step", "step": 1, "stage": "", "waits": false, "host": "\\u001b[2J"}': "rank 1 on",
+}
+
+
+@pytest.mark.parametrize("content", SPOILED)
+def test_a_report_that_no_rank_writes_does_not_keep_the_line(tmp_path, content):
+    """Oracle: one printable line that names both ranks."""
+    body = f"""
+    Path(sys.argv[1], "rank-1.txt").write_text({content!r})
+    watchdog = Watchdog(Reports(hang, 0, 2), 0.2, lambda: "decompose")
+    for step in range(2):
+        watchdog.enter("step", step)
+    time.sleep(60)
+    """
+    ran = alone(tmp_path, body)
+    (line,) = ran.stderr.splitlines()
+    assert line.isprintable() and "rank 0 on" in line and SPOILED[content] in line
+
+
 WRITES = """
     watchdog = watched(0.1)
     watchdog.enter("step", 0)

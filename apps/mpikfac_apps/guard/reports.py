@@ -33,6 +33,7 @@ SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
 OTHERS = 1.25  # if rank 0 is silent, another rank prints the summary
 
 Place = dict[str, Any]
+FORM = {"phase": str, "step": int, "stage": str, "waits": bool, "host": str}
 
 
 def set_aside(directory: Path) -> None:
@@ -127,7 +128,8 @@ class Reports:
         except OSError:
             return
         places = summary([self._read(rank) for rank in range(self._ranks)])
-        line = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}\n"
+        told = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
+        line = f"{files.printable(told)}\n"
         self._print(line)
         with suppress(OSError):
             file.write(line.encode())
@@ -141,9 +143,9 @@ class Reports:
         try:
             with files.reading(self._path(rank)) as file:
                 report: Place = files.json_of(file.readline(files.SMALL))
-                return report
         except (OSError, ValueError):
             return None
+        return report if files.has_form(report, FORM) else None
 
     def _path(self, rank: int) -> Path:
         return self._directory / f"rank-{rank}.txt"
