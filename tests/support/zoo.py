@@ -6,7 +6,7 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import MethodType
 from typing import Any
@@ -33,11 +33,13 @@ class Entry:
         build: returns the network, with random weights.
         inputs: shape of an example.
         tokens: examples are whole numbers below `tokens`; None for real numbers.
+        positions: layers to skip, whose input has a row for each position and not for each example.
     """
 
     build: Callable[[], nn.Module]
     inputs: tuple[int, ...] = IMAGE
     tokens: int | None = None
+    positions: tuple[str, ...] = ()
 
 
 class Adapted(nn.Module):
@@ -59,10 +61,12 @@ def missing() -> list[str]:
 
 
 def asked(name: str) -> Subject:
-    """Return a network of the zoo as `mpikfac check` takes networks, covered as by default."""
+    """Return a network of the zoo as `mpikfac check` takes networks, without positions."""
     entry = ZOO[name]
     torch.manual_seed(0)
-    return subject_of(entry.build(), mpikfac.KINDS, entry.inputs, entry.tokens)
+    found = subject_of(entry.build(), mpikfac.KINDS, entry.inputs, entry.tokens)
+    coverage = replace(found.coverage, skip=[*found.coverage.skip, *entry.positions])
+    return replace(found, coverage=coverage)
 
 
 @cache
@@ -255,7 +259,21 @@ OF_TRANSFORMERS = {
     "wav2vec2": Entry(wav2vec2, (60,)),
 }
 
+BIAS = "block.0.layer.0.SelfAttention.relative_attention_bias"
+POSITIONS = {
+    "bert": ["bert.embeddings.position_embeddings"],
+    "albert": ["albert.embeddings.position_embeddings"],
+    "distilbert": ["distilbert.embeddings.position_embeddings"],
+    "gpt2": ["transformer.wpe"],
+    "t5": [f"{side}.{BIAS}" for side in ("encoder", "decoder")],
+    "clip": [f"{side}_model.embeddings.position_embedding" for side in ("text", "vision")],
+}
 ZOO: Mapping[str, Entry] = {
     **{f"timm {name}": entry for name, entry in OF_TIMM.items()},
-    **{f"transformers {name}": entry for name, entry in OF_TRANSFORMERS.items()},
+    **{
+        f"transformers {name}": replace(
+            entry, positions=tuple(f"network.{own}" for own in POSITIONS.get(name, ()))
+        )
+        for name, entry in OF_TRANSFORMERS.items()
+    },
 }

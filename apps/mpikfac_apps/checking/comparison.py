@@ -108,7 +108,7 @@ def one_step(
     """
     model = asked.copied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    skip = [*asked.refused, *others(asked, model, names)]
+    skip = [*asked.coverage.skip, *others(asked, model, names)]
     coverage = dataclasses.replace(asked.coverage, skip=skip)
     kfac = mpikfac.KFAC(
         model, optimizer, comm, damping=DAMPING, clip=None, solver=solver, coverage=coverage
