@@ -190,8 +190,6 @@ def test_a_hang_is_told_even_if_the_disk_is_full_or_hangs(tmp_path, storage, why
 
 
 SPOILED = {
-    "{}": "rank 1 silent",
-    "[" * 10**5: "rank 1 silent",
     '{"phase": "step", "step": "1", "stage": "", "waits": false, "host": "a"}': "rank 1 silent",
     '{"phase": "step", "step": 1, "stage": "", "waits": false, "host": "\\u001b[2J"}': "rank 1 on",
 }
