@@ -52,9 +52,7 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
         "relative damping": kfac(
             *[{"kfac.damping": share} for share in ("0.1", "0.3", "1")], relative_damping="true"
         ),
-        "grafted to SGD": kfac(
-            *[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], graft="sgd", kl_clip="null"
-        ),
+        "grafted to SGD": kfac(*[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], length="sgd"),
         "labels sampled": kfac(*CLIPS, fisher="sampled"),
         "sharing reduced": kfac(*CLIPS, sharing="reduce"),
     },

@@ -31,9 +31,9 @@ from .plan import Transport as Transport
 from .plan import Wires as Wires
 from .plan import named as named
 from .plan import usual_rule as usual_rule
-from .settings import Clip as Clip
 from .settings import Damping as Damping
 from .settings import Estimator as Estimator
+from .settings import Length as Length
 from .settings import LevenbergMarquardt as LevenbergMarquardt
 from .settings import schedule as schedule
 from .solvers import Eigen as Eigen

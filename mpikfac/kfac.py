@@ -57,10 +57,11 @@ from mpikfac.numerics import (
 )
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, one_of, plan_for
 from mpikfac.settings import (
+    FOR_VECTORS,
     SETTINGS,
-    Clip,
     Damping,
     Estimator,
+    Length,
     LevenbergMarquardt,
     Schedule,
     Settings,
@@ -90,7 +91,8 @@ class KFAC:
         strategy: who computes and sends what; every rank preconditions every layer if None
             (COMM-OPT).
         damping: a number, a schedule (a function of the step), a `Damping`, or a
-            `LevenbergMarquardt` that `adapt` changes.
+            `LevenbergMarquardt` that `adapt` changes. None: `Damping()`, or 0.003 with the solver
+            "rank-one".
         factor_every: interval in steps between statistics, or a schedule.
         basis_every: interval in steps between decompositions, or a schedule; a multiple of
             `stagger`.
@@ -101,7 +103,7 @@ class KFAC:
             "unsplit-inverse": inverses with all of the damping added to each, as published codes
             do. "rank-one": mean vectors, with A and G as squares of vectors, a different estimator
             [Zhang et al. 2023, Eva]; `basis_every=1` is the paper's.
-        clip: the length of a step: a `Clip`, the KL clip as a number, or None for no bound.
+        length: the length of a step; `Length()` if None.
         estimator: how factors are estimated.
         coverage: the layers to cover, and the form of factors.
         trace: times the stages; a new trace if None.
@@ -129,25 +131,27 @@ class KFAC:
         comm: Comm | Team,
         strategy: Strategy | None = None,
         *,
-        damping: float | Schedule | Damping | LevenbergMarquardt = 0.003,
+        damping: float | Schedule | Damping | LevenbergMarquardt | None = None,
         factor_every: int | Schedule = 1,
         basis_every: int | Schedule = 10,
         solver: SolverName | Solver = "inverse",
-        clip: Clip | float | None = 0.001,
+        length: Length | None = None,
         estimator: Estimator | None = None,
         coverage: Coverage | None = None,
         trace: Trace | None = None,
     ) -> None:
         self._team = comm if isinstance(comm, Team) else Team(comm)
         check_optimizer(optimizer)
+        self._solvers, self._coverage = solvers_by_name(solver), coverage or Coverage()
+        if damping is None and next(iter(self._solvers.values())).form.vector:
+            damping = FOR_VECTORS
         damping = damping if isinstance(damping, Damping) else Damping(damping)
-        clip = clip if isinstance(clip, Clip) else Clip(clip)
-        if clip.quadratic:
+        length = length or Length()
+        if length.source == "quadratic":
             check_plain(optimizer)
         self.model, self._optimizer, self.trace = model, optimizer, trace or Trace()
         self.estimator = estimator or Estimator()
-        self.settings = Settings(damping, factor_every, basis_every, self.estimator.decay, clip)
-        self._solvers, self._coverage = solvers_by_name(solver), coverage or Coverage()
+        self.settings = Settings(damping, factor_every, basis_every, self.estimator.decay, length)
         self.nonfinite = Nonfinite(self._team.trains.rank)
         self._assemble(strategy or Strategy.comm_opt(self._team.size))
         take_model(model, self)
@@ -225,7 +229,7 @@ class KFAC:
         self.factors = Factors(site, self.estimator.factor_dtype or site.dtype, at_identity)
         self.recorder = Recorder(self.model, self.layers, self.factors, self.estimator)
         self.curvature = Curvature(self.plan, site, team.link, self._solvers) if team.link else None
-        relative = self.settings.damping.relative
+        relative = self.settings.damping.is_relative
         self.bases = Bases(site, self._solvers, relative, self.curvature)
         self.scales = Scales(site, self.bases)
         if site.plan.rescaled:
@@ -293,16 +297,16 @@ class KFAC:
                 is scaled before K-FAC preconditions the gradient. None for no bound.
             examples: the number of examples of the rank's mean loss, if shards are uneven: the
                 average over ranks weighs ranks by the number. None: ranks weigh the same.
-            inputs: with `quadratic` of `Clip` only: the model's argument for the rank's share of
+            inputs: with `Length("quadratic")` only: the model's argument for the rank's share of
                 the batch, or for a part of the share; or a tuple of arguments.
-            loss: with `quadratic` only: the mean loss of `inputs` as a function of the model's
-                outputs, without the factor of a scaler.
+            loss: with `Length("quadratic")` only: the mean loss of `inputs` as a function of the
+                model's outputs, without the factor of a scaler.
 
         Raises:
             ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
                 nothing to step; `examples` with `overlap` or `parts`; a gradient that was changed
                 after `overlap` had sent the gradient; a converted or moved model; `inputs` and
-                `loss` without `quadratic`, or `quadratic` without both.
+                `loss` without `Length("quadratic")`, or the reverse.
             UserError: ranks disagree on the model, learning rates or settings.
         """
         scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss)
@@ -401,8 +405,8 @@ class KFAC:
                 `parts`, as K-FAC adds parts up in order.
         """
         transport = self.plan.strategy.transport
-        if self.settings.clip.quadratic:
-            raise ValueError("with quadratic=True, call step(inputs=..., loss=...)")
+        if self.settings.length.source == "quadratic":
+            raise ValueError("with length='quadratic', call step(inputs=..., loss=...)")
         if self.gradients.owner_updates or transport.overlap or transport.parts is not None:
             raise ValueError(
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
@@ -433,7 +437,7 @@ class KFAC:
         `<gradient, delta> + 1/2 <delta, C delta>`. `C direction` is the gradient, up to the step's
         scale, so no product with C is taken. Everything outside of the model counts as a change of
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
-        rates the coupling of parameters. With `quadratic` of `Clip` the prediction is the whole
+        rates the coupling of parameters. With `Length("quadratic")` the prediction is the whole
         quadratic model's, for the whole step. With inverses, new damping waits for the next
         decomposition.
 
@@ -452,7 +456,7 @@ class KFAC:
         if (adapted := self.settings.damping.adapted) is None:
             raise ValueError(
                 f"adapt() needs damping=LevenbergMarquardt(...), "
-                f"not {self.settings.damping.value!r}"
+                f"not {self.settings.damping.number!r}"
             )
         ratio = self.directions.reduction_ratio(loss_before, loss_after)
         if ratio is None:
@@ -588,22 +592,22 @@ class KFAC:
 
     def _make_directions(self) -> None:
         """Precondition gradients, send the directions to all, and bound the step."""
-        if self.settings.clip.graft == "adam":
+        if self.settings.length.source == "adam":
             self._leave_state()  # grafting takes the gradients into averages
         self.directions.precondition(self.steps)
         self.directions.publish()
         self.directions.check()
         self.directions.clip(self.steps)
-        if self.settings.damping.adapted and not self.settings.clip.quadratic:
+        if self.settings.damping.adapted and self.settings.length.source != "quadratic":
             self.directions.predict()
 
     def _batch(self, inputs: Any, loss: Criterion | None) -> Batch | None:
         """Return the batch of a quadratic model, if the length of the step needs the model."""
-        quadratic = self.settings.clip.quadratic
+        quadratic = self.settings.length.source == "quadratic"
         if (inputs is not None, loss is not None) != (quadratic, quadratic):
             raise ValueError(
-                "step(inputs=..., loss=...) needs Clip(kl=None, quadratic=True), and "
-                "quadratic=True needs inputs and loss"
+                "step(inputs=..., loss=...) needs length=Length('quadratic'), and "
+                "length='quadratic' needs inputs and loss"
             )
         if loss is None:
             return None
@@ -619,7 +623,7 @@ class KFAC:
 
     def _in_force(self) -> dict[str, object]:
         """Return the numbers of the step, which are equal on all ranks."""
-        names = ("damping", "decay", *filter(None, [self.settings.bound]))
+        names = ("damping", "decay", *filter(None, [self.settings.length.bound]))
         numbers = {name: self.settings.at(name, self.steps) for name in names}
         return {"steps": self.steps, "optimizer": list(group_settings(self.optimizer)), **numbers}
 
@@ -662,7 +666,7 @@ class KFAC:
                 self._warn_unseen(name)
 
     def _warn_of_damping(self, damping: float) -> None:
-        coarse = not self.settings.damping.relative and damping < LEAST_DAMPING
+        coarse = not self.settings.damping.is_relative and damping < LEAST_DAMPING
         if coarse and self.gradients.arena.flat.dtype == torch.float32 and not self._coarse:
             self._coarse = True
             log.warning(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,7 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
-        adam = settings.clip.graft == "adam"
+        adam = settings.length.source == "adam"
         self._adam = Squares(self.plan.preconditioned, self.site) if adam else None
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
@@ -92,8 +92,8 @@ class Directions(Part):
             self.bases.damp(self.settings.at("damping", step))
             for job in self._jobs:
                 job.direction.copy_(job.solver.direction(job.gradient, job.held))
-                if self.settings.clip.graft:
-                    self._graft(job)
+            if self._jobs and self.settings.length.source in ("adam", "sgd"):
+                self._graft()
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -111,17 +111,22 @@ class Directions(Part):
                 self.arena[name].copy_(usable)
 
     def clip(self, step: int) -> None:
-        """Bound the step's Fisher norm, or its norm.
+        """Bound the Fisher norm of the direction or of the step, or the direction's norm.
 
         Collective over: world if no rank holds all directions, else none.
         """
-        if not self.settings.bound or not self.gradients.layers:
+        kind = self.settings.length.bound
+        if not kind or not self.gradients.layers:
             return
-        by_norm = self.settings.bound == "norm_clip"
-        square = self._square() if by_norm else self._along_gradient(2)
+        squares = {
+            "fisher_clip": lambda: self._along_gradient(0),
+            "kl_clip": lambda: self._along_gradient(2),
+            "norm_clip": self._square,
+        }
+        square = squares[kind]()
         self.site.grid.exchange(self._bound, square)
-        bound = self.settings.at(self.settings.bound, step)
-        self.scale = clip_scale(square, bound**2 if by_norm else bound)
+        bound = self.settings.at(kind, step)
+        self.scale = clip_scale(square, bound if kind == "kl_clip" else bound**2)
         self.arena.flat *= self.scale
 
     def predict(self) -> None:
@@ -236,7 +241,9 @@ class Directions(Part):
                 found = slopes_and_curvatures(model, batch, directions)
             except NotImplementedError as error:
                 why = str(error).partition(" because")[0]
-                raise UserError(f"quadratic=True needs forward-mode derivatives: {why}") from error
+                raise UserError(
+                    f"length='quadratic' needs forward-mode derivatives: {why}"
+                ) from error
             numbers = torch.vstack(found).cpu() * weight / self.plan.grid.count
         mean = summed(self.site.grid.world, numbers.flatten().tolist())
         numbers = torch.tensor(mean, dtype=torch.float64).view_as(numbers)
@@ -252,21 +259,23 @@ class Directions(Part):
             )
         self._compared = True
 
-    def _graft(self, job: Job) -> None:
-        """Give a direction the length of grafting.
+    def _graft(self) -> None:
+        """Give directions the lengths of grafting [Agarwal et al. 2020]; zeros stay zeros.
 
-        The gradient replaces a direction if the direction is not finite, see `check`.
+        The gradient replaces a direction that is not finite, see `check`.
         """
-        usable = torch.where(job.direction.isfinite().all(), job.direction, job.gradient)
-        job.direction.copy_(grafted(usable, self._length(job.name, job.gradient)))
-
-    def _length(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the length of grafting for a layer, `[]`."""
-        if self._adam is None:
-            return gradient.norm()
-        if name not in self.gradients.broken:
-            self._adam.add(name, gradient)
-        return self._adam.length(name, gradient)
+        gradients = {job.name: job.gradient for job in self._jobs}
+        own, of_gradients = norms([job.direction for job in self._jobs]), norms(gradients.values())
+        usable = own.isfinite()
+        own = torch.where(usable, own, of_gradients)
+        lengths = of_gradients
+        if self._adam is not None:
+            broken = self.gradients.broken
+            self._adam.add({n: g for n, g in gradients.items() if n not in broken})
+            lengths = self._adam.lengths(gradients)
+        scales = torch.where(own > 0, lengths / own, 1.0)
+        for job, sound, scale in zip(self._jobs, usable, scales):
+            job.direction.copy_(torch.where(sound, job.direction, job.gradient) * scale)
 
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
@@ -315,31 +324,32 @@ class Squares(Arena):
         super().__init__(lay_out([blocks, weights]), site.dtype, site.device)
         self._weights = {layer.name: self[count_of(layer.name)] for layer in layers}
 
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Take the averaged gradient of a step into the average."""
-        self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
-        self._weights[name].mul_(DECAY).add_(1 - DECAY)
+    def add(self, gradients: Mapping[str, Tensor]) -> None:
+        """Take the averaged gradients of a step into the averages."""
+        for name, gradient in gradients.items():
+            self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
+            self._weights[name].mul_(DECAY).add_(1 - DECAY)
 
-    def length(self, name: str, gradient: Tensor) -> Tensor:
-        """Return the norm `[]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
+    def lengths(self, gradients: Mapping[str, Tensor]) -> Tensor:
+        """Return norms `[layers]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
 
         The optimizer adds the momentum [Kingma & Ba 2015].
         """
-        mean = self[name] / self._weights[name]
-        return (gradient / (mean.sqrt_() + EPSILON)).norm()
+        means = (self[name] / self._weights[name] for name in gradients)
+        return norms(g / (mean.sqrt_() + EPSILON) for g, mean in zip(gradients.values(), means))
 
 
-def grafted(direction: Tensor, length: Tensor) -> Tensor:
-    """Return the direction scaled to `length` `[]` [Agarwal et al. 2020]; zeros stay zeros."""
-    own = direction.norm()
-    return direction * torch.where(own > 0, length / own, 1.0)
+def norms(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norms of tensors, `[tensors]`."""
+    return torch.stack([tensor.norm() for tensor in tensors])
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:
     """Return the multiplier `[1]` to keep the square of a step's norm at `bound` at most.
 
     Args:
-        square: of a norm, `[1]`: `sum <direction, direction>` over layers, or for the KL clip
-            `sum lr^2 <direction, gradient>`, which rounding may make negative [SC20, eq. 18].
+        square: of a norm, `[1]`, over layers: `sum <direction, direction>`, or the squared Fisher
+            norm `sum <direction, gradient>`, times `lr^2` for the KL clip [SC20, eq. 18]. Rounding
+            may make the Fisher norm negative.
     """
     return torch.sqrt(bound / square.abs()).clamp_(max=1.0)

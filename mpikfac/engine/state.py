@@ -262,7 +262,7 @@ def check_plain(optimizer: Optimizer) -> None:
             numbers = ", ".join(f"{n}={v:g}" for n, v in own.items() if v not in (None, plain[n]))
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): quadratic=True gives length and momentum of a step"
+                f"weight_decay=0): length='quadratic' gives length and momentum of a step"
             )
 
 

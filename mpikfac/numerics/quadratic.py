@@ -87,8 +87,8 @@ def jacobian_product(
         found = functional_call(model, values | buffers, inputs)
         if not torch.is_tensor(found):
             raise ValueError(
-                f"the model returns a {type(found).__name__}; quadratic=True takes a model that "
-                f"returns a tensor"
+                f"the model returns a {type(found).__name__}; length='quadratic' takes a model "
+                f"that returns a tensor"
             )
         outputs, product = forward_ad.unpack_dual(found)
         product = torch.zeros_like(outputs) if product is None else product

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from mpikfac.plan import Combination
+from mpikfac.plan import Combination, OneOf
 
 SETTINGS: tuple[Combination, ...] = (
     Combination(
-        "graft",
+        "adapted",
         None,
-        {"adapted": None},
+        {"length": OneOf(("own", "quadratic"))},
         "grafting replaces the length that an adapted damping changes",
     ),
     Combination(
-        "quadratic",
-        (True,),
+        "length",
+        ("quadratic",),
         {"update": "everyone"},
         "the quadratic model multiplies the whole step by derivatives of the outputs",
     ),
     Combination(
-        "quadratic",
-        (True,),
+        "length",
+        ("quadratic",),
         {"parts": None},
         "sums of products over ranks would depend on the number of ranks",
     ),
     Combination(
-        "quadratic",
-        (True,),
+        "length",
+        ("quadratic",),
         {"relative": False},
         "the quadratic model has the same damping for all parameters",
     ),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpikfac.plan import one_of
 from mpikfac.settings.schedule import Schedule, in_force
 
 GOOD, POOR = 3 / 4, 1 / 4
+USUAL_SHARE = 0.1
+FOR_VECTORS = 0.003  # vectors have no eigenvalues to take a share of
 
 
 @dataclass
@@ -65,29 +66,48 @@ class LevenbergMarquardt:
 
 @dataclass(frozen=True)
 class Damping:
-    """Tikhonov damping.
+    """Tikhonov damping: the number that is added to the eigenvalues of each layer's `G (x) A`.
 
-    The value is a number, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
-    number `KFAC.adapt` changes.
+    The number is a constant, a schedule (a function of the step), or a `LevenbergMarquardt`, whose
+    number `KFAC.adapt` changes. Steps with a larger damping are more like steps of SGD. At most one
+    of both numbers is given; without a number, `relative` is 0.1.
 
     Args:
-        value: the damping: the number that is added to the eigenvalues of each layer's curvature
-            `G (x) A` before the inversion. Steps with a larger damping are more like steps of SGD.
-        relative: the damping is relative to the curvature: the damping times the mean eigenvalue is
-            added to each layer's `G (x) A`, or to each block, where factors fall into blocks.
+        value: the damping itself.
+        relative: the damping as a share of the mean eigenvalue of each layer's `G (x) A`, or of
+            each block, where factors fall into blocks. The share is right for all losses and
+            networks alike, and needs no tuning when gradients shrink.
 
     Raises:
-        ValueError: a value that is not positive at step 0.
+        ValueError: a number that is not positive at step 0, or two numbers.
     """
 
-    value: float | Schedule | LevenbergMarquardt = 0.003
-    relative: bool = False
+    value: float | Schedule | LevenbergMarquardt | None = None
+    relative: float | Schedule | LevenbergMarquardt | None = None
 
     def __post_init__(self) -> None:
-        in_force("damping", self.value, 0)
-        one_of("relative", self.relative, (False, True))
+        if self.value is not None and self.relative is not None:
+            raise ValueError(
+                f"damping={self.value!r} and relative_damping={self.relative!r} exclude each "
+                f"other; leave one of them out"
+            )
+        if self.value is None and self.relative is None:
+            object.__setattr__(self, "relative", USUAL_SHARE)
+        in_force("damping" if self.relative is None else "relative_damping", self.number, 0)
+
+    @property
+    def number(self) -> float | Schedule | LevenbergMarquardt:
+        """The number that is given, of both."""
+        number = self.value if self.relative is None else self.relative
+        assert number is not None, "one of both numbers is given"
+        return number
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the number is a share of the mean eigenvalue."""
+        return self.relative is not None
 
     @property
     def adapted(self) -> LevenbergMarquardt | None:
-        """The value, if `KFAC.adapt` changes it."""
-        return self.value if isinstance(self.value, LevenbergMarquardt) else None
+        """The number, if `KFAC.adapt` changes the number."""
+        return self.number if isinstance(self.number, LevenbergMarquardt) else None

@@ -8,48 +8,65 @@ from typing import Literal
 from mpikfac.plan import one_of
 from mpikfac.settings.schedule import Schedule, in_force
 
-Graft = Literal["sgd", "adam"]
+Source = Literal["adam", "sgd", "own", "quadratic"]
+SOURCES: tuple[Source, ...] = ("adam", "sgd", "own", "quadratic")
 DECAY, EPSILON = 0.999, 1e-8  # of Adam, as both are usually set
 
 
 @dataclass(frozen=True)
-class Clip:
+class Length:
     """The length of a step.
 
-    A bound is a number, or a schedule (a function of the step). At most one of the bounds is given.
+    `source` gives the length of each layer's direction; a bound may then shorten the directions of
+    all layers together. A bound is a number, or a schedule (a function of the step). At most one of
+    the bounds is given. A bound on the direction leaves the learning rate its meaning: half the
+    rate is half the step. While the KL clip binds, the learning rate cancels, and a falling rate
+    does not shorten steps.
 
     Args:
-        kl: the KL clip: the bound on the squared Fisher norm of a step; None for no bound.
-        norm: the bound on the norm of the directions of all layers, if the KL clip is None; None
-            for no bound.
-        graft: the source of the length of each layer's direction, before any bound. "sgd": the
-            length of the layer's gradient [Agarwal et al. 2020]; "adam": the length of Adam's step
-            without momentum; None: the length of the direction itself.
-        quadratic: length and momentum together minimise a quadratic model of the loss, with the
-            Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4 and 7], in
-            the place of a bound, a learning rate and a momentum.
+        source: where the length of each layer's direction comes from. "adam": the length of Adam's
+            step without momentum, so that rates of Adam are right; "sgd": the length of the layer's
+            gradient [Agarwal et al. 2020]; "own": the length that preconditioning gives;
+            "quadratic": length and momentum together minimise a quadratic model of the loss, with
+            the Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4 and 7],
+            in the place of a learning rate, a momentum and a bound. None: "own" if a bound is
+            given, else "adam".
+        fisher: the bound on the Fisher norm of the direction, `sqrt(sum <direction, gradient>)`;
+            None for no bound.
+        kl: the KL clip: the bound on the squared Fisher norm of a step [SC20, eq. 18]; None for no
+            bound.
+        norm: the bound on the norm of the direction; None for no bound.
 
     Raises:
         ValueError: a bound that is not positive at step 0, or two bounds.
     """
 
-    kl: float | Schedule | None = 0.001
+    source: Source | None = None
+    fisher: float | Schedule | None = None
+    kl: float | Schedule | None = None
     norm: float | Schedule | None = None
-    graft: Graft | None = None
-    quadratic: bool = False
 
     def __post_init__(self) -> None:
-        for name, bound in (("kl_clip", self.kl), ("norm_clip", self.norm)):
-            if bound is not None:
-                in_force(name, bound, 0)
-        if self.kl is not None and self.norm is not None:
+        given = {name: bound for name, bound in self.bounds.items() if bound is not None}
+        for name, bound in given.items():
+            in_force(name, bound, 0)
+        if len(given) > 1:
+            said = " and ".join(f"{name}={bound!r}" for name, bound in given.items())
+            raise ValueError(f"{said} both bound the step; leave one of them out")
+        one_of("length", self.source, (None, *SOURCES))
+        if self.source is None:
+            object.__setattr__(self, "source", "own" if given else "adam")
+        if self.source == "quadratic" and given:
             raise ValueError(
-                f"kl={self.kl!r} and norm={self.norm!r} both bound the step; make one of them None"
+                f"length='quadratic' needs no bound, and {self.bound}={given[self.bound]!r} is one"
             )
-        one_of("graft", self.graft, (None, "sgd", "adam"))
-        one_of("quadratic", self.quadratic, (False, True))
-        if self.quadratic and (self.kl, self.norm, self.graft) != (None, None, None):
-            raise ValueError(
-                f"quadratic=True gives the length of a step; kl={self.kl!r}, norm={self.norm!r} "
-                f"and graft={self.graft!r} must be None"
-            )
+
+    @property
+    def bounds(self) -> dict[str, float | Schedule | None]:
+        """The bounds by name; None for no bound."""
+        return {"fisher_clip": self.fisher, "kl_clip": self.kl, "norm_clip": self.norm}
+
+    @property
+    def bound(self) -> str:
+        """The name of the bound that is given, as in `bounds`, or "" for no bound."""
+        return next((name for name, bound in self.bounds.items() if bound is not None), "")

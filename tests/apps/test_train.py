@@ -103,9 +103,9 @@ def assert_same_training(found, expected):
 
 
 LENGTHS = {
-    "relative": ("relative_damping=true", "damping=0.1"),
-    "grafted and bounded": ("graft=sgd", "kl_clip=null", "norm_clip=0.5"),
-    "adapted": ("damping_adapt=2", "damping=0.1"),
+    "relative": ("relative_damping=0.2",),
+    "grafted and bounded": ("length=sgd", "norm_clip=0.5", "damping=0.003 until 1, 0.1"),
+    "adapted": ("damping_adapt=2", "damping=0.1", "length=own"),
 }
 
 
@@ -160,7 +160,7 @@ def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(job, name):
 
 def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     """Oracle: the uninterrupted run; BatchNorm's count of passes."""
-    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2")
+    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2", "--kfac.length=own")
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert train.main(arguments(whole, *chosen)) == 0
     assert train.main(arguments(parts, *chosen, "--max_steps=4")) == 0
@@ -168,7 +168,7 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     assert rows(parts) == rows(whole)
     saved = mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints")
     state = mpikfac.checkpoint.read_checkpoint(saved)
-    assert state["kfac/damping"] != 0.003
+    assert state["kfac/damping"] != 0.1
     counts = {name for name in state if name.endswith("num_batches_tracked")}
     assert counts
     assert {int(state[name]) for name in counts} == {9}

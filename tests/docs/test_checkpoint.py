@@ -30,5 +30,5 @@ def test_items_that_the_page_names_exist():
     items = re.search(r"\*\*Items\*\*.*?\n\n", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
-    known = items_of(damping=mpikfac.LevenbergMarquardt()), items_of(solver="ekfac", graft="adam")
+    known = items_of(damping=mpikfac.LevenbergMarquardt()), items_of(solver="ekfac", length="adam")
     assert set(names) <= set().union(*known)

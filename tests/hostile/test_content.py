@@ -24,7 +24,7 @@ Items = dict[str, Any]
 def finished(tmp_path_factory) -> Path:
     """Return the directory of a run of two steps, with a checkpoint of the second."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    assert train.main([*QUICK, f"--run_dir={run}", "--max_steps=2", "--kfac.graft=adam"]) == 0
+    assert train.main([*QUICK, f"--run_dir={run}", "--max_steps=2", "--kfac.length=adam"]) == 0
     return run
 
 
@@ -105,7 +105,7 @@ def altered(finished: Path, run: Path, change: Callable[[Items], Items]) -> byte
 def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
     """Return the line with which a start in the directory ends, with code 2."""
     capfd.readouterr()
-    arguments = [*QUICK, f"--run_dir={run}", "--resume=auto", "--max_steps=3", "--kfac.graft=adam"]
+    arguments = [*QUICK, f"--run_dir={run}", "--resume=auto", "--max_steps=3", "--kfac.length=adam"]
     with pytest.raises(SystemExit) as leave:
         train.main(arguments)
     assert leave.value.code == 2
@@ -134,7 +134,7 @@ def test_content_that_lacks_an_item(finished, tmp_path, capfd, part) -> None:
 def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path, capfd) -> None:
     """Oracle: both steps in the line; the run to the same step has nothing to do."""
     run = shutil.copytree(finished, tmp_path / "run")
-    options = [*QUICK, f"--run_dir={run}", "--resume=auto", "--kfac.graft=adam"]
+    options = [*QUICK, f"--run_dir={run}", "--resume=auto", "--kfac.length=adam"]
     with pytest.raises(SystemExit):
         train.main([*options, "--max_steps=1"])
     assert "it is of step 2; this run ends at step 1: give more epochs" in capfd.readouterr().err

@@ -48,10 +48,11 @@ def test_relative_damping_is_the_textbooks(comm, strategy, solver):
 
 
 LENGTHS = {
-    "graft": {"graft": "sgd", "kl_clip": None},
-    "graft, then the KL clip": {"graft": "sgd", "kl_clip": 0.001},
+    "graft": {"length": "sgd", "kl_clip": None},
+    "graft, then the KL clip": {"length": "sgd", "kl_clip": 0.001},
     "norm": {"kl_clip": None, "norm_clip": 0.1},
-    "graft, then norm": {"graft": "sgd", "kl_clip": None, "norm_clip": 0.1},
+    "Fisher norm": {"kl_clip": None, "fisher_clip": 0.1},
+    "graft, then norm": {"length": "sgd", "kl_clip": None, "norm_clip": 0.1},
 }
 
 
@@ -66,11 +67,13 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
         found = problem.run(kfac, comm, [step])
         assert kfac.kl_scale.item() == pytest.approx(scales[step])
         planned = problem.planned(kfac, step)
-        if not kfac.settings.bound:
+        if not kfac.settings.length.bound:
             planned.pop("clip", None)
         assert +collections.Counter(kfac.trace.sent) == planned
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert bool(kfac.settings.bound) == (max(scales) < 1)  # else the bound would not be tested
+    assert bool(kfac.settings.length.bound) == (
+        max(scales) < 1
+    )  # else the bound would not be tested
     assert all(torch.equal(found, other) for other in comm.allgather(found))
 
 

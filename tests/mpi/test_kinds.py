@@ -135,7 +135,7 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_lengths_of_adam_under_each_placement(comm, strategy):
     """Oracle: a single process on the joined batches."""
-    assert_as_one_process(comm, strategy, solver="eigen", graft="adam", kl_clip=None)
+    assert_as_one_process(comm, strategy, solver="eigen", length="adam", kl_clip=None)
 
 
 def low_rank(layer):

@@ -63,16 +63,16 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
 def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
     """Oracle: the uninterrupted run; without Adam's averages of squares, the end differs."""
-    state, expected = interrupted(comm, strategy, graft="adam", kl_clip=None)
-    assert torch.equal(continued(comm, state, strategy, graft="adam", kl_clip=None), expected)
-    assert not trainer(comm, strategy, graft="adam", kl_clip=None).missing(state)
+    state, expected = interrupted(comm, strategy, length="adam", kl_clip=None)
+    assert torch.equal(continued(comm, state, strategy, length="adam", kl_clip=None), expected)
+    assert not trainer(comm, strategy, length="adam", kl_clip=None).missing(state)
     less = {name: value for name, value in state.items() if not name.startswith("kfac/graft/")}
-    assert not torch.equal(continued(comm, less, strategy, graft="adam", kl_clip=None), expected)
+    assert not torch.equal(continued(comm, less, strategy, length="adam", kl_clip=None), expected)
 
 
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
-    settings = {"graft": "adam", "kl_clip": None, "factor_every": 1}
+    settings = {"length": "adam", "kl_clip": None, "factor_every": 1}
     kfac = trainer(comm, Strategy(1).changed(delay=2), **settings)
     problem.run(kfac, comm, range(4))
     names = whole_state(comm, kfac).keys()

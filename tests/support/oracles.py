@@ -168,7 +168,8 @@ def train(
     decay: float,
     kl_clip: float | None,
     norm_clip: float | None = None,
-    graft: bool = False,
+    fisher_clip: float | None = None,
+    length: str = "own",
     solver: str = "eigen",
     start: str = "first",
     relative_damping: bool = False,
@@ -192,8 +193,8 @@ def train(
         if step % basis_every == 0:
             names = history[0]
             used = {n: running_average([h[n] for h in history], decay, start) for n in names}
-        solve_now = partial(_grafted, solve) if graft else solve
-        bounds = kl_clip, norm_clip
+        solve_now = partial(_grafted, solve) if length == "sgd" else solve
+        bounds = {"kl": kl_clip, "norm": norm_clip, "fisher": fisher_clip}
         scales.append(_precondition(model, optimizer, used, damping, bounds, solve_now))
         optimizer.step()
     return scales
@@ -228,21 +229,22 @@ def _precondition(
     optimizer: torch.optim.Optimizer,
     used: Mapping[str, Tensor],
     damping: float,
-    bounds: tuple[float | None, float | None],
+    bounds: Mapping[str, float | None],
     solve: Callable[..., Tensor],
 ) -> float:
     lr_of = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     modules = kfac_modules(model)
-    directions, divergence = {}, 0.0
+    directions, divergence, square = {}, 0.0, 0.0
     for name, module in modules.items():
         gradient = gradient_matrix(module)
         directions[name] = solve(gradient, used[f"{name}.A"], used[f"{name}.G"], damping)
-        divergence += float((directions[name] * gradient).sum()) * lr_of[id(module.weight)] ** 2
-    kl_clip, norm_clip = bounds
-    scale = 1.0 if kl_clip is None else min(1.0, (kl_clip / abs(divergence)) ** 0.5)
-    if norm_clip is not None:
-        whole = torch.cat([direction.flatten() for direction in directions.values()])
-        scale = min(1.0, norm_clip / float(whole.norm()))
+        along = float((directions[name] * gradient).sum())
+        divergence += along * lr_of[id(module.weight)] ** 2
+        square += along
+    whole = torch.cat([direction.flatten() for direction in directions.values()])
+    found = {"kl": abs(divergence), "norm": float(whole.norm()), "fisher": square**0.5}
+    shares = {n: bound / found[n] for n, bound in bounds.items() if bound is not None}
+    scale = min([1.0, *(share**0.5 if n == "kl" else share for n, share in shares.items())])
     for name, module in modules.items():
         set_gradient(module, scale * directions[name])
     return scale

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mpikfac import KFAC, Clip, Coverage, Damping, Estimator, Strategy, world
+from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy, world
 from mpikfac.plan import divisors
 from mpikfac.solvers import named_solver
 
@@ -25,7 +25,7 @@ STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of st
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 
-CLIP = {"kl_clip": "kl", "norm_clip": "norm", "graft": "graft", "quadratic": "quadratic"}
+LENGTH = {"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher", "length": "source"}
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
@@ -35,10 +35,10 @@ def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
         solver = settings.get("solver", "inverse")
         settings["solver"] = named_solver(solver, settings.pop("basis_dtype"))
     if "relative_damping" in settings:
-        damping = settings.pop("damping", 0.003)
-        values["damping"] = Damping(damping, settings.pop("relative_damping"))
-    if clip := {CLIP[name]: settings.pop(name) for name in CLIP if name in settings}:
-        values["clip"] = Clip(**clip)
+        kind = "relative" if settings.pop("relative_damping") else "value"
+        values["damping"] = Damping(**{kind: settings.pop("damping")})
+    length = {LENGTH[name]: settings.pop(name) for name in LENGTH if name in settings}
+    values["length"] = Length(**{"source": "own"} | length)
     for name, value in (("estimator", Estimator), ("coverage", Coverage)):
         names = [field.name for field in dataclasses.fields(value)]
         values[name] = value(**{n: settings.pop(n) for n in names if n in settings})

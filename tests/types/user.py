@@ -8,7 +8,7 @@ mypy and pyright report an ignore comment without an error below it (`.ci/run`).
 import torch
 
 import mpikfac
-from mpikfac import Clip, Coverage, Damping, Estimator, Refresh, Strategy, Transport
+from mpikfac import Coverage, Damping, Estimator, Length, Refresh, Strategy, Transport
 
 comm = mpikfac.world()
 model = torch.nn.Linear(3, 2)
@@ -24,17 +24,17 @@ mpikfac.KFAC(
     optimizer,
     mpikfac.split(comm, curvature_ranks=1),
     strategy.changed(curvature_ranks=1),
-    damping=Damping(0.1, relative=True),
+    damping=Damping(relative=0.1),
     solver=mpikfac.Eigen(dtype=torch.bfloat16),
-    clip=Clip(norm=1.0, kl=None),
+    length=Length(norm=1.0),
     estimator=Estimator(decay=0.9, subsample=2),
     coverage=Coverage(skip=["0"]),
 )
-mpikfac.KFAC(model, optimizer, comm, clip=None)
+mpikfac.KFAC(model, optimizer, comm, length=None)
 
 mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 mpikfac.KFAC(model, optimizer, comm, solver=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Strategy(delay=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
-Clip(graft="rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+Length("rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 kfac.stepp()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

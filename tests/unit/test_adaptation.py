@@ -173,8 +173,8 @@ def test_bad_numbers_are_refused(numbers, text):
 
 
 def test_grafting_leaves_nothing_to_adapt(comm):
-    with pytest.raises(ValueError, match="graft='sgd' needs adapted=None, not LevenbergMarquardt"):
-        trainer(comm, deep_linear(6, 3), [0.1], damping=LevenbergMarquardt(), graft="sgd")
+    with pytest.raises(ValueError, match="adapted=.* needs length='own' or 'quadratic', not 'sgd'"):
+        trainer(comm, deep_linear(6, 3), [0.1], damping=LevenbergMarquardt(), length="sgd")
 
 
 def test_fixed_damping_is_not_adapted(comm):

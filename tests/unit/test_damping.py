@@ -126,6 +126,6 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
 
 def test_relative_damping_needs_matrices(comm):
     model = problem.network()
-    choices = {"relative_damping": True, "solver": "rank-one"}
+    choices = {"damping": 0.1, "relative_damping": True, "solver": "rank-one"}
     with pytest.raises(ValueError, match="solver='rank-one' needs relative=False, not True"):
         problem.kfac(model, problem.sgd(model), comm, **choices)

@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpikfac import Clip, LevenbergMarquardt, Strategy, UserError
+from mpikfac import Length, LevenbergMarquardt, Strategy, UserError
 from mpikfac.numerics import Batch, inner_products, lowest, slopes_and_curvatures
 from support import problem
 
 DAMPING = 0.05
-QUADRATIC = {"kl_clip": None, "quadratic": True, "damping": DAMPING}
+QUADRATIC = {"length": "quadratic", "damping": DAMPING}
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_steps_minimise_the_model_over_their_directions(comm, network, solver):
     model, twin, x = make().double(), make().double(), of()
     loss = functools.partial(F.cross_entropy, target=labels())
     kfac = trainer(comm, model, solver=solver)
-    plain = trainer(comm, twin, solver=solver, quadratic=False)
+    plain = trainer(comm, twin, solver=solver, length="own")
     last = torch.zeros(0)
     for _ in range(4):
         twin.load_state_dict(model.state_dict())
@@ -348,14 +348,14 @@ def test_a_changed_learning_rate_is_refused_at_the_step(comm):
 
 @pytest.mark.parametrize("given", [{}, {"inputs": torch.ones(1, 4)}, {"loss": torch.sum}])
 def test_a_model_needs_inputs_and_loss(comm, given):
-    with pytest.raises(ValueError, match="quadratic=True needs inputs and loss"):
+    with pytest.raises(ValueError, match="length='quadratic' needs inputs and loss"):
         trainer(comm, tanh_net()).step(**given)
 
 
 def test_inputs_and_loss_need_the_model(comm):
     model = tanh_net()
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=1.0), comm)
-    with pytest.raises(ValueError, match=r"needs Clip\(kl=None, quadratic=True\)"):
+    with pytest.raises(ValueError, match=r"needs length=Length\('quadratic'\)"):
         kfac.step(inputs=torch.ones(1, 4), loss=torch.sum)
 
 
@@ -368,7 +368,7 @@ def test_outputs_have_to_be_a_tensor(comm):
     kfac = trainer(comm, model)
     x = torch.randn(2, 4).double()
     model(x)[0].sum().backward()
-    with pytest.raises(ValueError, match="the model returns a tuple; quadratic=True takes"):
+    with pytest.raises(ValueError, match="the model returns a tuple; length='quadratic' takes"):
         kfac.step(inputs=x, loss=torch.sum)
 
 
@@ -386,22 +386,26 @@ def test_an_operator_without_a_forward_mode_is_named(comm):
 
 
 def test_the_caller_cannot_take_the_step(comm):
-    with pytest.raises(ValueError, match="with quadratic=True, call step"):
+    with pytest.raises(ValueError, match="with length='quadratic', call step"):
         trainer(comm, tanh_net()).precondition()
 
 
-@pytest.mark.parametrize("other", [{"kl": 0.1}, {"kl": None, "norm": 1.0}, {"graft": "sgd"}])
+@pytest.mark.parametrize("other", [{"kl": 0.1}, {"norm": 1.0}])
 def test_a_second_length_is_refused(other):
-    with pytest.raises(ValueError, match="quadratic=True gives the length of a step; kl="):
-        Clip(**{"quadratic": True, **other})
+    with pytest.raises(ValueError, match="length='quadratic' needs no bound, and"):
+        Length("quadratic", **other)
 
 
 @pytest.mark.parametrize(
     ("strategy", "settings", "message"),
     [
-        (Strategy(1, "owners", "owner"), {}, "quadratic=True needs update='everyone'"),
-        (Strategy.comm_opt(1, parts=2), {}, "quadratic=True needs parts=None"),
-        (None, {"relative_damping": True}, "quadratic=True needs relative=False"),
+        (Strategy(1, "owners", "owner"), {}, "length='quadratic' needs update='everyone'"),
+        (Strategy.comm_opt(1, parts=2), {}, "length='quadratic' needs parts=None"),
+        (
+            None,
+            {"relative_damping": True, "damping": 0.1},
+            "length='quadratic' needs relative=False",
+        ),
     ],
 )
 def test_choices_without_a_model_are_refused(comm, strategy, settings, message):

@@ -135,7 +135,7 @@ def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatc
     def broken():
         raise RuntimeError("a rank died")
 
-    kfac = trainer(comm, problem.network(), graft=graft)
+    kfac = trainer(comm, problem.network(), length=graft)
     learn(kfac, 0)
     before = {n: v.clone() for n, v in kfac.state_dict().items() if n.startswith("kfac/graft/")}
     monkeypatch.setattr(kfac.directions, "publish", broken)

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac.engine.directions import grafted
 from mpikfac.solvers import inverse
 from support import oracles, problem
 
@@ -34,7 +33,7 @@ def directions(comm, **settings):
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
     """Oracle: norms by hand, and the direction without grafting."""
-    gradients, found, _ = directions(comm, solver=solver, graft="sgd")
+    gradients, found, _ = directions(comm, solver=solver, length="sgd")
     _, plain, _ = directions(comm, solver=solver)
     for name, gradient in gradients.items():
         unit = plain[name] / plain[name].norm()
@@ -44,7 +43,7 @@ def test_grafting_takes_the_gradients_length_and_kfacs_direction(comm, solver):
 def test_grafting_takes_the_length_of_adams_step(comm):
     """Oracle: torch's Adam without momentum, on the gradients of the same steps."""
     model = problem.network()
-    choices = problem.SETTINGS | {"kl_clip": None, "graft": "adam"}
+    choices = problem.SETTINGS | {"kl_clip": None, "length": "adam"}
     kfac = problem.kfac(model, problem.sgd(model), comm, **choices)
     modules = oracles.kfac_modules(model)
     shapes = {layer.name: layer.gradient for layer in kfac.plan.layers}
@@ -66,11 +65,11 @@ def test_grafting_takes_the_length_of_adams_step(comm):
 
 
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
-@pytest.mark.parametrize("graft", [None, "sgd"])
+@pytest.mark.parametrize("graft", ["own", "sgd"])
 def test_the_norm_of_a_step_is_bounded(comm, graft, bound, length):
     """Oracle: the norm of all layers' directions by hand; directions within the bound stay."""
-    _, free, _ = directions(comm, graft=graft)
-    _, found, kfac = directions(comm, graft=graft, norm_clip=bound)
+    _, free, _ = directions(comm, length=graft)
+    _, found, kfac = directions(comm, length=graft, norm_clip=bound)
     whole = math.sqrt(sum(float(d.square().sum()) for d in free.values()))
     scale = (length or whole) / whole
     assert (scale < 1) == (bound == 0.01)
@@ -86,7 +85,7 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
     model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double()
     nn.init.zeros_(model[1].weight)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"graft": "sgd", "kl_clip": None, bound: 0.1, "solver": solver}
+    settings = {"length": "sgd", "kl_clip": None, bound: 0.1, "solver": solver}
     kfac = problem.kfac(model, optimizer, comm, **settings)
     before = model[0].weight.clone()
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
@@ -100,11 +99,45 @@ def test_a_direction_of_zeros_stays_where_it_is(comm, solver, bound):
     assert torch.equal(problem.state(model), before)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_direction_that_is_not_finite_is_not_made_so_by_grafting(bad):
-    """Oracle: NaN stays visible for the finite check; 0 would be a step nobody asked for."""
-    found = grafted(torch.tensor([1.0, bad]), torch.tensor(5.0))
-    assert not found.isfinite().all()
+@pytest.mark.parametrize("fisher", [0.01, 1e6])
+def test_the_fisher_norm_of_a_direction_is_bounded(comm, fisher):
+    """Oracle: `sqrt(sum <direction, gradient>)` over all layers by hand."""
+    gradients, free, _ = directions(comm)
+    _, found, kfac = directions(comm, fisher_clip=fisher)
+    whole = math.sqrt(sum(float((free[n] * g).sum()) for n, g in gradients.items()))
+    scale = min(1.0, fisher / whole)
+    assert (scale < 1) == (fisher == 0.01)
+    assert kfac.kl_scale.item() == pytest.approx(scale)
+    for name, direction in free.items():
+        torch.testing.assert_close(found[name], scale * direction)
+
+
+@pytest.mark.parametrize(("bound", "ratio"), [("fisher_clip", 10.0), ("kl_clip", 1.0)])
+def test_a_bound_on_the_direction_leaves_the_learning_rate_its_meaning(comm, bound, ratio):
+    """Oracle: by hand: with a tenth of the rate the KL clip makes the same step."""
+    steps = []
+    for rate in (0.1, 0.01):
+        model = problem.network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        settings = {**problem.SETTINGS, "kl_clip": None, bound: 1e-6}
+        kfac = problem.kfac(model, optimizer, comm, **settings)
+        before = model[0].weight.clone()
+        F.cross_entropy(model(problem.batch(0)[0]), problem.batch(0)[1]).backward()
+        kfac.step()
+        assert kfac.kl_scale < 1
+        steps.append((model[0].weight - before).norm().item())
+    assert steps[0] / steps[1] == pytest.approx(ratio)
+
+
+def test_without_a_choice_steps_have_the_length_of_adams(comm):
+    assert mpikfac.Length() == mpikfac.Length("adam")
+    assert mpikfac.Length(kl=0.1) == mpikfac.Length("own", kl=0.1)
+    assert mpikfac.Damping() == mpikfac.Damping(relative=0.1)
+    model = problem.network()
+    kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
+    assert (kfac.settings.length.source, kfac.settings.damping.is_relative) == ("adam", True)
+    vectors = mpikfac.KFAC(model, problem.sgd(model), comm, solver="rank-one")
+    assert vectors.settings.damping == mpikfac.Damping(0.003)
 
 
 @pytest.mark.parametrize("graft", ["sgd", "adam"])
@@ -116,7 +149,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
 
     with monkeypatch.context() as patch:
         patch.setattr(inverse, "damped_inverse", failing)
-        gradients, found, kfac = directions(comm, solver="inverse", graft=graft)
+        gradients, found, kfac = directions(comm, solver="inverse", length=graft)
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
@@ -131,8 +164,14 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
             ({"norm_clip": value, "kl_clip": None}, f"norm_clip={value!r} must be")
             for value in (-1, 0, math.nan, math.inf, "0.1")
         ),
-        ({"norm_clip": 1.0}, "kl=0.001 and norm=1.0 both bound the step; make one of"),
-        ({"graft": "lamb"}, "graft='lamb' must be one of None, 'sgd', 'adam'"),
+        (
+            {"norm_clip": 1.0, "kl_clip": 0.001},
+            "kl_clip=0.001 and norm_clip=1.0 both bound the step; leave one",
+        ),
+        (
+            {"length": "lamb"},
+            "length='lamb' must be one of None, 'adam', 'sgd', 'own', 'quadratic'",
+        ),
     ],
 )
 def test_bad_settings_are_refused_by_name(comm, settings, text):

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
-from mpikfac import KFAC, Coverage, DataParallel, Estimator
+from mpikfac import KFAC, Coverage, DataParallel, Estimator, Length
 
 COMM = mpikfac.world()
 EXAMPLES = 8
@@ -344,7 +344,7 @@ def test_badly_scaled_inputs_get_directions_of_float64(solver):
         with torch.no_grad():
             model.weight.mul_(0)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        kfac = KFAC(model, optimizer, COMM, damping=1e-3, solver=solver, clip=None)
+        kfac = KFAC(model, optimizer, COMM, damping=1e-3, solver=solver, length=Length("own"))
         F.cross_entropy(model(x.to(dtype)), y).backward()
         kfac.step()
         directions.append(model.weight.grad.double())

@@ -111,7 +111,13 @@ def one_step(
     skip = [*asked.coverage.skip, *others(asked, model, names)]
     coverage = dataclasses.replace(asked.coverage, skip=skip)
     kfac = mpikfac.KFAC(
-        model, optimizer, comm, damping=DAMPING, clip=None, solver=solver, coverage=coverage
+        model,
+        optimizer,
+        comm,
+        damping=DAMPING,
+        solver=solver,
+        length=mpikfac.Length("own"),
+        coverage=coverage,
     )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}

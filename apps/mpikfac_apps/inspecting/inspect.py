@@ -171,10 +171,13 @@ def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float,
     if not isinstance(chosen, dict):
         return NONE
     solver = checkpoint.get("kfac/solver") or chosen.get("solver")
-    damping = checkpoint.get(ADAPTED, chosen.get("damping"))
+    share = chosen.get("relative_damping")
+    relative = share not in (None, False)
+    number = share if relative and share is not True else chosen.get("damping")
+    damping = checkpoint.get(ADAPTED, number)
     if not (isinstance(solver, str) and files.has_form(damping, float) and damping > 0):
         return NONE
-    return solver, float(damping), chosen.get("relative_damping") is True
+    return solver, float(damping), relative
 
 
 def described(solver: str, damping: float, relative: bool) -> str:

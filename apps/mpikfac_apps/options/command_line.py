@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import jsonargparse
 
+from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.documents import check_file, unknown
 from mpikfac_apps.options.fields import REQUIRED, Leaf, build, leaves
 
@@ -81,8 +82,14 @@ def _value(option: Leaf, given: Any) -> Any:
     if option.default is REQUIRED and given in (None, []):
         name = option.key if option.positional else f"--{option.key}"
         raise ValueError(f"{name} is missing: {option.help}")
-    option.check(given)
-    return option.read(given) if option.read and isinstance(given, str) else given
+    value = option.read(given) if option.read and isinstance(given, str) else given
+    if option.scheduled and isinstance(given, str):
+        try:
+            value = by_epoch.read(given, option.kind)
+        except ValueError as error:
+            raise ValueError(f"{option.key}={given} must be {option.allowed}") from error
+    option.check(value)
+    return value
 
 
 def _parser(
@@ -131,7 +138,7 @@ def _placeholder(leaf: Leaf) -> str:
 
 def _settings(leaf: Leaf, hidden: bool) -> dict[str, Any]:
     """Return the arguments of `add_argument`."""
-    settings: dict[str, Any] = {"type": leaf.kind}
+    settings: dict[str, Any] = {"type": leaf.kind | str if leaf.scheduled else leaf.kind}
     if leaf.default is not REQUIRED:
         settings["default"] = leaf.default
     elif leaf.positional and leaf.is_list:

@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import docstring_parser
 import torch
 
+from mpikfac_apps.options import by_epoch
+from mpikfac_apps.options.by_epoch import ByEpoch
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -54,6 +57,7 @@ class Leaf:
         title: the first line of the docstring of the dataclass.
         bounds: such as ("> 0", "<= 1"); null is never out of bounds.
         positional: whether the value is given without the name.
+        scheduled: whether the value may be numbers by epoch.
         read: the function that makes the value from a text; None if the text is the value.
     """
 
@@ -66,12 +70,14 @@ class Leaf:
     title: str
     bounds: tuple[str, ...]
     positional: bool
+    scheduled: bool
     read: Callable[[str], Any] | None
 
     @property
     def allowed(self) -> str:
         """The allowed values in words."""
         first, *more = map(_in_words, _alternatives(self.kind))
+        more += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
         return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *more])
 
     @property
@@ -98,6 +104,7 @@ class Leaf:
         nullable = self.default is None or type(None) in _alternatives(self.kind)
         if value is None and not nullable:  # a line `lr:` in a file
             raise ValueError(f"{self.key}=null must be {self.allowed}")
+        value = value.numbers if isinstance(value, ByEpoch) else value
         for number in value if isinstance(value, list | tuple) else [value]:
             if isinstance(number, int | float):
                 limits = (bound.split() for bound in self.bounds)
@@ -191,6 +198,7 @@ def _leaves(group: type) -> Iterator[Leaf]:
             key=name,
             path=(name,),
             kind=str if meta.get("read") else _plain(kind, meta.get("names")),
+            scheduled=any(typing.get_origin(k) is Callable for k in _alternatives(kind)),
             default=default,
             usual="",
             help=_help(helps.get(name, ""), meta.get("listed", ())),
@@ -263,6 +271,8 @@ def _reached(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def _text(value: Any) -> Any:
+    if isinstance(value, ByEpoch):
+        return str(value)
     if isinstance(value, torch.dtype):
         return next(name for name, dtype in DTYPES.items() if dtype == value)
     return list(value) if isinstance(value, tuple) else value
@@ -272,7 +282,7 @@ def _text(value: Any) -> Any:
 
 
 def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
-    """Return a type of the library as the type of an option: no schedules, dtypes by name.
+    """Return a type of the library as the type of an option: dtypes by name, no functions.
 
     A text is one of `names`, if `names` holds any.
     """

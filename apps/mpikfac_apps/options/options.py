@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from mpikfac import Clip, Damping, Estimator, Strategy
+from mpikfac import Damping, Estimator, Length, Strategy
+from mpikfac.settings import Schedule
 from mpikfac.solvers import SOLVERS
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed
 from mpikfac_apps.problems.datasets import DATASETS
@@ -105,16 +106,21 @@ class KfacOptions:
     """
 
     distribution: Distribution = inline(Distribution)
-    factor_every: int = bounded(1, ">= 1")
-    basis_every: int | None = bounded(None, ">= 1")
+    factor_every: int | Schedule = bounded(1, ">= 1")
+    basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
     machine: str | None = None
     damping_adapt: int | None = bounded(None, ">= 1")
     damping: Damping = inline(Damping, value="damping", relative="relative_damping")
-    clip: Clip = inline(Clip, kl="kl_clip", norm="norm_clip")
+    length: Length = inline(
+        Length, source="length", fisher="fisher_clip", kl="kl_clip", norm="norm_clip"
+    )
     estimator: Estimator = inline(Estimator)
     coverage: CoverageOptions = inline(CoverageOptions)
+
+
+USUAL_RATES = {"kfac": 0.003, "adamw": 0.001, "sgd": 0.1}
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,8 @@ class Options:
             of a run always ends with a test.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
-        lr: the learning rate; 0.1 suits SGD and K-FAC, 0.001 suits AdamW and kfac.graft=adam.
+        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, 0.001 for AdamW, and 0.1
+            for SGD and K-FAC with steps of another length.
         scale_lr: the learning rate is multiplied by the number of ranks at the first start; a
             warm-up then starts at the rate of lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
@@ -187,7 +194,7 @@ class Options:
     epochs: int = bounded(10, ">= 1")
     eval_every: int = bounded(1, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
-    lr: float = bounded(0.1, "> 0")
+    lr: float | None = bounded(None, "> 0")
     scale_lr: bool = False
     warmup_epochs: float = bounded(0.0, ">= 0")
     schedule: Literal["constant", "step", "linear"] = "linear"
@@ -209,6 +216,14 @@ class Options:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = bounded(None, ">= 1")
     tensorboard: bool = False
+
+    @property
+    def rate(self) -> float:
+        """The learning rate before any warm-up and fall."""
+        if self.lr is not None:
+            return self.lr
+        like_adam = self.optimizer == "kfac" and self.kfac.length.source == "adam"
+        return USUAL_RATES["kfac" if like_adam else "adamw" if self.optimizer == "adamw" else "sgd"]
 
     @property
     def step_batch(self) -> int:

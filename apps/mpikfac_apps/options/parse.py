@@ -17,8 +17,8 @@ from mpikfac_apps.options.strategy import make_strategy, training_ranks
 def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch` is filled in. Values come from the defaults, then `--config FILE`, then the rest of the
-    command line.
+    `batch` and `lr` are filled in. Values come from the defaults, then `--config FILE`, then the
+    rest of the command line.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
@@ -27,7 +27,8 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     options = read("mpikfac train", Options, argv, basic=BASIC, files=True)
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
-    options = dataclasses.replace(options, batch=global_batch(options, training))
+    batch = global_batch(options, training)
+    options = dataclasses.replace(options, batch=batch, lr=options.rate)
     check_parts(options, training)
     return options
 

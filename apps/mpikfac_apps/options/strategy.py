@@ -13,6 +13,7 @@ from mpikfac import (
     KINDS,
     NORMS,
     Coverage,
+    Damping,
     LayerShape,
     LevenbergMarquardt,
     Strategy,
@@ -24,7 +25,8 @@ from mpikfac import (
 from mpikfac.plan import NAMED, Plan, forward_only
 from mpikfac.predict import Job, choose, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
-from mpikfac_apps.options.fields import DTYPES
+from mpikfac_apps.options.by_epoch import ByEpoch, at_start, by_step
+from mpikfac_apps.options.fields import DTYPES, Group
 from mpikfac_apps.options.options import Distribution, KfacOptions, Options
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
@@ -80,11 +82,9 @@ def make_strategy(
         return Strategy.comm_opt(ranks, **choices), {**USUAL, **given}
     chosen, settings = named(asked.strategy, ranks, **choices)
     settings = {**USUAL, **settings, **given}
-    if settings["basis_every"] % chosen.refresh.stagger:
-        raise ValueError(
-            f"basis_every={settings['basis_every']} must be a multiple of "
-            f"stagger={chosen.refresh.stagger}"
-        )
+    every, turns = settings["basis_every"], chosen.refresh.stagger
+    if any(number % turns for number in (every.numbers if isinstance(every, ByEpoch) else [every])):
+        raise ValueError(f"basis_every={every} must be a multiple of stagger={turns}")
     wires = chosen.transport.wires
     if wires.top_share != Wires.top_share and wires.gradient_wire != "top-k":
         raise ValueError(
@@ -123,7 +123,8 @@ def for_machine(
     if options.kfac.machine is None:
         return asked.strategy, strategy
     machine = load_machine(options.kfac.machine)
-    every, solver = (options.kfac.factor_every, settings["basis_every"]), settings["solver"]
+    every = at_start(options.kfac.factor_every), at_start(settings["basis_every"])
+    solver = settings["solver"]
     job = Job(options.model, options.step_batch // ranks, *every)
     if asked.strategy == "auto":
         return choose(*shapes, ranks, machine, job, forms(solver))
@@ -173,20 +174,27 @@ def coverage(options: KfacOptions) -> Coverage:
     return Coverage(asked.skip, {**KINDS, **(NORMS if asked.norms else {})}, rule)
 
 
-def kfac_settings(options: KfacOptions, chosen: dict[str, Any]) -> dict[str, Any]:
+def kfac_settings(
+    options: KfacOptions, chosen: dict[str, Any], steps_per_epoch: int
+) -> dict[str, Any]:
     """Return the arguments of `KFAC`; `chosen` holds the settings of the strategy."""
     damping, every = options.damping, options.damping_adapt
     if every is not None:
-        assert not callable(damping.value), "an option is a number"
-        adapted = LevenbergMarquardt(damping.value, every)
-        damping = dataclasses.replace(damping, value=adapted)
+        kind = "relative" if damping.is_relative else "value"
+        damping = Damping(**{kind: LevenbergMarquardt(float(at_start(damping.number)), every)})
+
+    def scheduled(value: Group) -> Group:
+        """Return a setting with schedules of steps in the place of numbers by epoch."""
+        numbers = {n: by_step(v, steps_per_epoch) for n, v in vars(value).items()}
+        return dataclasses.replace(value, **numbers)
+
     return {
-        "damping": damping,
-        "factor_every": options.factor_every,
-        "basis_every": chosen["basis_every"],
+        "damping": None if damping == Damping() else scheduled(damping),  # depends on the solver
+        "factor_every": by_step(options.factor_every, steps_per_epoch),
+        "basis_every": by_step(chosen["basis_every"], steps_per_epoch),
         "solver": named_solver(chosen["solver"], _basis_dtype(options)),
-        "clip": options.clip,
-        "estimator": options.estimator,
+        "length": scheduled(options.length),
+        "estimator": scheduled(options.estimator),
         "coverage": coverage(options),
     }
 
@@ -197,7 +205,7 @@ def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, for a run that began on `ranks` ranks."""
-    peak = options.lr * (ranks if options.scale_lr else 1)
+    peak = options.rate * (ranks if options.scale_lr else 1)
     rate = schedule.constant(peak)
     if options.schedule == "step":
         at = [epoch * steps_per_epoch for epoch in options.decay_epochs]

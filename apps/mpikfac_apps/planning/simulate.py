@@ -16,6 +16,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps import cli
+from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import KfacOptions
@@ -109,7 +110,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     Raises:
         ValueError: no strategy can be predicted.
     """
-    every = options.kfac.factor_every, options.basis_every
+    every = at_start(options.kfac.factor_every), options.basis_every
     job = mpikfac.predict.Job(options.model, options.batch_per_rank, *every, options.stragglers)
     covered = models.shapes_of(options.model, options.classes, coverage(options.kfac))
     bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
@@ -166,7 +167,8 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     lines = [
         f"{options.model}, {options.batch_per_rank} images per rank, "
         f"solver {options.solver}, "
-        f"factors every {options.kfac.factor_every} steps, bases every {options.basis_every}",
+        f"factors every {at_start(options.kfac.factor_every)} steps, "
+        f"bases every {options.basis_every}",
         f"Machine: {machine.name}; predicted, not measured",
         "Milliseconds of a step: mean; plain: a step without new factors; factors: a step with",
         "  new factors; bases: a step with new factors and bases. Parts of the mean: comm, while a",

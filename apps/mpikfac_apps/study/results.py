@@ -19,6 +19,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Distribution
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
@@ -241,13 +242,13 @@ def _mean(numbers: Sequence[float]) -> float | None:
 def _planned(cell: Cell) -> dict[str, Any]:
     """Return bytes per step and in memory; of a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
-    every = kfac.factor_every, basis_every(cell.options, cell.ranks)
+    every = at_start(kfac.factor_every), basis_every(cell.options, cell.ranks)
     kinds = Counter(_kinds(plan, *every))
     period, ranks = kinds.total(), looked_at(plan)
     wire = handed = 0.0
     for rank in ranks:
         for (statistics, refresh, share), count in kinds.items():
-            clip = (kfac.clip.kl, kfac.clip.norm) != (None, None)
+            clip = bool(kfac.length.bound)
             messages = plan.messages(rank, statistics, refresh, clip, share)
             weight = count / period / len(ranks)
             wire += weight * sum(message.wire for message in messages)

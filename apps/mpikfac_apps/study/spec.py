@@ -20,6 +20,7 @@ import torch
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options
@@ -317,11 +318,15 @@ def shown_interval(options: Options, ranks: int) -> int:
 
 
 def basis_every(options: Options, ranks: int) -> int:
-    """Return the steps between two refreshes: the option, or the strategy's or usual number."""
+    """Return the steps between two refreshes: the option, or the strategy's or usual number.
+
+    Of numbers by epoch, the number of epoch 0.
+    """
     if options.optimizer != "kfac":
-        return options.kfac.basis_every or USUAL["basis_every"]
+        return at_start(options.kfac.basis_every) or USUAL["basis_every"]
     training = training_ranks(options, ranks)
-    return make_strategy(options.kfac, training, options.parts)[1]["basis_every"]
+    _, settings = make_strategy(options.kfac, training, options.parts)
+    return at_start(settings["basis_every"])
 
 
 def _word(value: Any) -> str:

@@ -134,7 +134,7 @@ class Run:
                 shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
-                settings = kfac_settings(options.kfac, chosen)
+                settings = kfac_settings(options.kfac, chosen, len(self.batches))
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class Run:
 
     def _finite(self, loss: float) -> float:
         if not math.isfinite(loss):
-            steps, lr = self.trainer.steps, self.options.lr
+            steps, lr = self.trainer.steps, self.options.rate
             raise mpikfac.UserError(f"the loss is {loss} after step {steps}; try a smaller lr={lr}")
         return loss
 
@@ -405,7 +405,7 @@ class Run:
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     """Return AdamW if the options say so; otherwise SGD, also for the directions of K-FAC."""
-    parameters, lr, decay = model.parameters(), options.lr, options.weight_decay
+    parameters, lr, decay = model.parameters(), options.rate, options.weight_decay
     if options.optimizer == "adamw":
         betas = options.momentum, 0.999
         return torch.optim.AdamW(parameters, lr, betas, weight_decay=decay)

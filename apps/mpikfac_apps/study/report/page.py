@@ -14,6 +14,7 @@ import jinja2
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
@@ -116,7 +117,7 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
     found = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
-        every = options.kfac.factor_every, basis_every(options, ranks)
+        every = at_start(options.kfac.factor_every), basis_every(options, ranks)
         training = training_ranks(options, ranks)
         with suppress(ValueError):  # the machine file lacks the network or batch
             job = mpikfac.predict.Job(options.model, options.step_batch // training, *every)

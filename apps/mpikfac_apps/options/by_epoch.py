@@ -1,0 +1,68 @@
+"""Numbers that change with the epoch, as texts such as `EXAMPLE`."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+EXAMPLE = "0.03 until 30, 0.01 until 60, 0.003"
+
+
+@dataclass(frozen=True)
+class ByEpoch:
+    """A schedule of epochs: a number, and the changes of the number.
+
+    Attributes:
+        first: the number of epoch 0.
+        changes: the epochs at which the number changes, in ascending order, with the new numbers.
+    """
+
+    first: float
+    changes: tuple[tuple[int, float], ...]
+
+    def __call__(self, epoch: float) -> float:
+        """Return the number in force at an epoch; 2.5 is the middle of the third epoch."""
+        reached = (number for start, number in reversed(self.changes) if epoch >= start)
+        return next(reached, self.first)
+
+    def __str__(self) -> str:
+        """Return the text that `read` takes."""
+        ends = [f"{n!r} until {end}" for n, (end, _) in zip(self.numbers, self.changes)]
+        return ", ".join([*ends, repr(self.numbers[-1])])
+
+    @property
+    def numbers(self) -> tuple[float, ...]:
+        """All numbers, in order."""
+        return self.first, *(number for _, number in self.changes)
+
+
+def read(text: str, kind: object) -> ByEpoch:
+    """Return the numbers of a text such as `EXAMPLE`.
+
+    Args:
+        kind: the type of the numbers: int, or any other type for float.
+
+    Raises:
+        ValueError: the text is no such list, or the epochs do not increase.
+    """
+    number = int if kind is int else float
+    *ended, last = text.split(",")
+    pairs = [part.split("until") for part in ended]
+    epochs = [int(epoch) for _, epoch in pairs]
+    if any(later <= earlier for earlier, later in itertools.pairwise([0, *epochs])):
+        raise ValueError(text)
+    first, *later = [number(value) for value in [*(value for value, _ in pairs), last]]
+    return ByEpoch(first, tuple(zip(epochs, later)))
+
+
+def by_step(value: Any, steps_per_epoch: int) -> Any:
+    """Return a schedule of steps in the place of a `ByEpoch`; any other value as it is."""
+    if not isinstance(value, ByEpoch):
+        return value
+    return lambda step: value(step / steps_per_epoch)
+
+
+def at_start(value: object) -> Any:
+    """Return the number of epoch 0 of a `ByEpoch`; any other value as it is."""
+    return value.first if isinstance(value, ByEpoch) else value
