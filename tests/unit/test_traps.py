@@ -379,7 +379,7 @@ def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, capl
     def direction(dtype: torch.dtype, largest: float) -> torch.Tensor:
         model = copy.deepcopy(plain).to(dtype)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        choices = {"solver": solver, "damping": damping, "clip": None, "basis_every": 1}
+        choices = {"solver": solver, "damping": damping, "length": Length("own"), "basis_every": 1}
         kfac = KFAC(model, optimizer, COMM, **choices)
         for some, labels in zip(smooth.split(64), y.split(64)):
             optimizer.zero_grad()
