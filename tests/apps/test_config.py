@@ -131,6 +131,10 @@ BAD = {
     ),
     "unused epochs": ("--decay_epochs=[3]", "decay_epochs=[3] with schedule=linear: step needs"),
     "no epochs": ("--schedule=step", "decay_epochs=[] with schedule=step: step needs epochs"),
+    "a length beside the quadratic model": (
+        "--kfac.length=quadratic --momentum=0 --weight_decay=0 --lr=0.1",
+        "needs lr=1, schedule=constant, momentum=0 and weight_decay=0, not lr=0.1, schedule=linear",
+    ),
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
     "unused share": (
         "--kfac.gradient_wire=int8 --kfac.top_share=0.1",

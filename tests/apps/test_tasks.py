@@ -22,6 +22,10 @@ CHOSEN = {
     "sgd": ("--optimizer=sgd", "--lr=10"),
     "adamw": ("--optimizer=adamw", "--lr=0.003"),
     "kfac": ("--kfac.fisher=exact", "--kfac.damping=0.003"),
+    "quadratic": (
+        *("--kfac.fisher=exact", "--kfac.length=quadratic", "--schedule=constant", "--momentum=0"),
+        *("--weight_decay=0", "--kfac.damping=0.02", "--kfac.damping_adapt=2"),
+    ),
 }
 
 

@@ -23,6 +23,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_data(options.data)
     _check_images(options)
     _check_schedule(options)
+    _check_quadratic(options)
     if options.optimizer == "kfac":
         try:
             make_strategy(options.kfac, ranks, options.parts)
@@ -109,6 +110,19 @@ def _check_schedule(options: Options) -> None:
     if options.warmup_epochs >= options.epochs:
         raise ValueError(
             f"warmup_epochs={options.warmup_epochs} must be less than epochs={options.epochs}"
+        )
+
+
+def _check_quadratic(options: Options) -> None:
+    """Refuse options that change the step of a quadratic model."""
+    needed = {"lr": (None, 1.0), "scale_lr": (False,), "schedule": ("constant",)}
+    needed |= dict.fromkeys(("warmup_epochs", "momentum", "weight_decay"), (0.0,))
+    given = {name: getattr(options, name) for name in needed}
+    wrong = [f"{name}={value}" for name, value in given.items() if value not in needed[name]]
+    if options.quadratic and wrong:
+        raise ValueError(
+            f"kfac.length=quadratic gives length and momentum of a step; it needs lr=1, "
+            f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
 
 

@@ -222,8 +222,15 @@ class Options:
         """The learning rate before any warm-up and fall."""
         if self.lr is not None:
             return self.lr
+        if self.quadratic:
+            return 1.0
         like_adam = self.optimizer == "kfac" and self.kfac.length.source == "adam"
         return USUAL_RATES["kfac" if like_adam else "adamw" if self.optimizer == "adamw" else "sgd"]
+
+    @property
+    def quadratic(self) -> bool:
+        """Whether a quadratic model gives length and momentum of steps."""
+        return self.optimizer == "kfac" and self.kfac.length.source == "quadratic"
 
     @property
     def step_batch(self) -> int:

@@ -182,11 +182,21 @@ class Run:
             losses.append(self._pass(*part))
             if count:
                 self.trainer.collect()
-        self.trainer.step()
+        self._end_step(images, labels)
         kfac, every = self.trainer, self.options.kfac.damping_adapt
         if isinstance(kfac, mpikfac.KFAC) and every and kfac.steps % every == 0:
             after = self._loss_after(step, first, parts)
             kfac.adapt(torch.stack(losses).mean().item(), after)
+
+    def _end_step(self, images: Tensor, labels: Tensor) -> None:
+        """Step the trainer; a quadratic model takes the images that the factors are made of."""
+        if not (isinstance(self.trainer, mpikfac.KFAC) and self.options.quadratic):
+            self.trainer.step()
+            return
+        every = self.options.kfac.estimator.subsample
+        inputs = self.normalise(images[::every])
+        targets = self.task.targets(inputs, labels[::every])
+        self.trainer.step(inputs=inputs, loss=lambda outputs: self.task.loss(outputs, targets))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the loss after a step on the images of the step; running statistics stay."""
