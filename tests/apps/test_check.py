@@ -76,7 +76,7 @@ class Translates(nn.Module):
     def __init__(self):
         super().__init__()
         self.cell, self.gates = nn.LSTMCell(4, 6), nn.GRUCell(4, 4)
-        self.others = nn.MultiheadAttention(4, 2, batch_first=True)
+        self.others = nn.MultiheadAttention(4, 2, dropout=0.2, batch_first=True)
         self.sizes = nn.MultiheadAttention(4, 1, kdim=6, vdim=2)
         self.head = nn.Linear(4, 3)
 
@@ -366,6 +366,13 @@ def test_attentions_to_others_and_cells_are_checked(file, capsys):
     names = [*cells, "others.in_proj", "others.out_proj", *sizes, "head"]
     assert verdicts(text) == dict.fromkeys(names, "ok")
     assert "Not covered: nothing" in text
+
+
+def test_attentions_with_dropout_are_compared_under_mpi(file):
+    """Oracle: a single process on the joined batches, by the program."""
+    job = launch(2, PROGRAM, f"{file()}:translates", "--input", "3,4")
+    assert job.returncode == 0, job.stdout
+    assert "All right: 18 of 18 checked" in job.stdout
 
 
 def test_a_projection_that_is_recorded_wrongly_is_seen(file, monkeypatch, capsys):

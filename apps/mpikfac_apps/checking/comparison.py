@@ -257,7 +257,7 @@ def distributed(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> mpikfac.KFAC:
-    """Return K-FAC with the strategy `name`; covered layers are in training mode.
+    """Return K-FAC with the strategy `name`; covered layers are in training mode, without dropout.
 
     Collective over: comm.
     """
@@ -278,4 +278,6 @@ def distributed(
     for layer in kfac.layers:
         for module in layer.modules:
             module.train()
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
     return kfac
