@@ -8,14 +8,15 @@ import pytest
 from mpikfac_apps.study import compare
 
 
-def run_of(path, accuracies, pace=1.5):
+def run_of(path, accuracies, pace=1.5, scales=()):
     path.mkdir(parents=True)
     rows = []
     for epoch, accuracy in enumerate(accuracies, start=1):
         rows.append(
             {"step": 5 * epoch, "epoch": float(epoch), "seconds": pace * epoch, "loss": 1.0}
         )
-        rows.append(rows[-1] | {"test_accuracy": accuracy})
+        scale = {"kl_scale": scales[epoch - 1]} if scales else {}
+        rows += [rows[-1] | scale, rows[-1] | {"test_accuracy": accuracy}]
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 
@@ -45,6 +46,17 @@ def test_two_sentences_say_what_was_seen(tmp_path, capsys):
         "A test accuracy of 97.0 % was reached by few after 2 epochs and by quick after 3 epochs.",
         "In seconds of training, quick was first: quick took 1.50 s and few took 3.00 s.",
     ]
+
+
+@pytest.mark.parametrize(("scales", "told"), [([0.1, 0.2, 0.9], True), ([0.1, 1.0, 1.0], False)])
+def test_a_bound_that_sets_the_length_of_nearly_all_steps_is_told(tmp_path, capsys, scales, told):
+    """Oracle: the metrics; the picture then has a third panel."""
+    runs = [run_of(tmp_path / "free", [0.5, 0.6, 0.7])]
+    runs.append(run_of(tmp_path / "bound", [0.5, 0.6, 0.7], scales=scales))
+    assert compare.main([*runs, "--png", str(tmp_path / "curves.svg")]) == 0
+    line = "The bound shortened the step in 3 of 3 lines of metrics of bound: with kl_clip, the "
+    assert (line in capsys.readouterr().out) == told
+    assert "kl_scale" in (tmp_path / "curves.svg").read_text()
 
 
 @pytest.mark.parametrize(

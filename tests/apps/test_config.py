@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import mpikfac
+from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.documents import SYNONYMS, flattened
 from mpikfac_apps.options.fields import flat, leaves
@@ -15,6 +16,7 @@ from mpikfac_apps.options.options import BASIC, Options
 from mpikfac_apps.options.parse import parse, resolved
 from mpikfac_apps.options.strategy import (
     for_machine,
+    kfac_settings,
     learning_rate,
     make_strategy,
     training_ranks,
@@ -45,6 +47,14 @@ BAD = {
     "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
     "zero": ("--epochs=0", "epochs=0 must be a whole number >= 1"),
     "decay of 1": ("--kfac.decay=1", "kfac.decay=1.0 must be at least 0 and below 1"),
+    "epochs that fall": (
+        "kfac.damping: 0.1 until 9, 0.2 until 3, 0.3\n",
+        "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
+    ),
+    "a zero in a schedule": (
+        "kfac.factor_every: 1 until 3, 0\n",
+        "kfac.factor_every=(1, 0) must be a whole number >= 1",
+    ),
     "zero or null": ("--kfac.kl_clip=0", "kfac.kl_clip=0.0 must be positive"),
     "negative seed": ("--seed=-1", "seed=-1 must be a whole number >= 0 and < 4294967296"),
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
@@ -189,6 +199,31 @@ def test_a_bad_configuration_is_refused_in_one_line_with_key_value_and_what_is_a
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         parse(arguments, RANKS)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("0.03 until 2, 0.01", {0: 0.03, 1.99: 0.03, 2: 0.01, 9: 0.01}),
+        ("1 until 3, 5 until 6, 10", {0: 1, 2.9: 1, 3: 5, 5.5: 5, 6: 10}),
+    ],
+)
+def test_numbers_by_epoch_are_read_and_written(text, numbers):
+    """Oracle: by hand."""
+    found = by_epoch.read(text, float)
+    assert {epoch: found(epoch) for epoch in numbers} == numbers
+    assert by_epoch.read(str(found), float) == found
+
+
+def test_the_schedule_of_sc20_is_written_in_options():
+    """Oracle: by hand: damping halves and intervals grow tenfold, at epochs [SC20]."""
+    argv = ["--kfac.damping=0.003 until 40, 0.0015 until 80, 0.00075"]
+    options = parse([*argv, "--kfac.basis_every=10 until 40, 100", "--kfac.solver=eigen"], 1)
+    chosen = {"solver": "eigen", "basis_every": options.kfac.basis_every}
+    settings = kfac_settings(options.kfac, chosen, steps_per_epoch=7)
+    damping = settings["damping"].value
+    assert [damping(7 * epoch) for epoch in (0, 40, 80)] == [0.003, 0.0015, 0.00075]
+    assert [settings["basis_every"](step) for step in (0, 279, 280)] == [10, 10, 100]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

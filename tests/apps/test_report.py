@@ -280,7 +280,7 @@ def test_a_report_can_be_made_at_any_time(asked):
     wanted, place = asked
     page = report.write(wanted, place, ["mpikfac", "study"]).read_text()
     assert "No cell is complete yet." in page
-    assert page.count("No picture: ") == 5
+    assert page.count("No picture: ") == 6
     assert page.rstrip().endswith("</html>")
     failed, cut = (
         the(results.read(wanted, place), f"{name} on 1 rank").cell for name in ("sgd", "comm-opt")

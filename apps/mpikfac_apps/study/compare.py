@@ -59,7 +59,8 @@ def compare(options: CompareOptions) -> int:
     sections = [table(rows(found, target))]
     if target is not None and len(found) > 1:
         sections.append(list(sentences(found, target)))
-    show(sections)
+    sections.append(list(about_bounds(found)))
+    show([section for section in sections if section])
     if options.png:
         draw(found, target, options.png)
     return 0
@@ -122,6 +123,16 @@ def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
         yield f"{listed(missing)} did not reach {aim}."
 
 
+def about_bounds(found: Mapping[str, Curve]) -> Iterator[str]:
+    """Return a sentence about each run whose bound shortened nearly all steps."""
+    for name, curve in zip(short_names(found).values(), found.values()):
+        if curve.bound:
+            yield (
+                f"The bound shortened the step in {curve.shortened} of {len(curve.scales)} lines "
+                f"of metrics of {name}: with kl_clip, the learning rate has no effect there."
+            )
+
+
 def brief(seconds: float) -> str:
     """Return seconds with three digits at least."""
     return f"{seconds:.{0 if seconds >= 100 else 1 if seconds >= 10 else 2}f}"
@@ -138,7 +149,7 @@ def short_names(runs: Iterable[str]) -> dict[str, str]:
 
 
 def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
-    """Draw the values of tests by epoch and by seconds, side by side, into a file."""
+    """Draw the values of tests by epoch and by seconds, and `kl_scale` if a bound acts."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -147,18 +158,24 @@ def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
     names, measure = short_names(found), measure_of(found)
     styles = {name: variant_style(place) for place, name in enumerate(names.values())}
     with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
-        figure = Figure(figsize=(10, 4.4), layout="constrained")
-        by_epoch, by_second = figure.subplots(1, 2, sharey=True)
+        bounds = any(curve.shortened for curve in found.values())
+        figure = Figure(figsize=(14 if bounds else 10, 4.4), layout="constrained")
+        by_epoch, by_second, *third = figure.subplots(1, 3 if bounds else 2)
+        by_second.sharey(by_epoch)
         for run, curve in found.items():
             values = [measure.scale * value for value in curve.values]
             for axes, along in ((by_epoch, curve.epochs), (by_second, curve.seconds)):
                 axes.plot(along, values, markersize=5, **styles[names[run]])
+            for axes in third:
+                axes.plot(*zip(*curve.scales), **styles[names[run]] | {"marker": ""})
         for axes in (by_epoch, by_second):
             if target is not None:
                 axes.axhline(measure.scale * target, color=QUIET, linewidth=0.8, linestyle=":")
             axes.set_xlim(left=0)
         by_epoch.set(xlabel="epochs", ylabel=measure.axis)
         by_second.set(xlabel="seconds of training")
+        for axes in third:
+            axes.set(xlabel="epochs", ylabel="kl_scale, the factor of the bound", ylim=(0, 1.05))
         aim = "" if target is None else f"; dotted: {measure.text(target)}"
         figure.suptitle(f"Test {measure.name} of {listed(styles)}{aim}")
         legend(figure, styles)

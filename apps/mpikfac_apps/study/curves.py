@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,34 @@ from mpikfac_apps.study.measures import MEASURES, Measure
 LIMIT = 2**27
 """Bytes of the largest metrics that are read: about a million lines."""
 FORM = {"step": int, "epoch": float, "seconds": float}
+NEARLY_ALL = 0.9
 POSITIVE = ("images_per_second", "seconds")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The values of a run's tests after each epoch, and the steps and seconds until then."""
+    """The values of a run's tests after each epoch, and the steps and seconds until then.
+
+    Attributes:
+        scales: the epoch and `kl_scale` of each line of metrics that has one.
+    """
 
     measure: Measure
     steps: list[int] = field(default_factory=list)
     epochs: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    scales: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def shortened(self) -> int:
+        """The number of lines of metrics whose step was shortened by the bound."""
+        return sum(scale < 1 for _, scale in self.scales)
+
+    @property
+    def bound(self) -> bool:
+        """Whether the bound shortened nearly all steps, as far as the metrics tell."""
+        return self.shortened >= NEARLY_ALL * max(1, len(self.scales))
 
     @property
     def best(self) -> float:
@@ -78,12 +94,14 @@ def _is_number(value: object) -> bool:
     return isinstance(value, float) or files.has_form(value, int)
 
 
-def curve(rows: Iterable[Mapping[str, Any]], measure: Measure) -> Curve:
+def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
     """Return the curve of a run's lines; the curve is empty before the end of the first epoch."""
     key = f"test_{measure.name}"
     ends = [row for row in rows if key in row]
-    columns = ("step", "epoch", "seconds", key)
-    return Curve(measure, *([row[column] for row in ends] for column in columns))
+    columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": key}
+    scales = [(row["epoch"], row["kl_scale"]) for row in rows if "kl_scale" in row]
+    found = {name: [row[column] for row in ends] for name, column in columns.items()}
+    return Curve(measure, scales=scales, **found)
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:

@@ -28,6 +28,11 @@ def findings(
     yield from _about_missing(cells, done)
     yield from _about_machine(done)
     yield from _about_seeds(done)
+    if bound := [cell.cell.label for cell in done if cell.curve.bound]:
+        yield (
+            f"A bound shortened nearly all steps of {_some(bound)}: the bound sets the length of "
+            "these steps."
+        )
     if target:
         yield from _about_learning(cells, done, target)
     kfac = _compared(cells)

@@ -202,6 +202,13 @@ def _pictures(
             "no cell has completed an epoch",
         ),
         (
+            "How much a bound shortens steps",
+            pictures.bounds(cells),
+            "The factor of the bound on the length of a step, by epochs. While kl_clip shortens "
+            "steps, the learning rate has no effect.",
+            "no bound shortened a step",
+        ),
+        (
             "More ranks",
             pictures.scaling(cells),
             f"Images per second of all ranks together ({kind}), and images per second of a rank as "

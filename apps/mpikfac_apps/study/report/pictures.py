@@ -101,6 +101,23 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
         return figure
 
 
+def bounds(cells: Sequence[Measured]) -> Figure | None:
+    """Draw the factor by which a bound shortens steps, by epochs: a line for each run."""
+    found = [cell for cell in cells if cell.curve.shortened]
+    if not found:
+        return None
+    styles = _styles(cells)
+    with styled():
+        figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
+        panel = figure.subplots()
+        for cell in found:
+            style = styles[cell.cell.variant] | {"marker": ""}
+            panel.plot(*zip(*cell.curve.scales), **style)
+        panel.set(xlabel="epochs", ylabel="kl_scale", ylim=(0, 1.05))
+        legend(figure, {variant: styles[variant] for variant in _variants(found)})
+        return figure
+
+
 def _three_curves(row: Sequence[Axes], seeds: Sequence[Measured], style: Mapping[str, Any]) -> None:
     """Draw the runs of a variant with all seeds, up to the last epoch that all runs have."""
     runs, wire = [cell.curve for cell in seeds], seeds[0].wire
