@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Autoencoder(nn.Sequential):
     """A network from images `[n, channels, h, w]` to the logits of all pixels `[n, pixels]`.
 
     The encoder has `widths` units per layer, and the decoder mirrors the encoder. Hidden units are
-    tanh, the code is linear. Weights are uniform, with the variance of Glorot & Bengio [2010].
-    Biases are 0.
+    tanh, the code is linear. Biases start at 0.
 
     Args:
         pixels: the pixels of an image, of all channels.
         widths: the units of the encoder's layers; the last is the length of the code.
+        draw: fills a matrix of weights with random numbers.
     """
 
-    def __init__(self, pixels: int, widths: Sequence[int]) -> None:
+    def __init__(
+        self, pixels: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]
+    ) -> None:
         whole = [pixels, *widths, *reversed(widths[:-1]), pixels]
         layers: list[nn.Module] = [nn.Flatten()]
         for number, (inputs, outputs) in enumerate(itertools.pairwise(whole), start=1):
             linear = nn.Linear(inputs, outputs)
-            nn.init.xavier_uniform_(linear.weight)
+            draw(linear.weight)
             nn.init.zeros_(linear.bias)
             hidden = number not in (len(widths), len(whole) - 1)
             layers += [linear, nn.Tanh()] if hidden else [linear]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.problems import own
@@ -55,15 +55,18 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
     )
 
 
-def autoencoder(side: int, widths: Sequence[int]) -> Network:
+def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]) -> Network:
     """Return the entry of an autoencoder for images of `side` x `side` pixels."""
 
     def make(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
-        return Autoencoder(channels * side**2, widths)
+        return Autoencoder(channels * side**2, widths, draw)
 
     return Network(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
+# The variance is 25 / (9 inputs). With Glorot's, signals shrink behind the short code, and the
+# autoencoder of 12 layers stays on a plateau.
+TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
 MODELS: dict[str, Network] = {
@@ -81,8 +84,8 @@ MODELS: dict[str, Network] = {
             (152, Bottleneck, [3, 8, 36, 3]),
         )
     },
-    "autoencoder": autoencoder(28, (400, 200, 100, 50, 25, 6)),
-    "autoencoder_small": autoencoder(8, (48, 32, 16, 8)),
+    "autoencoder": autoencoder(28, (400, 200, 100, 50, 25, 6), TANH),
+    "autoencoder_small": autoencoder(8, (256, 128, 64, 32, 10), nn.init.xavier_uniform_),
 }
 
 
