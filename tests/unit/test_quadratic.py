@@ -267,6 +267,39 @@ def test_a_weight_of_examples_weighs_the_model(comm):
     assert torch.equal(flat(one.parameters()), flat(other.parameters()))
 
 
+def test_a_layer_joins_later(comm):
+    """Oracle: the layer stays in the step that takes the layer up, and has a last step later."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    model[0].requires_grad_(False)
+    loss, kfac = functools.partial(F.cross_entropy, target=labels()), trainer(comm, model)
+    take_step(kfac, x, loss)
+    first = model[0].weight.detach().clone()
+    model[0].requires_grad_(True)
+    take_step(kfac, x, loss)  # takes the layer up
+    assert torch.equal(model[0].weight, first)
+    for _ in range(2):
+        before = loss(model(x))
+        take_step(kfac, x, loss)
+        assert loss(model(x)) < before
+    assert not torch.equal(model[0].weight, first)
+    assert all("momentum_buffer" in kfac.optimizer.state[p] for p in model.parameters())
+
+
+def test_a_scaled_loss_takes_the_same_step(comm):
+    """Oracle: the step without a scale, a power of two; a step that overflows is no step."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    loss, other = functools.partial(F.cross_entropy, target=labels()), copy.deepcopy(model)
+    take_step(trainer(comm, model), x, loss)
+    kfac, scaler = trainer(comm, other), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    before = flat(other.parameters())
+    for factor in (torch.inf, 1.0):
+        kfac.optimizer.zero_grad()
+        scaler.scale(factor * loss(other(x))).backward()
+        kfac.step(scaler, inputs=x, loss=loss)
+        assert torch.equal(flat(other.parameters()), before) == (factor == torch.inf)
+    torch.testing.assert_close(flat(other.parameters()), flat(model.parameters()))
+
+
 def test_a_layer_that_stays_has_no_part_in_the_model(comm):
     """Oracle: steps of a model in which the layer is frozen from the start."""
     one, other = tanh_net().double(), tanh_net().double()
