@@ -153,6 +153,27 @@ def test_autocast(comm, kind):
     assert (found[0] - found[1]).norm() < 0.03 * (found[0] - start).norm()
 
 
+@pytest.mark.parametrize("kind", ["others", "sizes", "lstm"])
+@pytest.mark.parametrize("solver", ["eigen", "ekfac", "rank-one"])
+def test_a_scaled_loss(comm, kind, solver):
+    """Oracle: the same step without a scale."""
+    found = []
+    for scaled in (False, True):
+        network, _ = inner.pair(kind)
+        optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+        kfac = problem.kfac(network, optimizer, comm, **SETTINGS, solver=solver)
+        for step in range(2):
+            images, labels = problem.batch(step)
+            optimizer.zero_grad()
+            loss = F.cross_entropy(network(images), labels)
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if scaled else None
+            (scaler.scale(loss) if scaler else loss).backward()
+            kfac.step(scaler)
+        kfac.detach()
+        found.append(inner.weights(network))
+    torch.testing.assert_close(*found, **CLOSE)
+
+
 def test_a_single_example_may_lack_the_batch(comm):
     """Oracle: the same example as a batch of one."""
     found = []
