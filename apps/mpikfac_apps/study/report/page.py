@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac import files
@@ -26,6 +27,9 @@ from mpikfac_apps.study.report.style import inline_svg
 from mpikfac_apps.study.report.timelines import timeline
 from mpikfac_apps.study.results import Measured
 from mpikfac_apps.study.spec import Study, basis_every
+
+Picture = tuple[str, Figure | None, str, str]
+"""Title, picture, caption, and the reason why the picture is missing."""
 
 
 def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
@@ -170,11 +174,19 @@ def _pictures(
     predictions: Mapping[str, float],
 ) -> Iterator[dict[str, str]]:
     """Return name, title, caption and SVG of each picture, or the reason for a missing picture."""
-    batch = {cell.cell.options.batch for cell in cells}
-    same = "strong scaling: all numbers of ranks share a batch of the same size"
-    kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
-    traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
     for title, picture, caption, missing in (
+        *_of_steps(cells),
+        *_of_learning(cells, measure, target),
+        *_of_pace(cells, predictions),
+    ):
+        name = title.split(",")[0].lower().replace(" ", "-").replace("'", "")
+        svg = inline_svg(picture, name, title) if picture else ""
+        yield {"name": name, "title": title, "caption": caption, "missing": missing, "svg": svg}
+
+
+def _of_steps(cells: Sequence[Measured]) -> tuple[Picture, ...]:
+    traced = "no cell holds means of stages over whole intervals (stages.json, trace_steps)"
+    return (
         (
             "Where a step's time goes",
             pictures.breakdown(cells),
@@ -192,6 +204,13 @@ def _pictures(
             "drawn on top of the longer stage.",
             "no cell holds a trace (trace.json.gz, written with trace_steps)",
         ),
+    )
+
+
+def _of_learning(
+    cells: Sequence[Measured], measure: Measure, target: float | None
+) -> tuple[Picture, ...]:
+    return (
         (
             f"{measure.name.capitalize()}, and the price in seconds and bytes",
             pictures.curves(cells, target),
@@ -208,6 +227,14 @@ def _pictures(
             "steps, the learning rate has no effect.",
             "no bound shortened a step",
         ),
+    )
+
+
+def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tuple[Picture, ...]:
+    batch = {cell.cell.options.batch for cell in cells}
+    same = "strong scaling: all numbers of ranks share a batch of the same size"
+    kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
+    return (
         (
             "More ranks",
             pictures.scaling(cells),
@@ -222,7 +249,4 @@ def _pictures(
             "prediction and measurement are equal.",
             "the study names no machine, or the machine has no times of the networks and batches",
         ),
-    ):
-        name = title.split(",")[0].lower().replace(" ", "-").replace("'", "")
-        svg = inline_svg(picture, name, title) if picture else ""
-        yield {"name": name, "title": title, "caption": caption, "missing": missing, "svg": svg}
+    )
