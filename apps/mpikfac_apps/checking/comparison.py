@@ -273,6 +273,7 @@ def distributed(
         damping=DAMPING,
         basis_every=1,
         solver=solver,
+        length=mpikfac.Length("own", kl=0.001),  # Adam's length makes rounding of zeros large
         coverage=coverage,
     )
     for layer in kfac.layers:
