@@ -26,15 +26,26 @@ PLAIN = {
     "kfac.factor_every": "5",
     "kfac.kl_clip": "0.001",
 }
+RECIPE = {
+    "kfac.solver": "eigen",
+    "kfac.relative_damping": "0.1",
+    "kfac.factor_every": "5",
+    "kfac.length": "adam",
+}
+RATES = [{**RECIPE, "lr": rate} for rate in ("0.001", "0.002", "0.003")]
 CLIPS = [{"kfac.kl_clip": clip} for clip in ("0.01", "0.001", "0.0003")]
 
 Settings = dict[str, str]
 
 
-def kfac(*tried: Settings, **always: str) -> tuple[str, list[Settings]]:
-    """Return settings of plain K-FAC, changed by `always` and by each of `tried`."""
-    changed = {f"kfac.{key}": value for key, value in always.items()}
-    return "kfac", [{**PLAIN, **changed, **settings} for settings in tried]
+def kfac(*tried: Settings, **always: str | None) -> tuple[str, list[Settings]]:
+    """Return settings of plain K-FAC, changed by `always` and by each of `tried`.
+
+    None in `always` leaves a setting out.
+    """
+    changed = {**PLAIN, **{f"kfac.{key}": value for key, value in always.items()}}
+    kept = {key: value for key, value in changed.items() if value is not None}
+    return "kfac", [{**kept, **settings} for settings in tried]
 
 
 def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, list[Settings]]:
@@ -44,27 +55,32 @@ def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, l
 
 WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
     "resnet20": {
+        "recipe": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "damping adapted": kfac(
             *[{"kfac.damping": start} for start in ("0.01", "0.03", "0.1")], damping_adapt="5"
         ),
         "normalisations": kfac(*CLIPS, norms="true"),
         "relative damping": kfac(
-            *[{"kfac.damping": share} for share in ("0.1", "0.3", "1")], relative_damping="true"
+            *[{"kfac.relative_damping": share} for share in ("0.1", "0.3", "1")], damping=None
         ),
-        "grafted to SGD": kfac(*[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], length="sgd"),
+        "grafted to SGD": kfac(
+            *[{"lr": rate} for rate in ("0.05", "0.1", "0.2")], length="sgd", kl_clip=None
+        ),
         "labels sampled": kfac(*CLIPS, fisher="sampled"),
         "sharing reduced": kfac(*CLIPS, sharing="reduce"),
     },
     "mobilenet_small": {
         "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
         "AdamW": first_order("adamw", ["0.001", "0.003", "0.01"], weight_decay="0.05"),
+        "recipe": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },
     "vit_small": {
         "SGD": first_order("sgd", ["0.02", "0.05", "0.1"]),
         "AdamW": first_order("adamw", ["0.0005", "0.001", "0.003"], weight_decay="0.05"),
+        "recipe": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },

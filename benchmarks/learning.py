@@ -36,7 +36,13 @@ COMMON = {
 }
 SGD_GRID = [{"lr": lr} for lr in ("0.03", "0.06", "0.1", "0.2", "0.4")]
 KFAC_GRID = [
-    {"lr": lr, "kfac.damping": damping, "kfac.kl_clip": clip, "kfac.solver": "eigen"}
+    {
+        "lr": lr,
+        "kfac.damping": damping,
+        "kfac.kl_clip": clip,
+        "kfac.length": "own",
+        "kfac.solver": "eigen",
+    }
     for lr, damping, clip in (
         ("0.1", "0.03", "0.01"),
         ("0.1", "0.03", "null"),
