@@ -389,7 +389,8 @@ class KFAC:
     def precondition(self, scaler: GradScaler | None = None) -> None:
         """Precondition covered layers' gradients; the caller averages before, and steps after.
 
-        The caller also averages and steps uncovered parameters and buffers.
+        The caller also averages and steps uncovered parameters and buffers. With `Length("adam")`,
+        gradients of uncovered parameters become Adam's steps.
 
         Collective over: world.
 
@@ -421,7 +422,7 @@ class KFAC:
         self._refresh_curvature()
         self.gradients.check(self.steps)
         self._make_directions()
-        self.gradients.write(self.directions.slots)
+        self.gradients.write([*self.directions.slots, *self.directions.slots_beside])
         self.gradients.keep()
         self._begin(self.steps + 1)
 

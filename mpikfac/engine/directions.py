@@ -28,7 +28,7 @@ from mpikfac.numerics import (
     not_finite,
     slopes_and_curvatures,
 )
-from mpikfac.plan import PlannedLayer, count_of, lay_out
+from mpikfac.plan import count_of, lay_out
 from mpikfac.settings import DECAY, EPSILON, Settings
 from mpikfac.solvers import Held, Solver
 
@@ -58,6 +58,7 @@ class Directions(Part):
     Attributes:
         arena: directions by layer.
         slots: the layers with directions in the arena.
+        slots_beside: the uncovered parameters with directions, which lie in the arena of gradients.
         scale: the multiplier of the last step's directions, `[1]`.
         expected: the change of the loss of all ranks by the quadratic model, `[1]`; only the part
             of layers with directions on the rank.
@@ -73,8 +74,10 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
+        stepped = (slot for slot in gradients.of_others if slot.block.parameters and slot.steps)
         adam = settings.length.source == "adam"
-        self._adam = Squares(self.plan.preconditioned, self.site) if adam else None
+        self.slots_beside = list(stepped) if adam else []
+        self._adam = self._squares() if adam else None
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
         self._bound = self.plan.clip()
@@ -86,6 +89,12 @@ class Directions(Part):
         solver, held = self.bases.solver_of[name], self.bases.held[name]
         return Job(name, solver, held, self.gradients.arena[name], self.arena[name])
 
+    def _squares(self) -> Squares:
+        """Return averages of squared gradients, of all directions that the rank makes."""
+        beside = [slot.block.name for slot in self.slots_beside]
+        shapes = {job.name: job.gradient.shape for job in self._jobs}
+        return Squares(shapes | {n: self.gradients.arena[n].shape for n in beside}, self.site)
+
     def precondition(self, step: int) -> None:
         """Precondition the gradients of the rank's layers."""
         with self.site.trace.stage("precondition"):
@@ -94,6 +103,8 @@ class Directions(Part):
                 job.direction.copy_(job.solver.direction(job.gradient, job.held))
             if self._jobs and self.settings.length.source in ("adam", "sgd"):
                 self._graft()
+            if self._adam is not None:
+                self._step_beside(self._adam)
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -199,7 +210,8 @@ class Directions(Part):
         """Return the names of a complete state of all ranks, as far as `names` tell."""
         if self._adam is None:
             return set()
-        names = [layer.name for layer in self.plan.layers]
+        others = [other.name for other in self.gradients.others if other.parameters]
+        names = [*(layer.name for layer in self.plan.layers), *others]
         return {f"graft/{n}" for name in names for n in (name, count_of(name))}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
@@ -272,10 +284,17 @@ class Directions(Part):
         if self._adam is not None:
             broken = self.gradients.broken
             self._adam.add({n: g for n, g in gradients.items() if n not in broken})
-            lengths = self._adam.lengths(gradients)
+            lengths = norms(self._adam.step(n, g) for n, g in gradients.items())
         scales = torch.where(own > 0, lengths / own, 1.0)
         for job, sound, scale in zip(self._jobs, usable, scales):
             job.direction.copy_(torch.where(sound, job.direction, job.gradient) * scale)
+
+    def _step_beside(self, adam: Squares) -> None:
+        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
+        gradients = {s.block.name: self.gradients.arena[s.block.name] for s in self.slots_beside}
+        adam.add({n: g for n, g in gradients.items() if n not in self.gradients.broken})
+        for name, gradient in gradients.items():
+            gradient.copy_(adam.step(name, gradient))
 
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
@@ -313,16 +332,15 @@ def _grafted(names: Collection[str]) -> bool:
 
 
 class Squares(Arena):
-    """Adam's running averages of squared gradients, of the layers to precondition on the rank.
+    """Adam's running averages of squared gradients, by name of layer or uncovered parameter.
 
-    By layer; beside an average, the sum of the average's weights, which tends to 1.
+    Beside an average, the sum of the average's weights, which tends to 1.
     """
 
-    def __init__(self, layers: Sequence[PlannedLayer], site: Site) -> None:
-        blocks = [(layer.name, layer.shape.gradient) for layer in layers]
-        weights = [(count_of(layer.name), (1,)) for layer in layers]
-        super().__init__(lay_out([blocks, weights]), site.dtype, site.device)
-        self._weights = {layer.name: self[count_of(layer.name)] for layer in layers}
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], site: Site) -> None:
+        weights = [(count_of(name), (1,)) for name in shapes]
+        super().__init__(lay_out([list(shapes.items()), weights]), site.dtype, site.device)
+        self._weights = {name: self[count_of(name)] for name in shapes}
 
     def add(self, gradients: Mapping[str, Tensor]) -> None:
         """Take the averaged gradients of a step into the averages."""
@@ -330,13 +348,13 @@ class Squares(Arena):
             self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
             self._weights[name].mul_(DECAY).add_(1 - DECAY)
 
-    def lengths(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return norms `[layers]` of `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
+    def step(self, name: str, gradient: Tensor) -> Tensor:
+        """Return `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
 
         The optimizer adds the momentum [Kingma & Ba 2015].
         """
-        means = (self[name] / self._weights[name] for name in gradients)
-        return norms(g / (mean.sqrt_() + EPSILON) for g, mean in zip(gradients.values(), means))
+        mean = self[name] / self._weights[name]
+        return gradient / (mean.sqrt_() + EPSILON)
 
 
 def norms(tensors: Iterable[Tensor]) -> Tensor:

@@ -25,7 +25,8 @@ class Length:
 
     Args:
         source: where the length of each layer's direction comes from. "adam": the length of Adam's
-            step without momentum, so that rates of Adam are right; "sgd": the length of the layer's
+            step without momentum, so that rates of Adam are right; uncovered parameters then take
+            Adam's step itself; "sgd": the length of the layer's
             gradient [Agarwal et al. 2020]; "own": the length that preconditioning gives;
             "quadratic": length and momentum together minimise a quadratic model of the loss, with
             the Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4 and 7],

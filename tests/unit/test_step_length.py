@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
+from mpikfac import Strategy
 from mpikfac.solvers import inverse
 from support import oracles, problem
 
@@ -62,6 +63,27 @@ def test_grafting_takes_the_length_of_adams_step(comm):
             length = (weights[name] - before[name]).norm()
             torch.testing.assert_close(oracles.gradient_matrix(module).norm(), length)
         kfac.optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", [None, Strategy(1, "owners", "owner")])
+def test_uncovered_parameters_take_adams_step(comm, strategy):
+    """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""
+    model, rate = problem.network(), 0.01
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    kfac = problem.kfac(model, optimizer, comm, strategy, **{**problem.SETTINGS, "length": "adam"})
+    twins = [p.detach().clone() for p in model[1].parameters()]
+    adam = torch.optim.Adam(twins, lr=rate, betas=(0.0, 0.999))
+    for step in range(problem.STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(problem.batch(step)[0]), problem.batch(step)[1]).backward()
+        if step == 1:
+            model[1].bias.grad[0] = math.nan
+        for twin, parameter in zip(twins, model[1].parameters()):
+            twin.grad = parameter.grad.clone() if parameter.grad.isfinite().all() else None
+        adam.step()
+        kfac.step()
+        for twin, parameter in zip(twins, model[1].parameters()):
+            torch.testing.assert_close(parameter, twin)
 
 
 @pytest.mark.parametrize(("bound", "length"), [(0.01, 0.01), (1e6, None)])
