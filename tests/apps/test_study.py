@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -112,6 +113,21 @@ def test_a_target_may_be_in_per_cent(tmp_path):
     assert spec.read(written(tmp_path, target=97)).target == 0.97
     assert spec.read(written(tmp_path, target=0.97)).target == 0.97
     assert spec.read(written(tmp_path, target=1)).target == 1
+
+
+def test_the_target_of_autoencoders_is_an_error(tmp_path):
+    """Oracle: 97 as the squared error of an image; accuracy and error cannot share a target."""
+    axes = {"strategy": ["sgd"], "ranks": [1]}
+    file = written(
+        tmp_path, target=97, matrix=axes, strategies={}, options={"model": "autoencoder_small"}
+    )
+    found = spec.read(file)
+    assert (found.target, found.measure.name) == (97, "error")
+    assert found.measure.reaches(96, 97) and not found.measure.reaches(98, 97)
+    assert not found.measure.reaches(math.nan, 97)
+    mixed = axes | {"model": ["digits_cnn", "autoencoder_small"]}
+    with pytest.raises(ValueError, match="runs of classifiers measure accuracy, runs of autoenc"):
+        spec.read(written(tmp_path, matrix=mixed, strategies={}, options={}))
 
 
 def test_a_cell_is_another_one_once_an_option_has_changed(tmp_path):
