@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,19 +35,48 @@ def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dic
     state["optimizer/name"] = type(optimizer).__name__
     state |= {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
     for name, parameter in stepped.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                state[f"optimizer/state/{name}/{key}"] = value
+        for key, value in _in_pieces(optimizer.state.get(parameter, {})).items():
+            state[f"optimizer/state/{name}/{key}"] = value
     return state
 
 
+def _in_pieces(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state, with the tensors of a list one by one: "Q.0", "Q.1".
+
+    SOAP has such lists; an empty list in a list stands for no matrix, as does an empty tensor.
+    """
+    pieces = {key: value for key, value in state.items() if value is not None}
+    for key in [key for key, value in pieces.items() if isinstance(value, list)]:
+        for index, piece in enumerate(pieces.pop(key)):
+            pieces[f"{key}.{index}"] = torch.empty(0) if isinstance(piece, list) else piece
+    return pieces
+
+
+def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that `_in_pieces` took apart."""
+    state: dict[str, Any] = {}
+    lists: dict[str, dict[int, Any]] = defaultdict(dict)
+    for key, value in pieces.items():
+        name, _, index = key.rpartition(".")
+        if name and index.isdecimal():
+            lists[name][int(index)] = value
+        else:
+            state[key] = value
+    return state | {name: [found[i] for i in sorted(found)] for name, found in lists.items()}
+
+
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
-    """Return the names that `model_state` has on all ranks together and that `names` lack."""
+    """Return the names that `model_state` has on all ranks together and that `names` lack.
+
+    The state of a parameter is held as a whole or not at all. Muon and SOAP keep different items
+    for different parameters.
+    """
     prefix = "optimizer/state/"
-    keys = {name.rpartition("/")[2] for name in names if name.startswith(prefix)}
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
+    held, keys = {name for name, _, _ in items}, {key for _, _, key in items}
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     whole = {f"model/{name}" for name, _ in _tensors_of(model)}
-    whole |= {f"{prefix}{name}/{key}" for name in trained for key in keys}
+    whole |= {f"{prefix}{name}/{key}" for name in trained - held for key in keys}
     return whole.difference(names)
 
 
@@ -63,8 +93,9 @@ def needed_state(
     if saved not in (own, None):
         raise ValueError(f"item 'optimizer/name' must be {own}; it is {saved}")
     like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
-    settings = {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
-    like |= {name: value for name, value in settings.items() if name in state}
+    like |= {
+        f"optimizer/groups/{name}": value for name, value in _numbers(optimizer, state).items()
+    }
     found = fitting(state, like | {"trainer/steps": 0})
     steps = found["trainer/steps"]
     if not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
@@ -128,19 +159,35 @@ def load_model_state(
     """Load a `model_state`, at any number of ranks and with any strategy."""
     found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
     model.load_state_dict(found, strict=False)
-    for name, number in group_settings(optimizer):
+    for name, number in _numbers(optimizer, state).items():
         index, key = name.split("/")
-        restored = state.get(f"optimizer/groups/{name}", number)
+        restored = state[f"optimizer/groups/{name}"]
         flag = isinstance(number, bool)
         optimizer.param_groups[int(index)][key] = bool(restored) if flag else restored
     optimizer.state.clear()
     for name, parameter in stepped.items():
-        prefix = f"optimizer/state/{name}/"
+        prefix, pieces = f"optimizer/state/{name}/", {}
         for key in (key for key in state if key.startswith(prefix)):
             value = state[key]
             if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
                 value = value.to(parameter.device if value.dim() else value.device, copy=True)
-            optimizer.state[parameter][key.removeprefix(prefix)] = value
+            pieces[key.removeprefix(prefix)] = value
+        if pieces:
+            optimizer.state[parameter] = _in_lists(pieces)
+
+
+def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return the numbers of parameter groups that `state` has, by index and key ("0/lr").
+
+    Some optimizers add a number to a group at the first step, for example the number of steps.
+    Such a number of `state` counts as 0 here, before the first step.
+    """
+    numbers = dict(group_settings(optimizer))
+    for index, group in enumerate(optimizer.param_groups):
+        prefix = f"optimizer/groups/{index}/"
+        keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        numbers |= {f"{index}/{key}": 0 for key in keys - group.keys()}
+    return {key: value for key, value in numbers.items() if f"optimizer/groups/{key}" in state}
 
 
 def hand_over_state(

@@ -41,7 +41,10 @@ BAD = {
     "not a bool": ("--kfac.colocate=maybe", "kfac.colocate=maybe must be true or false"),
     "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
-    "not a choice": ("--optimizer=adam", "optimizer=adam must be one of kfac, sgd, adamw"),
+    "not a choice": (
+        "--optimizer=adam",
+        "optimizer=adam must be one of kfac, sgd, adamw, muon, soap",
+    ),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
     "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
@@ -181,7 +184,10 @@ BAD = {
     "list for a key": ("? [a]\n: 1\n", "bad.yaml, line 1 is no YAML: found unhashable key"),
     "null for a number": ("epochs: 1\nmomentum:\n", "momentum=null must be a finite number"),
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
-    "number for a name": ("optimizer: 1\n", "optimizer=1 must be one of kfac, sgd, adamw"),
+    "number for a name": (
+        "optimizer: 1\n",
+        "optimizer=1 must be one of kfac, sgd, adamw, muon, soap",
+    ),
 }
 
 

@@ -18,6 +18,25 @@ def adamw(model):
     return torch.optim.AdamW(groups, lr=0.01, amsgrad=True)
 
 
+class Listing(torch.optim.Optimizer):
+    """Steps by means of gradients, in lists; the number of steps is a number of the group."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        group["count"] = group.get("count", 0) + 1
+        for parameter in group["params"]:
+            zeros = [torch.zeros_like(parameter) for _ in range(parameter.dim())]
+            means = self.state[parameter].setdefault("means", [*zeros, []])
+            for mean in means[:-1]:
+                mean.lerp_(parameter.grad, 0.1)
+                parameter -= group["lr"] / group["count"] * mean
+            assert len(means[-1]) == 0
+
+
 @pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw])
 def test_one_rank_trains_as_plain_torch_does(comm, optimizer):
     """Oracle: backward and `optimizer.step`, to the last bit."""
@@ -32,7 +51,7 @@ def test_one_rank_trains_as_plain_torch_does(comm, optimizer):
     assert torch.equal(found, problem.state(model))
 
 
-@pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw])
+@pytest.mark.parametrize("optimizer", [problem.sgd, problem.adam, adamw, Listing])
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_an_interrupted_run_goes_on_to_the_last_bit(comm, optimizer, steps_before):
     """Oracle: the uninterrupted run, which shares no memory with the resumed run."""
@@ -53,6 +72,19 @@ def test_items_of_the_state_are_named_by_parameter(comm):
     assert state["optimizer/groups/1/lr"] == 0.03
     assert state["optimizer/state/5.weight/momentum_buffer"].shape == (5, 36)
     assert state["model/1.running_mean"].shape == (9,)
+
+
+def test_items_of_lists_are_missed_by_parameter(comm):
+    """Oracle: the state of one parameter, which has a list of its own length."""
+    trainer = baseline(comm, Listing)
+    problem.run(trainer, comm, [0])
+    state = trainer.state_dict()
+    assert state["optimizer/groups/0/count"] == 1
+    assert state["optimizer/state/5.weight/means.1"].shape == (5, 36)
+    assert state["optimizer/state/5.weight/means.2"].shape == (0,)
+    assert not trainer.missing(state)
+    lost = {name for name in state if name.startswith("optimizer/state/5.weight/")}
+    assert trainer.missing(state.keys() - lost) >= lost
 
 
 def test_nothing_to_train_is_refused(comm):

@@ -31,6 +31,11 @@ def check_conflicts(options: Options, ranks: int) -> None:
             raise ValueError(f"kfac: {error}") from error
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
+    if options.optimizer in ("muon", "soap") and not importlib.util.find_spec("pytorch_optimizer"):
+        raise ValueError(
+            f"optimizer={options.optimizer} needs the package pytorch_optimizer, which is not "
+            f"installed; run pip install pytorch_optimizer"
+        )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
 

@@ -120,16 +120,20 @@ class KfacOptions:
     coverage: CoverageOptions = inline(CoverageOptions)
 
 
-USUAL_RATES = {"kfac": 0.003, "adamw": 0.001, "sgd": 0.1}
+USUAL_RATES = {"kfac": 0.003, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003}
+"""Learning rates; of K-FAC with steps of the length of Adam's."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Train a network with K-FAC, SGD or AdamW; start the program under mpirun or srun.
+    """Train a network with K-FAC or a baseline; start the program under mpirun or srun.
 
     Args:
-        optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; "sgd" and
-            "adamw": the baselines.
+        optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; the rest are
+            baselines. "muon": Muon for weights of linear layers and convolutions, with filters as
+            matrices, and AdamW for the first layer, the last layer and all other parameters;
+            "soap": Adam in Shampoo's eigenbases. "muon" and "soap" need the package
+            pytorch_optimizer.
         model: the network. Autoencoders learn the pixels of their inputs; all other networks are
             classifiers and learn labels.
         data: the data set.
@@ -147,8 +151,8 @@ class Options:
             of a run always ends with a test.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
-        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, 0.001 for AdamW, and 0.1
-            for SGD and K-FAC with steps of another length.
+        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, Muon and SOAP; 0.001 for
+            AdamW; and 0.1 for SGD and K-FAC with steps of another length.
         scale_lr: the learning rate is multiplied by the number of ranks at the first start; a
             warm-up then starts at the rate of lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
@@ -156,9 +160,9 @@ class Options:
             decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end.
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
-        momentum: the momentum of SGD and K-FAC, or beta1 of AdamW.
+        momentum: the momentum of SGD, K-FAC and Muon, or beta1 of AdamW and SOAP.
         weight_decay: the weight decay: an L2 penalty of SGD and K-FAC, or decoupled from the
-            gradient in AdamW.
+            gradient in AdamW, Muon and SOAP.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -184,7 +188,7 @@ class Options:
         tensorboard: TensorBoard events are written, too.
     """
 
-    optimizer: Literal["kfac", "sgd", "adamw"] = "kfac"
+    optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap"] = "kfac"
     model: str = listed(MODELS, "digits_cnn")
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
@@ -225,7 +229,7 @@ class Options:
         if self.quadratic:
             return 1.0
         like_adam = self.optimizer == "kfac" and self.kfac.length.source == "adam"
-        return USUAL_RATES["kfac" if like_adam else "adamw" if self.optimizer == "adamw" else "sgd"]
+        return USUAL_RATES["sgd" if self.optimizer == "kfac" and not like_adam else self.optimizer]
 
     @property
     def quadratic(self) -> bool:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
@@ -33,6 +33,7 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import measured
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
+from mpikfac_apps.training.optimizers import make_optimizer
 from mpikfac_apps.training.traced_steps import Recording
 
 # Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
@@ -411,12 +412,3 @@ class Run:
                     mpikfac.checkpoint.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
         return kept
-
-
-def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
-    """Return AdamW if the options say so; otherwise SGD, also for the directions of K-FAC."""
-    parameters, lr, decay = model.parameters(), options.rate, options.weight_decay
-    if options.optimizer == "adamw":
-        betas = options.momentum, 0.999
-        return torch.optim.AdamW(parameters, lr, betas, weight_decay=decay)
-    return torch.optim.SGD(parameters, lr, options.momentum, weight_decay=decay)

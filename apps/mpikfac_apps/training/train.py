@@ -1,4 +1,4 @@
-"""Train a CNN with K-FAC, SGD or AdamW on all ranks of the MPI job.
+"""Train a CNN with K-FAC or a first-order optimizer on all ranks of the MPI job.
 
     mpirun -n 4 python -m mpi4py apps/train_cnn.py --config jobs/configs/cifar10_resnet20_kfac.yaml
 

@@ -88,7 +88,8 @@ def _variants(
     rows = {}
     for cell in cells:
         options, variant = cell.cell.options, cell.cell.variant
-        steps = "AdamW" if options.optimizer == "adamw" else "SGD"
+        names = {"adamw": "AdamW", "muon": "Muon"}
+        steps = names.get(options.optimizer, options.optimizer.upper())
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
             named = mpikfac.plan.NAMED.get(options.kfac.distribution.strategy)
