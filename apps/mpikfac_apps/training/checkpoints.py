@@ -142,13 +142,18 @@ def open_checkpoint(
     return found
 
 
-def megabytes(plan: mpikfac.plan.Plan) -> float:
-    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales."""
+def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel) -> float:
+    """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
+
+    With steps of Adam's length, also averages of squared gradients.
+    """
+    plan = trainer.plan
+    squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.source == "adam"
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
     layouts = plan.of(0).layouts
-    rest = 2 * layouts.gradients.size + layouts.scales.size
+    rest = (3 if squares else 2) * layouts.gradients.size + layouts.scales.size
     kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
     return (plan.itemsize * rest + kept) / 1e6
 

@@ -357,7 +357,7 @@ class Run:
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}{spared}, batch {options.step_batch}, "
             f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
-            f"a checkpoint takes about {checkpoints.megabytes(self.trainer.plan):,.1f} MB"
+            f"a checkpoint takes about {checkpoints.megabytes(self.trainer):,.1f} MB"
         )
 
     # -- checkpoints -----------------------------------------------------------------------------
