@@ -118,6 +118,7 @@ def test_a_signal_to_all_stops_the_run(tmp_path):
 
 
 def left_of(run_dir):
-    """Return the remaining processes of a run."""
+    """Return the remaining processes of a run; a process that waits for the launcher may leave."""
     alive = psutil.process_iter(["cmdline"])
-    return [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]
+    found = [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]
+    return psutil.wait_procs(found, timeout=20)[1]
