@@ -54,6 +54,10 @@ BAD = {
         "kfac.damping: 0.1 until 9, 0.2 until 3, 0.3\n",
         "kfac.damping=0.1 until 9, 0.2 until 3, 0.3 must be a finite number or null or numbers by",
     ),
+    "a schedule that is adapted": (
+        "kfac: {damping_adapt: 5, length: own, damping: '0.1 until 9, 0.2'}\n",
+        "kfac.damping_adapt=5 needs a single damping, not 0.1 until 9, 0.2",
+    ),
     "a zero in a schedule": (
         "kfac.factor_every: 1 until 3, 0\n",
         "kfac.factor_every=(1, 0) must be a whole number >= 1",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import Strategy
@@ -30,14 +29,7 @@ def train(comm, strategy, ranks, kind, fisher="empirical", solver="eigen"):
     optimizer = problem.sgd_all(network)
     settings = problem.SETTINGS | {"damping": 0.1, "solver": solver, "fisher": fisher}
     kfac = problem.kfac(network, optimizer, comm, strategy, **settings)
-    for step in range(problem.STEPS):
-        images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in problem.batch(step))
-        optimizer.zero_grad()
-        outputs = network(images)
-        kfac.record(outputs)
-        F.cross_entropy(outputs, labels).backward()
-        kfac.step()
-    kfac.close()
+    problem.train_on_shards(kfac, comm, ranks, map(problem.batch, range(problem.STEPS)))
     return inner.weights(network)
 
 

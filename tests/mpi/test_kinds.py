@@ -74,21 +74,13 @@ def joined(shards):
     return images, labels
 
 
-def train(comm, strategy, ranks, record=False, **settings):
+def train(comm, strategy, ranks, **settings):
     """Train on the rank's shards of `ranks` shards; return the whole state."""
     model = network()
     optimizer = problem.sgd_all(model)
     kfac = problem.kfac(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
-    for step in range(2 * problem.STEPS):
-        batch = joined(problem.batch(step))
-        images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in batch)
-        optimizer.zero_grad()
-        outputs = model(images)
-        if record:
-            kfac.record(outputs)
-        F.cross_entropy(outputs, labels).backward()
-        kfac.step()
-    kfac.close()
+    batches = (joined(problem.batch(step)) for step in range(2 * problem.STEPS))
+    problem.train_on_shards(kfac, comm, ranks, batches)
     return problem.state(model)
 
 
@@ -155,7 +147,7 @@ def test_low_rank_under_each_placement(comm, strategy, relative):
 @pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
 def test_each_fisher_under_each_placement(comm, strategy, chosen):
     """Oracle: a single process on the joined batches."""
-    assert_as_one_process(comm, strategy, solver="eigen", fisher=chosen, record=True)
+    assert_as_one_process(comm, strategy, solver="eigen", fisher=chosen)
 
 
 def averages(comm, images, labels):

@@ -45,6 +45,18 @@ def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
     return KFAC(model, optimizer, comm, strategy, **values, **settings)
 
 
+def train_on_shards(kfac, comm, ranks, batches) -> None:
+    """Take a step on the rank's shard of each batch, of `ranks` shards; then close."""
+    for batch in batches:
+        images, labels = (part.chunk(ranks)[comm.rank % ranks] for part in batch)
+        kfac.optimizer.zero_grad()
+        outputs = kfac.model(images)
+        kfac.record(outputs)
+        F.cross_entropy(outputs, labels).backward()
+        kfac.step()
+    kfac.close()
+
+
 def network() -> nn.Module:
     """Return Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
     torch.manual_seed(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+from mpikfac_apps.options.by_epoch import ByEpoch
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS
@@ -24,6 +25,9 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_images(options)
     _check_schedule(options)
     _check_quadratic(options)
+    adapt, damping = options.kfac.damping_adapt, options.kfac.damping.number
+    if adapt and isinstance(damping, ByEpoch):
+        raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
     if options.optimizer == "kfac":
         try:
             make_strategy(options.kfac, ranks, options.parts)

@@ -181,7 +181,8 @@ def kfac_settings(
     damping, every = options.damping, options.damping_adapt
     if every is not None:
         kind = "relative" if damping.is_relative else "value"
-        damping = Damping(**{kind: LevenbergMarquardt(float(at_start(damping.number)), every)})
+        assert not callable(damping.number), "`check_conflicts` refuses schedules"
+        damping = Damping(**{kind: LevenbergMarquardt(damping.number, every)})
 
     def scheduled(value: Group) -> Group:
         """Return a setting with schedules of steps in the place of numbers by epoch."""
