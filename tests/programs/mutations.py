@@ -77,6 +77,13 @@ TABLE = (
         "tests/unit/test_kfac.py",
     ),
     Mistake(
+        "length: uncovered parameters keep the gradient",
+        "engine/directions.py",
+        "gradient.copy_(adam.step(name, gradient))",
+        "pass",
+        "tests/unit/test_step_length.py",
+    ),
+    Mistake(
         "write back: directions are not written to the gradients",
         "kfac.py",
         "self.gradients.write(self.directions.slots)\n        self.gradients.write(self.gradients",
@@ -125,8 +132,8 @@ TABLE = (
     Mistake(
         "clip: the KL clip takes the learning rate, not the square of the learning rate",
         "engine/directions.py",
-        "if by_norm else self._along_gradient(2)",
-        "if by_norm else self._along_gradient(1)",
+        '"kl_clip": lambda: self._along_gradient(2)',
+        '"kl_clip": lambda: self._along_gradient(1)',
         "tests/unit/test_kfac.py",
     ),
     Mistake(
@@ -280,8 +287,8 @@ TABLE = (
     Mistake(
         "grafting: a direction keeps a length of its own",
         "engine/directions.py",
-        "torch.where(own > 0, length / own, 1.0)",
-        "torch.where(own > 0, length, 1.0)",
+        "scales = torch.where(own > 0, lengths / own, 1.0)",
+        "scales = torch.ones_like(own)",
         "tests/unit/test_step_length.py",
     ),
     Mistake(
