@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 mpirun -n 2 python -m mpi4py benchmarks/checkpoint.py --root DIRECTORY
 
 A plain write is a rank's share of the bytes as a single `write` and `fsync`, on all ranks at once,
-to a new file, as for checkpoints. Training means steps without refreshes. The cost to training is
-the extra time of the same number of steps while a checkpoint is written. Seconds are seconds of the
-slowest rank, medians over the repetitions.
+to a new file; then the file before is deleted, as `save_checkpoint` with `keep=1` deletes the
+checkpoint before. So both find the same free memory for the system's cache. Training means steps
+without refreshes. The cost to training is the extra time of the same number of steps while a
+checkpoint is written. Seconds are seconds of the slowest rank, medians over the repetitions.
 """
 
 from __future__ import annotations
@@ -88,15 +89,14 @@ def measure_saving(comm: MPI.Intracomm, items: Any, root: Path, repeat: int) -> 
     share = saved.shards[f"shard-{comm.rank}.h5"]["size"]
     content = torch.empty(share, dtype=torch.uint8).random_().numpy()
     total = comm.allreduce(share) / MB
+    file = root / f"plain-{comm.rank}"
     plain, save = [], []
-    for number in range(repeat):
-        file = root / f"plain-{comm.rank}-{number}"
-        plain.append(seconds(comm, lambda: write(file, content)))  # noqa: B023 (called at once)
-        step, keep = 1 + number, 1 + repeat  # nothing is deleted
-        save.append(
-            seconds(comm, lambda: mpikfac.save_checkpoint(comm, root, items, step, keep))  # noqa: B023
-        )
-        file.unlink()
+    for number in range(repeat + 1):
+        plain.append(seconds(comm, lambda: write_new(file, content)))
+        step = 1 + number
+        save.append(seconds(comm, lambda: mpikfac.save_checkpoint(comm, root, items, step, keep=1)))  # noqa: B023
+    file.unlink()
+    del plain[0], save[0]  # the first has no file to delete
     ratio = median(p / s for p, s in zip(plain, save))
     tell(comm, f"{total:.0f} MB in {len(saved)} items on {comm.size} ranks, {root.parent}")
     tell(comm, f"plain write      {median(plain):6.3f} s  {total / median(plain):6.0f} MB/s")
@@ -144,13 +144,15 @@ def resume(comm: MPI.Intracomm, trainer: Any, root: Path) -> None:
     trainer.load_state_dict(mpikfac.find_checkpoint(comm, root))
 
 
-def write(path: Path, content: Any) -> None:
-    """Write and fsync a new file."""
-    with open(path, "wb", buffering=0) as file:
+def write_new(path: Path, content: Any) -> None:
+    """Write and fsync a new file beside the file before, and replace the file before."""
+    new = path.with_suffix(".new")
+    with open(new, "wb", buffering=0) as file:
         done = 0
         while done < len(content):  # Linux writes at most 2 GiB per call
             done += file.write(content[done:])
         os.fsync(file.fileno())
+    new.replace(path)
 
 
 def seconds(comm: MPI.Intracomm, body: Body) -> float:
