@@ -237,6 +237,29 @@ def test_a_write_beside_the_steps_has_a_limit(tmp_path, unfinished, where):
     assert (in_time.returncode, in_time.stderr) == (0, "")
 
 
+LATER = """
+    watchdog = watched(0.1)
+    watchdog.enter("step", 4)
+    watchdog.begin_write(4, lambda: UNFINISHED)
+    watchdog.enter("evaluation", 4)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("unfinished", "where"),
+    [
+        ("True", 'in "write" of checkpoint at step 4'),
+        ("False", 'in "decompose" of evaluation at step 4'),
+    ],
+)
+def test_a_write_that_is_done_hides_no_phase_that_never_ends(tmp_path, unfinished, where):
+    """Oracle: the place of the sleep, whose limit ends just after the limit of the write."""
+    ran = alone(tmp_path, LATER.replace("UNFINISHED", unfinished))
+    assert ran.returncode == 1
+    assert f" {where}; stacks in {tmp_path}" in ran.stderr
+
+
 LEFT = """
 import os, sys
 from mpikfac_apps.guard.launcher import end_launcher

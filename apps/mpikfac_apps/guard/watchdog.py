@@ -108,14 +108,19 @@ class Watchdog:
                 return
 
     def _late(self) -> tuple[Place, float]:
-        """Return this rank's place, and the limit that is over."""
-        if self._deadline <= self._write_deadline:
-            phase, step, seconds = self._where
-            stage = self._stage()
-            waits = stage in COMMUNICATION
-        else:
+        """Return this rank's place, and the limit that is over.
+
+        A write beside the steps ends with a step of all ranks. A rank that has written, and is in a
+        longer phase, may be the one that keeps the other ranks from this step.
+        """
+        phase, step, seconds = self._where
+        stage = self._stage()
+        waits = stage in COMMUNICATION
+        if self._write_deadline < self._deadline:
             assert self._limit is not None
-            phase, step, seconds = "checkpoint", self._write_step, LONGER * self._limit
-            waits = not self._unfinished()
-            stage = "" if waits else "write"
+            seconds = LONGER * self._limit
+            if self._unfinished():
+                phase, step, stage, waits = "checkpoint", self._write_step, "write", False
+            elif phase == "step":
+                phase, step, stage, waits = "checkpoint", self._write_step, "", True
         return {"phase": phase, "step": step, "stage": stage, "waits": waits}, seconds
