@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.gradients import Gradients, slots_in
-from mpikfac.engine.site import Part, Site, take_over
+from mpikfac.engine.site import Part, take_over
 from mpikfac.engine.state import MOMENTUM, groups_of
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer
 from mpikfac.numerics import (
-    Arena,
+    AdamSteps,
     Batch,
     Direction,
     all_finite,
@@ -28,8 +28,8 @@ from mpikfac.numerics import (
     not_finite,
     slopes_and_curvatures,
 )
-from mpikfac.plan import count_of, lay_out
-from mpikfac.settings import DECAY, EPSILON, Settings
+from mpikfac.plan import count_of
+from mpikfac.settings import Settings
 from mpikfac.solvers import Held, Solver
 
 log = logging.getLogger("mpikfac")
@@ -77,7 +77,9 @@ class Directions(Part):
         stepped = (slot for slot in gradients.of_others if slot.block.parameters and slot.steps)
         adam = settings.length.source == "adam"
         self.slots_beside = list(stepped) if adam else []
-        self._adam = self._squares() if adam else None
+        beside = [slot.block.name for slot in self.slots_beside]
+        self._adam_of_layers = AdamSteps(gradients.arena, [j.name for j in self._jobs if adam])
+        self._adam_beside = AdamSteps(gradients.arena, beside)
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
         self._bound = self.plan.clip()
@@ -89,11 +91,10 @@ class Directions(Part):
         solver, held = self.bases.solver_of[name], self.bases.held[name]
         return Job(name, solver, held, self.gradients.arena[name], self.arena[name])
 
-    def _squares(self) -> Squares:
-        """Return averages of squared gradients, of all directions that the rank makes."""
-        beside = [slot.block.name for slot in self.slots_beside]
-        shapes = {job.name: job.gradient.shape for job in self._jobs}
-        return Squares(shapes | {n: self.gradients.arena[n].shape for n in beside}, self.site)
+    @property
+    def _averages(self) -> dict[str, Tensor]:
+        """The averages of grafting, of all directions that the rank makes."""
+        return {**self._adam_of_layers, **self._adam_beside}
 
     def precondition(self, step: int) -> None:
         """Precondition the gradients of the rank's layers."""
@@ -103,8 +104,7 @@ class Directions(Part):
                 job.direction.copy_(job.solver.direction(job.gradient, job.held))
             if self._jobs and self.settings.length.source in ("adam", "sgd"):
                 self._graft()
-            if self._adam is not None:
-                self._step_beside(self._adam)
+            self._step_beside()
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -195,20 +195,19 @@ class Directions(Part):
 
         Collective over: world.
         """
-        if self._adam is not None and before._adam is not None:
-            take_over(before._adam, self._adam, self.site.grid)
+        take_over(before._averages, self._averages, self.site.grid)
 
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages of grafting, and the damping if the damping is adapted."""
-        kept: dict[str, Any] = {f"graft/{n}": block for n, block in (self._adam or {}).items()}
+        kept: dict[str, Any] = {f"graft/{n}": block for n, block in self._averages.items()}
         adaptive = self.settings.damping.adapted
         return kept | ({"damping": adaptive.damping} if adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state of all ranks, as far as `names` tell."""
-        if self._adam is None:
+        if self.settings.length.source != "adam":
             return set()
         others = [other.name for other in self.gradients.others if other.parameters]
         names = [*(layer.name for layer in self.plan.layers), *others]
@@ -223,7 +222,7 @@ class Directions(Part):
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state; grafting starts anew if the state has no averages."""
         self.expected.zero_()
-        for name, value in (self._adam or {}).items():
+        for name, value in self._averages.items():
             value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
         if self.settings.damping.adapted and "damping" in names:
             self.settings.damping.adapted.damping = state["damping"]
@@ -276,25 +275,24 @@ class Directions(Part):
 
         The gradient replaces a direction that is not finite, see `check`.
         """
-        gradients = {job.name: job.gradient for job in self._jobs}
-        own, of_gradients = norms([job.direction for job in self._jobs]), norms(gradients.values())
+        directions = [job.direction for job in self._jobs]
+        gradients = [job.gradient for job in self._jobs]
+        own, of_gradients = norms(directions), norms(gradients)
         usable = own.isfinite()
+        for job, sound in zip(self._jobs, usable):
+            torch.where(sound, job.direction, job.gradient, out=job.direction)
         own = torch.where(usable, own, of_gradients)
         lengths = of_gradients
-        if self._adam is not None:
-            broken = self.gradients.broken
-            self._adam.add({n: g for n, g in gradients.items() if n not in broken})
-            lengths = norms(self._adam.step(n, g) for n, g in gradients.items())
+        if self._adam_of_layers:
+            lengths = norms(self._adam_of_layers.take(self.gradients.broken))
         scales = torch.where(own > 0, lengths / own, 1.0)
-        for job, sound, scale in zip(self._jobs, usable, scales):
-            job.direction.copy_(torch.where(sound, job.direction, job.gradient) * scale)
+        torch._foreach_mul_(directions, list(scales))
 
-    def _step_beside(self, adam: Squares) -> None:
+    def _step_beside(self) -> None:
         """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
-        gradients = {s.block.name: self.gradients.arena[s.block.name] for s in self.slots_beside}
-        adam.add({n: g for n, g in gradients.items() if n not in self.gradients.broken})
-        for name, gradient in gradients.items():
-            gradient.copy_(adam.step(name, gradient))
+        gradients = [self.gradients.arena[slot.block.name] for slot in self.slots_beside]
+        if gradients:
+            torch._foreach_copy_(gradients, self._adam_beside.take(self.gradients.broken))
 
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
@@ -331,35 +329,9 @@ def _grafted(names: Collection[str]) -> bool:
     return any(name.startswith("graft/") for name in names)
 
 
-class Squares(Arena):
-    """Adam's running averages of squared gradients, by name of layer or uncovered parameter.
-
-    Beside an average, the sum of the average's weights, which tends to 1.
-    """
-
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], site: Site) -> None:
-        weights = [(count_of(name), (1,)) for name in shapes]
-        super().__init__(lay_out([list(shapes.items()), weights]), site.dtype, site.device)
-        self._weights = {name: self[count_of(name)] for name in shapes}
-
-    def add(self, gradients: Mapping[str, Tensor]) -> None:
-        """Take the averaged gradients of a step into the averages."""
-        for name, gradient in gradients.items():
-            self[name].mul_(DECAY).addcmul_(gradient, gradient, value=1 - DECAY)
-            self._weights[name].mul_(DECAY).add_(1 - DECAY)
-
-    def step(self, name: str, gradient: Tensor) -> Tensor:
-        """Return `gradient / (sqrt(v) + eps)`: Adam's step without momentum.
-
-        The optimizer adds the momentum [Kingma & Ba 2015].
-        """
-        mean = self[name] / self._weights[name]
-        return gradient / (mean.sqrt_() + EPSILON)
-
-
-def norms(tensors: Iterable[Tensor]) -> Tensor:
+def norms(tensors: list[Tensor]) -> Tensor:
     """Return the norms of tensors, `[tensors]`."""
-    return torch.stack([tensor.norm() for tensor in tensors])
+    return torch.stack(torch._foreach_norm(tensors))
 
 
 def clip_scale(square: Tensor, bound: float) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpikfac.numerics.adam import AdamSteps
 from mpikfac.numerics.arena import Arena, Parts
 from mpikfac.numerics.codecs import add_decoded, encode
 from mpikfac.numerics.finite import all_finite, not_finite
@@ -49,6 +50,7 @@ __all__ = [
     "FISHERS",
     "LOSSES",
     "NORMALIZATIONS",
+    "AdamSteps",
     "Arena",
     "Batch",
     "Criterion",

@@ -5,13 +5,11 @@ from __future__ import annotations
 from mpikfac.settings.combinations import SETTINGS
 from mpikfac.settings.damping import FOR_VECTORS, Damping, LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator, Turn
-from mpikfac.settings.length import DECAY, EPSILON, Length, Source
+from mpikfac.settings.length import Length, Source
 from mpikfac.settings.schedule import Schedule
 from mpikfac.settings.settings import Settings
 
 __all__ = [
-    "DECAY",
-    "EPSILON",
     "FOR_VECTORS",
     "SETTINGS",
     "Damping",

@@ -10,7 +10,6 @@ from mpikfac.settings.schedule import Schedule, in_force
 
 Source = Literal["adam", "sgd", "own", "quadratic"]
 SOURCES: tuple[Source, ...] = ("adam", "sgd", "own", "quadratic")
-DECAY, EPSILON = 0.999, 1e-8  # of Adam, as both are usually set
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ TABLE = (
     Mistake(
         "length: uncovered parameters keep the gradient",
         "engine/directions.py",
-        "gradient.copy_(adam.step(name, gradient))",
+        "self._step_beside()",
         "pass",
         "tests/unit/test_step_length.py",
     ),

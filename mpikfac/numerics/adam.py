@@ -1,0 +1,53 @@
+"""Take Adam's steps without momentum, of many gradients in few calls."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics.arena import Arena
+from mpikfac.plan import count_of, lay_out
+
+DECAY, EPSILON = 0.999, 1e-8  # of Adam, as both are usually set
+
+
+class AdamSteps(dict[str, Tensor]):
+    """Adam's steps without momentum, and by name the running averages of squared gradients.
+
+    Beside an average, the sum of the average's weights, which tends to 1. The optimizer adds the
+    momentum [Kingma & Ba 2015].
+    """
+
+    def __init__(self, gradients: Arena, names: Sequence[str]) -> None:
+        """Begin averages of zeros for the `names` of the arena."""
+        shapes = [(name, tuple(gradients[name].shape)) for name in names]
+        averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
+        # On the host: a division by a number of the host does not wait for a GPU.
+        weights = torch.zeros(len(names), dtype=gradients.flat.dtype)
+        super().__init__(averages)
+        self.update(zip(map(count_of, names), weights.split(1)))
+        self._names, self._weights = names, weights
+        self._gradients = [gradients[name] for name in names]
+        self._averages = [averages[name] for name in names]
+
+    def take(self, broken: Collection[str]) -> list[Tensor]:
+        """Take the gradients into the averages; return `gradient / (sqrt(average) + eps)` of each.
+
+        Args:
+            broken: names of gradients that the averages leave out.
+        """
+        if not self._names:
+            return []
+        places = [place for place, name in enumerate(self._names) if name not in broken]
+        gradients = [self._gradients[place] for place in places]
+        averages = [self._averages[place] for place in places]
+        if places:
+            torch._foreach_mul_(averages, DECAY)
+            torch._foreach_addcmul_(averages, gradients, gradients, 1 - DECAY)
+            self._weights[places] = DECAY * self._weights[places] + (1 - DECAY)
+        steps = torch._foreach_div(self._averages, self._weights.tolist())
+        torch._foreach_sqrt_(steps)
+        torch._foreach_add_(steps, EPSILON)
+        return list(torch._foreach_div(self._gradients, steps))
