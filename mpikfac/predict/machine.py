@@ -25,6 +25,8 @@ PRIMITIVES = (
     *("Allgather", "Alltoall, Allgather"),
 )
 """Collectives that a `Sample` may have measured, by the names in `Message`."""
+GROWING = ("forward", "backward", "statistics", "vector_statistics")
+"""Parts of a step whose seconds grow with the batch."""
 OPTIONAL = ("precondition", "vector_statistics", "vector_precondition")
 
 
@@ -123,25 +125,32 @@ class Machine:
         return json.dumps(asdict(self), indent=1) + "\n"
 
     def network(self, model: str, batch: int) -> Network:
-        """Return a model's seconds at `batch` images per rank, scaled from the nearest batch.
+        """Return a model's seconds at `batch` images per rank, on a line between measured batches.
+
+        Beyond the measured batches, parts of the step that grow with the batch are scaled.
 
         Raises:
             ValueError: the machine has no times of the model.
         """
-        known = [network for network in self.networks if network.model == model]
+        known = sorted(
+            (network for network in self.networks if network.model == model),
+            key=lambda network: network.batch,
+        )
         if not known:
             models = ", ".join(sorted({network.model for network in self.networks})) or "none"
             raise ValueError(
                 f"machine {self.name!r} has no times of model={model!r}, only of: {models}; "
                 f"measure them with mpikfac calibrate --model {model}"
             )
-        nearest = min(known, key=lambda network: abs(math.log(network.batch / batch)))
-        ratio = batch / nearest.batch
-        values = asdict(nearest) | {"batch": batch}
-        for part in ("forward", "backward", "statistics", "vector_statistics"):
-            if values[part] is not None:
-                values[part] *= ratio
-        return Network(**values)
+        batches = [network.batch for network in known]
+        within = min(max(batch, batches[0]), batches[-1])
+        values: dict[str, Any] = {}
+        for part in asdict(known[0]).keys() - {"model", "batch"}:
+            seconds = [getattr(network, part) for network in known]
+            if None not in seconds:
+                grows = batch / within if part in GROWING else 1.0
+                values[part] = grows * float(np.interp(within, batches, seconds))
+        return Network(model, batch, **values)
 
     def decomposition(self, solver: str, order: int) -> float:
         """Return the seconds to decompose a factor; cubic in the order past the largest known.

@@ -19,7 +19,7 @@ from mpikfac_apps.study import results, spec, study
 from mpikfac_apps.study.report import page as report
 from mpikfac_apps.study.report import pictures, style
 from mpikfac_apps.study.report.findings import findings
-from mpikfac_apps.study.report.seeds import mean_of, student
+from mpikfac_apps.study.seeds import mean_of, student
 from mpikfac_apps.text import ms
 
 STUDY = {

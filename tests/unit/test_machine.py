@@ -64,6 +64,22 @@ def test_times_of_another_batch_are_in_proportion():
     assert (network.gradients, network.optimizer, network.precondition) == (0.1, 0.2, 0.3)
 
 
+def test_times_between_two_batches_lie_on_a_line():
+    """Oracle: the middle between two measured batches, and proportions beyond, by hand."""
+    measured = MACHINE.network("resnet20", 32)
+    larger = dataclasses.replace(
+        measured, batch=96, forward=2 * measured.forward, vector_precondition=None
+    )
+    machine = dataclasses.replace(MACHINE, networks=(larger, measured))
+    middle = machine.network("resnet20", 64)
+    assert middle.forward == pytest.approx(1.5 * measured.forward)
+    assert middle.backward == pytest.approx(measured.backward)
+    assert middle.vector_precondition is None
+    beyond = machine.network("resnet20", 192)
+    assert beyond.forward == pytest.approx(4 * measured.forward)
+    assert beyond.optimizer == pytest.approx(measured.optimizer)
+
+
 @pytest.mark.parametrize("name", mpikfac.predict.published_machines())
 def test_published_machines_name_the_source_of_every_number(name):
     """Oracle: all keys of the file with numbers."""

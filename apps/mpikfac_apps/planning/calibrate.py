@@ -65,14 +65,15 @@ class CalibrateOptions:
         input: the shape of an example of a model of your own, such as 3,32,32.
         tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
             numbers.
-        batch_per_rank: the number of images of a step on each rank.
+        batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
+            Predictions for numbers in between lie on a line.
     """
 
     out: Path = required()
     model: tuple[str, ...] = read_by(names, "resnet20")
     input: tuple[int, ...] | None = read_by(counts, None)
     tokens: int | None = bounded(None, ">= 1")
-    batch_per_rank: int = bounded(32, ">= 1")
+    batch_per_rank: tuple[int, ...] = read_by(counts, "32")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -121,8 +122,9 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
     hosts = share_cores(comm, None)
     with mpikfac.comm.together(comm, "measuring"):
         networks = [
-            Network(name, options.batch_per_rank, options.input, options.tokens)
+            Network(name, batch, options.input, options.tokens)
             for name in options.model
+            for batch in options.batch_per_rank
         ]
     visit(comm, networks)
     samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]

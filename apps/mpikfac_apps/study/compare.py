@@ -99,7 +99,7 @@ def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
         line = [name, *ends, *(curve.measure.text(v, 2) for v in (curve.values[-1], curve.best))]
         if target is not None:
             when = curve.reached(target)
-            line += [f"{when[0]:g}", brief(when[1])] if when else ["never", "never"]
+            line += [f"{when.epochs:g}", brief(when.seconds)] if when else ["never", "never"]
         lines.append(line)
     return lines
 
@@ -112,11 +112,11 @@ def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
     if not reached:
         yield f"No run reached a test {measure.name} of {aim}."
         return
-    by_epochs = sorted(reached, key=lambda name: reached[name][0])
-    epochs = listed(f"by {name} after {reached[name][0]:g} epochs" for name in by_epochs)
+    by_epochs = sorted(reached, key=lambda name: reached[name].epochs)
+    epochs = listed(f"by {name} after {reached[name].epochs:g} epochs" for name in by_epochs)
     yield f"A test {measure.name} of {aim} was reached {epochs}."
-    first, *others = sorted(reached, key=lambda name: reached[name][1])
-    seconds = [f"{name} took {brief(reached[name][1])} s" for name in (first, *others)]
+    first, *others = sorted(reached, key=lambda name: reached[name].seconds)
+    seconds = [f"{name} took {brief(reached[name].seconds)} s" for name in (first, *others)]
     if others:
         yield f"In seconds of training, {first} was first: {listed(seconds)}."
     if missing := [name for name in names.values() if name not in reached]:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpikfac import files
 from mpikfac_apps.study.measures import MEASURES, Measure
@@ -16,6 +16,14 @@ LIMIT = 2**27
 FORM = {"step": int, "epoch": float, "seconds": float}
 NEARLY_ALL = 0.9
 POSITIVE = ("images_per_second", "seconds")
+
+
+class Reached(NamedTuple):
+    """The epochs, seconds and steps of training until a test reached a target."""
+
+    epochs: float
+    seconds: float
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -48,11 +56,11 @@ class Curve:
         """The best value."""
         return self.measure.best(self.values)
 
-    def reached(self, target: float) -> tuple[float, float] | None:
-        """Return epochs and seconds of training until the first test as good as `target`."""
-        for epochs, seconds, value in zip(self.epochs, self.seconds, self.values):
+    def reached(self, target: float) -> Reached | None:
+        """Return the training until the first test as good as `target`; None if no test is."""
+        for place, value in enumerate(self.values):
             if self.measure.reaches(value, target):
-                return epochs, seconds
+                return Reached(self.epochs[place], self.seconds[place], self.steps[place])
         return None
 
 

@@ -21,7 +21,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Distribution
+from mpikfac_apps.options.options import Distribution, Options
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
@@ -303,6 +303,14 @@ def _numbers(cell: Cell) -> dict[str, Any]:
             "wires": dataclasses.asdict(strategy.transport.wires),
         }
     )
+
+
+def other_estimator(options: Options) -> bool:
+    """Return whether the options ask for K-FAC with another estimator than COMM-OPT's."""
+    asked = options.kfac.distribution
+    named = mpikfac.plan.NAMED.get(asked.strategy)  # "auto" chooses no different estimator
+    known = named is not None and not named.same
+    return options.optimizer == "kfac" and (known or asked.change.get("reduction") == "none")
 
 
 def _letter(number: int) -> str:

@@ -1,6 +1,6 @@
 """Read a study from a file: list all runs of the study and check every option of the runs.
 
-Every combination of the values in `matrix` is a cell. A cell is one run of the training program.
+Every combination of the values in a matrix is a cell. A cell is one run of the training program.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,10 @@ from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.study.measures import MEASURES, Measure, common
 from mpikfac_apps.text import number
 
-KEYS = ("name", "base", "options", "matrix", "strategies", "machine", "launcher", "target")
+KEYS = (
+    *("name", "base", "options", "matrix", "strategies", "machine", "predict_ranks", "launcher"),
+    "target",
+)
 LAUNCHERS = ("mpirun", "slurm")
 OWN = ("run_dir", "resume", "stop_code")  # options that only the study itself sets
 LEAST_SHOWN = 10  # least number of steps for a line of metrics
@@ -108,6 +111,7 @@ class Study:
 
     Attributes:
         machine: the machine to predict step times for; None for no predictions.
+        predict_ranks: the numbers of ranks to predict the time to the target for.
         measure: the measure of the tests of all cells.
         target: the value of the test whose time is reported; None for the value that all complete
             cells reached.
@@ -118,6 +122,7 @@ class Study:
     name: str
     launcher: str
     machine: mpikfac.predict.Machine | None
+    predict_ranks: tuple[int, ...]
     measure: Measure
     target: float | None
     cells: tuple[Cell, ...]
@@ -144,6 +149,7 @@ def read(path: Path) -> Study:
         name=str(asked["name"] or path.stem),
         launcher=asked["launcher"] or LAUNCHERS[0],
         machine=machine,
+        predict_ranks=tuple(asked["predict_ranks"]),
         measure=measure,
         target=target,
         cells=tuple(cells),
@@ -167,7 +173,7 @@ def _checked(asked: Any) -> dict[str, Any]:
     for key in asked:
         if key not in KEYS:
             raise ValueError(unknown(str(key), KEYS))
-    for key in ("options", "matrix", "strategies"):
+    for key in ("options", "strategies"):
         if not isinstance(asked.setdefault(key, {}), dict):
             raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
     for key in ("name", "base", "machine", "launcher", "target"):
@@ -184,7 +190,9 @@ def _checked(asked: Any) -> dict[str, Any]:
         str(name): _options(f"strategies.{name}", options or {})
         for name, options in asked["strategies"].items()
     }
-    asked["matrix"] = _axes(asked["matrix"], {**NAMED, **asked["strategies"]})
+    known = {**NAMED, **asked["strategies"]}
+    asked["matrices"] = [_axes(*named, known) for named in _matrices(asked.get("matrix", {}))]
+    _check_predicted(asked.setdefault("predict_ranks", []), asked["machine"])
     return asked
 
 
@@ -204,23 +212,52 @@ def _check_option(where: str, key: str) -> None:
         raise ValueError(f"{where}{unknown(str(key), OPTIONS)}")
 
 
-def _axes(matrix: Mapping[str, Any], strategies: Mapping[str, Any]) -> dict[str, list[Any]]:
+def _check_predicted(ranks: Any, machine: Any) -> None:
+    _check_list("predict_ranks", ranks)
+    _check_ranks("predict_ranks", ranks)
+    if ranks and not machine:
+        raise ValueError(
+            "predict_ranks needs machine: a file of mpikfac calibrate, or a published machine"
+        )
+
+
+def _matrices(given: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each matrix, and the matrix's name in messages."""
+    matrices = given if isinstance(given, list) and given else [given]
+    for place, matrix in enumerate(matrices, start=1):
+        name = "matrix" if matrix is given else f"matrix {place}"
+        if not isinstance(matrix, dict):
+            raise ValueError(f"{name}={matrix} must hold lines of the form `key: value`")
+        yield name, matrix
+
+
+def _axes(
+    where: str, matrix: Mapping[str, Any], strategies: Mapping[str, Any]
+) -> dict[str, list[Any]]:
     """Return the matrix, strategy and ranks first, after a check of every single value."""
     axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
     for key, values in axes.items():
-        if not isinstance(values, list) or not values:
-            raise ValueError(f"matrix.{key}={values} must be a list of at least one value")
-        if any(values.count(value) > 1 for value in values):
-            raise ValueError(f"matrix.{key}={values} must not name a value twice")
+        _check_list(f"{where}.{key}", values, least=1)
         if key not in ("strategy", "ranks"):
-            _check_option("matrix: ", key)
+            _check_option(f"{where}: ", key)
     for name in axes["strategy"]:
         if not isinstance(name, str) or name not in strategies:
-            raise ValueError(f"matrix.strategy: unknown strategy {name}{_hint(name, strategies)}")
-    for ranks in axes["ranks"]:
-        if type(ranks) is not int or ranks < 1:
-            raise ValueError(f"matrix.ranks: {ranks} must be a whole number, at least 1")
+            raise ValueError(f"{where}.strategy: unknown strategy {name}{_hint(name, strategies)}")
+    _check_ranks(f"{where}.ranks", axes["ranks"])
     return axes
+
+
+def _check_list(where: str, values: Any, least: int = 0) -> None:
+    if not isinstance(values, list) or len(values) < least:
+        raise ValueError(f"{where}={values} must be a list{' of at least one value' * least}")
+    if any(values.count(value) > 1 for value in values):
+        raise ValueError(f"{where}={values} must not name a value twice")
+
+
+def _check_ranks(where: str, ranks: list[Any]) -> None:
+    for count in ranks:
+        if type(count) is not int or count < 1:
+            raise ValueError(f"{where}: {count} must be a whole number, at least 1")
 
 
 def _hint(name: object, known: Mapping[str, Any] | Sequence[str]) -> str:
@@ -235,14 +272,35 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
     """Return the cells, and the combinations that cannot run.
 
     Raises:
-        ValueError: no number of ranks in the study can use some options.
+        ValueError: no number of ranks in a matrix can use some options, or two matrices share a
+            cell's name.
     """
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
-    for strategy, axes in _combinations(asked["matrix"]):
+    several = _several(asked["matrices"])
+    for matrix in asked["matrices"]:
+        more, refused = _cells_of(asked, matrix, several)
+        cells += more
+        left_out += refused
+    labels = [cell.label for cell in cells]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ValueError(
+            f"matrix: two cells have the name {twice[0]!r}; leave one out, or give both all keys "
+            "in which the cells differ"
+        )
+    return cells, left_out
+
+
+def _cells_of(
+    asked: Mapping[str, Any], matrix: Mapping[str, list[Any]], several: Collection[str]
+) -> tuple[list[Cell], list[tuple[str, str]]]:
+    """Return the cells of a matrix, and the combinations that cannot run."""
+    cells: list[Cell] = []
+    left_out: list[tuple[str, str]] = []
+    for strategy, axes in _combinations(matrix):
         usable, refused = [], []
-        for ranks in asked["matrix"]["ranks"]:
-            variant, label = _labels(asked["matrix"], strategy, ranks, axes)
+        for ranks in matrix["ranks"]:
+            variant, label = _labels(several, strategy, ranks, axes)
             chosen = _chosen(strategy, asked["strategies"].get(strategy, {}) | axes)
             try:
                 run = _run_of(asked, chosen, ranks)
@@ -287,10 +345,10 @@ def _run_of(
     interval = shown_interval(parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     options = parse(arguments, ranks)
-    return tuple(arguments), options, _plan_of(options, ranks)
+    return tuple(arguments), options, plan_of(options, ranks)
 
 
-def _plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
+def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     """Return the plan of a run's messages.
 
     Raises:
@@ -333,12 +391,22 @@ def _word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
+    """Return the axes with several values in the study."""
+    values: dict[str, list[Any]] = {}
+    for matrix in matrices:
+        for key, own in matrix.items():
+            known = values.setdefault(key, [])
+            known += [value for value in own if value not in known]
+    return {key for key, known in values.items() if len(known) > 1}
+
+
 def _labels(
-    matrix: Mapping[str, list[Any]], strategy: str, ranks: int, axes: Mapping[str, Any]
+    several: Collection[str], strategy: str, ranks: int, axes: Mapping[str, Any]
 ) -> tuple[str, str]:
-    several = {key: value for key, value in axes.items() if len(matrix[key]) > 1}
-    seed = several.pop("seed", None)
-    variant = ", ".join([strategy, *(f"{short(key)} {value}" for key, value in several.items())])
+    shown = {key: value for key, value in axes.items() if key in several}
+    seed = shown.pop("seed", None)
+    variant = ", ".join([strategy, *(f"{short(key)} {value}" for key, value in shown.items())])
     label = f"{variant} on {number(ranks, 'rank')}"
     return variant, label if seed is None else f"{label}, seed {seed}"
 

@@ -7,10 +7,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-import mpikfac
-from mpikfac_apps.options.options import Options
-from mpikfac_apps.study.report.seeds import Mean, mean_of
-from mpikfac_apps.study.results import Measured
+from mpikfac_apps.study.results import Measured, other_estimator
+from mpikfac_apps.study.seeds import Mean, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning
@@ -165,7 +163,7 @@ def _about_learning(
     times: dict[str, list[float | None]] = {}
     for cell in done:
         when = reached[cell.cell.label]
-        times.setdefault(_place(cell), []).append(when[1] if when else None)
+        times.setdefault(_place(cell), []).append(when.seconds if when else None)
     means = {name: mean_of(found) for name, found in times.items() if None not in found}
     order = sorted(means, key=lambda name: mean.mean if (mean := means[name]) else 0.0)
     if order:
@@ -220,19 +218,12 @@ def _about_numbers(done: Sequence[Measured], letters: Mapping[str, str]) -> Iter
             f"the first epoch {apart if any(spreads) else 'are equal in all six saved digits'}. "
             f"{done[0].curve.measure.name.capitalize()} differs between groups by design."
         )
-    others = [c.cell.variant for c in done if _other_estimator(c.cell.options)]
+    others = [c.cell.variant for c in done if other_estimator(c.cell.options)]
     if others:
         yield (
             f"A different estimator of the curvature, by design: {listed(dict.fromkeys(others))}; "
             "see the table of variants."
         )
-
-
-def _other_estimator(options: Options) -> bool:
-    asked = options.kfac.distribution
-    named = mpikfac.plan.NAMED.get(asked.strategy)  # "auto" chooses no different estimator
-    known = named is not None and not named.same
-    return options.optimizer == "kfac" and (known or asked.change.get("reduction") == "none")
 
 
 def _about_bytes(done: Sequence[Measured]) -> Iterator[str]:

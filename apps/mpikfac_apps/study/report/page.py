@@ -21,7 +21,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import training_ranks
 from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import Measure
-from mpikfac_apps.study.report import pictures, table
+from mpikfac_apps.study.report import at_ranks, pictures, table
 from mpikfac_apps.study.report.findings import distinct, findings
 from mpikfac_apps.study.report.style import inline_svg
 from mpikfac_apps.study.report.timelines import timeline
@@ -43,18 +43,20 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     letters = results.estimators(study.cells)
     rows = table.rows(cells, target, letters, predictions)
     means = table.means(rows, measure)
+    many = at_ranks.section(study, cells, target)
     about = {
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
         **{"command": shlex.join(command), f"target_test_{measure.name}": target},
     }
-    tables = {"csv": table.as_csv(rows), "json": table.as_json(about, rows, means)}
+    parts = {"cells": rows, "means": means, "at_ranks": many.rows}
+    tables = {"csv": table.as_csv(rows), "json": table.as_json(about, parts)}
     columns, averaged = (f(measure, target) for f in (table.columns, table.columns_of_means))
     page = _template().render(
         study=study,
         about=about,
         tables={kind: base64.b64encode(text.encode()).decode() for kind, text in tables.items()},
         facts=list(_facts(cells)),
-        findings=list(findings(cells, target, letters)),
+        findings=[*findings(cells, target, letters), *many.sentences],
         complete=sum(cell.complete for cell in cells),
         cells=len(cells),
         target=f"a test {measure.name} of {measure.text(target)}",
@@ -62,6 +64,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
         groups=table.by_ranks(rows, columns),
         averaged=averaged,
         means=table.by_ranks(means, averaged),
+        many=many,
         failures=[(c.cell.label, c.result.why) for c in cells if c.state == "failed" and c.result],
         unfinished=[cell.cell.label for cell in cells if cell.pending],
         variants=_variants(cells, letters),

@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from mpikfac_apps.study.report.seeds import mean_of
 from mpikfac_apps.study.report.style import (
     QUIET,
     STAGES,
@@ -28,6 +27,7 @@ from mpikfac_apps.study.report.style import (
     variant_style,
 )
 from mpikfac_apps.study.results import Measured
+from mpikfac_apps.study.seeds import mean_of
 from mpikfac_apps.text import MIB, number
 
 

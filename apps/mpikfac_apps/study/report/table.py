@@ -14,11 +14,13 @@ from typing import Any
 
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.findings import baseline
-from mpikfac_apps.study.report.seeds import Mean, mean_of
 from mpikfac_apps.study.results import WAITING, Measured
+from mpikfac_apps.study.seeds import Mean, mean_of
 from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 
 Row = dict[str, Any]
+Group = tuple[str, list[list[tuple[str, float | str]]]]
+"""A heading, and the texts of rows with the values to sort by."""
 
 MESSAGES = ("factor messages", "basis messages", "gradient messages")
 
@@ -58,7 +60,7 @@ def rows(
         base = baseline(cells, cell)
         ratio = cell.step / base.step if base and base.step and cell.step else None
         share, waiting = _collectives(cell)
-        epochs, seconds = (cell.curve.reached(target) if target else None) or (None, None)
+        reached = cell.curve.reached(target) if target else None
         row = {
             **{"cell": cell.cell.label, "variant": cell.cell.variant, "ranks": cell.cell.ranks},
             **{"seed": cell.cell.options.seed, "state": cell.state},
@@ -70,7 +72,9 @@ def rows(
             **{"share_in_collectives": share, "share_waiting": waiting},
             **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
             **{"first_train_loss": cell.train_loss, _final(cell.curve.measure): cell.final},
-            **{"epochs_to_target": epochs, "seconds_to_target": seconds},
+            "epochs_to_target": reached.epochs if reached else None,
+            "seconds_to_target": reached.seconds if reached else None,
+            "steps_to_target": reached.steps if reached else None,
         }
         found.append(row)
     return found
@@ -120,14 +124,14 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
         Column("numbers", lambda row: str(row["numbers"])),
         Column("ms per step", lambda row: ms(row["step_seconds"]), "step_seconds"),
         Column("range", _range, "least_step_seconds"),
-        _column("predicted", "predicted_step_seconds", ms),
-        _column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}"),
-        _column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
-        _column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
-        _column("waiting", "share_waiting", lambda share: percent(share, 0)),
-        _column("MiB sent per step", "sent_bytes_per_step", brief_mib),
-        _column("MiB held", "held_bytes", brief_mib),
-        _column(f"test {measure.name}", _final(measure), measure.text),
+        column("predicted", "predicted_step_seconds", ms),
+        column("images/s", "images_per_second", lambda pace: f"{pace:,.0f}"),
+        column("against SGD", "against_sgd", lambda ratio: f"{ratio:.2f} x"),
+        column("in collectives", "share_in_collectives", lambda share: percent(share, 0)),
+        column("waiting", "share_waiting", lambda share: percent(share, 0)),
+        column("MiB sent per step", "sent_bytes_per_step", brief_mib),
+        column("MiB held", "held_bytes", brief_mib),
+        column(f"test {measure.name}", _final(measure), measure.text),
         Column(f"s to {measure.text(target)}", _reached, "seconds_to_target"),
     ]
 
@@ -146,7 +150,8 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
     ]
 
 
-def _column(title: str, key: str, show: Callable[[Any], str]) -> Column:
+def column(title: str, key: str, show: Callable[[Any], str]) -> Column:
+    """Return a column of values by a key; a missing value is a dash."""
     return Column(title, lambda row: NONE if row[key] is None else show(row[key]), key)
 
 
@@ -181,9 +186,7 @@ def _reached(row: Row) -> str:
     return "never" if row["state"] == "complete" else NONE
 
 
-def by_ranks(
-    rows: Sequence[Row], columns: Sequence[Column]
-) -> list[tuple[str, list[list[tuple[str, float | str]]]]]:
+def by_ranks(rows: Sequence[Row], columns: Sequence[Column]) -> list[Group]:
     """Return texts and values of all rows, in groups of equal numbers of ranks."""
     groups: dict[int, list[list[tuple[str, float | str]]]] = {}
     for row in rows:
@@ -203,7 +206,10 @@ def as_csv(rows: Sequence[Row]) -> str:
     return file.getvalue()
 
 
-def as_json(about: Mapping[str, Any], rows: Sequence[Row], means: Sequence[Row]) -> str:
-    """Return facts about the study, rows and means as JSON."""
-    plain = [{k: asdict(v) if isinstance(v, Mean) else v for k, v in row.items()} for row in means]
-    return json.dumps({**about, "cells": rows, "means": plain}, indent=1) + "\n"
+def as_json(about: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> str:
+    """Return facts about the study, and the rows of tables by name, as JSON."""
+    plain = {
+        name: [{k: asdict(v) if isinstance(v, Mean) else v for k, v in row.items()} for row in rows]
+        for name, rows in tables.items()
+    }
+    return json.dumps({**about, **plain}, indent=1) + "\n"
