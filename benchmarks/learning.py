@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
@@ -86,9 +87,14 @@ def run(options: argparse.Namespace, optimizer: str, choice: dict[str, str], see
 
 
 def launch(
-    options: argparse.Namespace, name: str, optimizer: str, settings: dict[str, str], seed: int
+    options: argparse.Namespace,
+    name: str,
+    optimizer: str,
+    settings: dict[str, str],
+    seed: int,
+    shown: Callable[[Path], str] = lambda metrics: f"{accuracy(metrics):.2%}",
 ) -> Path:
-    """Train, and return the metrics file of the run, under `options.out`."""
+    """Train, and return the metrics file of the run, under `options.out`; print the result."""
     directory = options.out / name
     shutil.rmtree(directory, ignore_errors=True)
     settings = {**settings, "optimizer": optimizer, "seed": str(seed)}
@@ -101,7 +107,7 @@ def launch(
     print(name, flush=True)
     subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     metrics = directory / "metrics.jsonl"
-    print(f"  {accuracy(metrics):.2%}", flush=True)
+    print(f"  {shown(metrics)}", flush=True)
     return metrics
 
 

@@ -149,7 +149,7 @@ def read(path: Path) -> Study:
         name=str(asked["name"] or path.stem),
         launcher=asked["launcher"] or LAUNCHERS[0],
         machine=machine,
-        predict_ranks=tuple(asked["predict_ranks"]),
+        predict_ranks=tuple(asked["predict_ranks"] or ()),
         measure=measure,
         target=target,
         cells=tuple(cells),
@@ -192,7 +192,8 @@ def _checked(asked: Any) -> dict[str, Any]:
     }
     known = {**NAMED, **asked["strategies"]}
     asked["matrices"] = [_axes(*named, known) for named in _matrices(asked.get("matrix", {}))]
-    _check_predicted(asked.setdefault("predict_ranks", []), asked["machine"])
+    if asked.setdefault("predict_ranks", None) is not None:
+        _check_predicted(asked["predict_ranks"], asked["machine"])
     return asked
 
 
@@ -215,7 +216,7 @@ def _check_option(where: str, key: str) -> None:
 def _check_predicted(ranks: Any, machine: Any) -> None:
     _check_list("predict_ranks", ranks)
     _check_ranks("predict_ranks", ranks)
-    if ranks and not machine:
+    if not machine:
         raise ValueError(
             "predict_ranks needs machine: a file of mpikfac calibrate, or a published machine"
         )
@@ -237,7 +238,7 @@ def _axes(
     """Return the matrix, strategy and ranks first, after a check of every single value."""
     axes = {"strategy": matrix.get("strategy"), "ranks": matrix.get("ranks"), **matrix}
     for key, values in axes.items():
-        _check_list(f"{where}.{key}", values, least=1)
+        _check_list(f"{where}.{key}", values)
         if key not in ("strategy", "ranks"):
             _check_option(f"{where}: ", key)
     for name in axes["strategy"]:
@@ -247,9 +248,9 @@ def _axes(
     return axes
 
 
-def _check_list(where: str, values: Any, least: int = 0) -> None:
-    if not isinstance(values, list) or len(values) < least:
-        raise ValueError(f"{where}={values} must be a list{' of at least one value' * least}")
+def _check_list(where: str, values: Any) -> None:
+    if not isinstance(values, list) or not values:
+        raise ValueError(f"{where}={values} must be a list of at least one value")
     if any(values.count(value) > 1 for value in values):
         raise ValueError(f"{where}={values} must not name a value twice")
 

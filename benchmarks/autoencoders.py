@@ -1,0 +1,156 @@
+"""Count updates and seconds of K-FAC until the final error of other optimizers on autoencoders.
+
+    OMP_NUM_THREADS=1 python benchmarks/autoencoders.py digits patches --data DIR
+
+SGD takes 5,000 updates, AdamW, Muon and SOAP 1,500, and K-FAC 330 and 660. Every optimizer has
+three learning rates, which fall linearly to 0. The best learning rate with seed 0 then gets two
+further seeds. Test errors, by updates and seconds, are kept in `autoencoders.json` beside this
+file. Runs in the file are not repeated. `--known` prints the table of the known runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from learning import SEEDS, launch
+
+RESULTS = Path(__file__).with_suffix(".json")
+COMMON = {"schedule": "linear", "weight_decay": "0"}
+PROBLEMS = {  # options, and updates of an epoch
+    "digits": ({"model": "autoencoder_small", "data.name": "digits", "batch": "356"}, 4),
+    "patches": (
+        {
+            **{"model": "autoencoder_small", "data.name": "patches", "data.size": "8"},
+            **{"data.train_images": "10240", "data.test_images": "2000", "batch": "512"},
+        },
+        20,
+    ),
+    "curves": (
+        {
+            **{"model": "autoencoder", "data.name": "curves"},
+            **{"data.train_images": "10240", "data.test_images": "1000", "batch": "512"},
+        },
+        20,
+    ),
+}
+KFAC = {"optimizer": "kfac", "kfac.factor_every": "5", "kfac.basis_every": "10"}
+WAYS = {  # optimizer, updates and learning rates
+    "SGD": ({"optimizer": "sgd"}, 5000, ("0.1", "0.3", "1")),
+    "AdamW": ({"optimizer": "adamw"}, 1500, ("0.001", "0.003", "0.01")),
+    "Muon": ({"optimizer": "muon"}, 1500, ("0.003", "0.01", "0.03")),
+    "SOAP": ({"optimizer": "soap"}, 1500, ("0.001", "0.003", "0.01")),
+    "K-FAC, 330": (KFAC, 330, ("0.0005", "0.001", "0.002")),
+    "K-FAC, 660": (KFAC, 660, ("0.0005", "0.001", "0.002")),
+}
+Line = dict[str, float]
+
+
+def main() -> int:
+    """Run all missing runs, then print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("problems", nargs="+", choices=PROBLEMS)
+    parser.add_argument("--data", type=Path, default=Path("data"), help="cifar-10-batches-bin")
+    parser.add_argument("--out", type=Path, default=Path("runs/autoencoders"))
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--ranks", default="1")
+    parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
+    options = parser.parse_args()
+    for problem in options.problems:
+        for way in () if options.known else options.ways:
+            rate = best_rate(options, problem, way)
+            for seed in SEEDS[1:]:
+                lines_of(options, problem, way, rate, seed)
+        report(options, problem)
+    return 0
+
+
+def lines_of(
+    options: argparse.Namespace, problem: str, way: str, rate: str, seed: int
+) -> list[Line]:
+    """Return updates, seconds and test errors of a run; train only if the run is missing."""
+    known = read()
+    name = f"{problem}, {way}, lr {rate}, seed {seed}"
+    if name not in known and not options.known:
+        given, updates, _ = WAYS[way]
+        shown, per_epoch = PROBLEMS[problem]
+        settings = {**COMMON, **shown, **given, "lr": rate, "epochs": str(updates // per_epoch)}
+        optimizer = settings.pop("optimizer")
+        metrics = launch(options, name, optimizer, settings, seed, shown=error_of)
+        kept = ("step", "seconds", "test_error")
+        known = read() | {name: [{key: line[key] for key in kept} for line in tests(metrics)]}
+        RESULTS.write_text(json.dumps(known, sort_keys=True) + "\n")
+    return known.get(name, [])
+
+
+def read() -> dict[str, list[Line]]:
+    """Return the known runs; a second process may add runs."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def tests(metrics: Path) -> Iterator[Line]:
+    """Yield the lines of a metrics file that hold a test error."""
+    for text in metrics.read_text().splitlines():
+        line: dict[str, Any] = json.loads(text)
+        if "test_error" in line:
+            yield line
+
+
+def error_of(metrics: Path) -> str:
+    """Return the final test error as text."""
+    return f"{[line['test_error'] for line in tests(metrics)][-1]:.3f}"
+
+
+def best_rate(options: argparse.Namespace, problem: str, way: str) -> str:
+    """Return the learning rate with the least final error of the first seed."""
+    finals = {}
+    for rate in WAYS[way][2]:
+        if lines := lines_of(options, problem, way, rate, SEEDS[0]):
+            finals[rate] = lines[-1]["test_error"]
+    return min(finals, key=lambda rate: finals[rate], default="")
+
+
+def report(options: argparse.Namespace, problem: str) -> None:
+    """Print final errors, and what K-FAC needs for the final error of each other optimizer."""
+    options = argparse.Namespace(**vars(options) | {"known": True})
+    runs = {}
+    for way in WAYS:
+        rate = best_rate(options, problem, way)
+        found = [lines_of(options, problem, way, rate, seed) for seed in SEEDS]
+        if any(found):
+            runs[way] = rate, [lines for lines in found if lines]
+    print(f"\n{problem}: test errors at the end, by seed; updates and seconds of K-FAC until then")
+    for way, (rate, seeds) in runs.items():
+        finals = [lines[-1]["test_error"] for lines in seeds]
+        level = statistics.mean(finals)
+        cells = [way, rate, ", ".join(f"{final:.3f}" for final in finals), f"{level:.3f}"]
+        cells.append(f"{seeds[0][-1]['step']:.0f} in {mean(seeds, -1, 'seconds'):.1f} s")
+        for other in ("K-FAC, 330", "K-FAC, 660"):
+            cells.append(until(runs[other][1], level) if other in runs and other != way else "")
+        print(f"| {' | '.join(cells)} |")
+
+
+def mean(seeds: list[list[Line]], place: int, key: str) -> float:
+    """Return the mean over seeds of a value of a test."""
+    return statistics.mean(lines[place][key] for lines in seeds)
+
+
+def until(seeds: list[list[Line]], level: float) -> str:
+    """Return the mean updates and seconds until the test error is at most `level`."""
+    first = [next((line for line in run if line["test_error"] <= level), None) for run in seeds]
+    reached = [line for line in first if line]
+    if len(reached) < len(seeds):
+        return f"{len(reached)} of {len(seeds)} seeds"
+    updates, seconds = (
+        statistics.mean(line[key] for line in reached) for key in ("step", "seconds")
+    )
+    return f"{updates:.0f} in {seconds:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
