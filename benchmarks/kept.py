@@ -94,7 +94,9 @@ def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
     """Return batches of CIFAR-10, for one epoch."""
     images = datasets.load("cifar10", path, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
-    draw = batches.Batches(images.train_images, images.train_labels, 64, seed=0, augment=True)
+    draw = batches.Batches(
+        images.train_images, images.train_labels, 64, seed=0, augment=batches.Augmentation()
+    )
     for step in itertools.count():
         x, labels = draw.get(0, step)
         yield normalise(x), labels

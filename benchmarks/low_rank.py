@@ -76,7 +76,9 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
     )
     images = datasets.load("cifar10", options.data, 2_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
-    draw = batches.Batches(images.train_images, images.train_labels, 32, seed=0, augment=True)
+    draw = batches.Batches(
+        images.train_images, images.train_labels, 32, seed=0, augment=batches.Augmentation()
+    )
     for step in range(options.steps):
         x, labels = draw.get(0, step)
         x = F.interpolate(normalise(x), size=(options.size,) * 2, mode="bilinear")

@@ -70,7 +70,11 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
     images = datasets.load("cifar10", options.data, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
-        images.train_images, images.train_labels, options.batch, seed=0, augment=True
+        images.train_images,
+        images.train_labels,
+        options.batch,
+        seed=0,
+        augment=batches.Augmentation(),
     )
     before: dict[str, Tensor] = {}
     for step in range(options.steps + 1):

@@ -3,15 +3,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.training import batches
 
 IMAGES = torch.randint(
     256, (50, 2, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
 )
 LABELS = torch.arange(50)
+MOVED = batches.Augmentation()
 
 
-def epoch_of(rank, ranks, epoch=0, seed=0, augment=True):
+def epoch_of(rank, ranks, epoch=0, seed=0, augment=MOVED):
     mine = batches.Batches(IMAGES, LABELS, 12, seed=seed, augment=augment, rank=rank, ranks=ranks)
     return [mine.get(epoch, index) for index in range(len(mine))]
 
@@ -31,7 +33,7 @@ def test_an_epoch_takes_no_image_twice_and_drops_the_partial_batch():
 
 
 def test_images_keep_their_labels():
-    for images, labels in epoch_of(0, 1, augment=False):
+    for images, labels in epoch_of(0, 1, augment=None):
         assert torch.equal(images, IMAGES[labels])
 
 
@@ -44,25 +46,58 @@ def test_order_depends_on_seed_and_epoch_and_on_nothing_else():
 
 
 def test_an_epoch_can_be_entered_in_the_middle():
-    mine = batches.Batches(IMAGES, LABELS, 12, seed=0, augment=True)
+    mine = batches.Batches(IMAGES, LABELS, 12, seed=0, augment=MOVED)
     assert torch.equal(mine.get(2, 3)[0], epoch_of(0, 1, epoch=2)[3][0])
 
 
-def test_augmentation_moves_and_mirrors_each_image_as_drawn():
+@pytest.mark.parametrize("shift", [0, 2, 4])
+def test_augmentation_moves_and_mirrors_each_image_as_drawn(shift):
     """Oracle: pixel by pixel."""
     n, _, height, width = IMAGES.shape
     draw = torch.Generator().manual_seed(1)
-    top, left = torch.randint(9, (2, n), generator=draw)
+    top, left = torch.randint(2 * shift + 1, (2, n), generator=draw)
     mirror = torch.randint(2, (n,), generator=draw).bool()
-    found = batches.augmented(IMAGES, top, left, mirror)
+    found = batches.augmented(IMAGES, shift, top, left, mirror)
     for i in range(n):
         for y in range(height):
             for x in range(width):
                 column = width - 1 - x if mirror[i] else x
-                from_y, from_x = y + top[i] - 4, column + left[i] - 4
+                from_y, from_x = y + top[i] - shift, column + left[i] - shift
                 inside = 0 <= from_y < height and 0 <= from_x < width
                 expected = IMAGES[i, :, from_y, from_x] if inside else torch.zeros(2)
                 assert torch.equal(found[i, :, y, x], expected.to(torch.uint8))
+
+
+def mirrored(epoch, augment):
+    """Return by image whether the image was mirrored in an epoch, for the images that took part."""
+    whole = [torch.cat(parts) for parts in zip(*epoch_of(0, 1, epoch, augment=augment))]
+    for image, label in zip(*whole):
+        assert torch.equal(image, IMAGES[label]) or torch.equal(image.flip(2), IMAGES[label])
+    return {int(label): not torch.equal(image, IMAGES[label]) for image, label in zip(*whole)}
+
+
+def test_alternating_images_are_mirrored_in_every_second_epoch():
+    """Oracle: the first two epochs; at random, half of the images would differ."""
+    alternating = batches.Augmentation(shift=0, alternating=True)
+    first, second, *later = (mirrored(epoch, alternating) for epoch in range(5))
+    assert 10 < sum(first.values()) < 40
+    for found in (second, *later):
+        assert found.keys() != first.keys()  # another image is dropped
+    assert all(second[image] is not first[image] for image in first.keys() & second.keys())
+    for found, alike in zip(later, (first, second, first)):
+        assert all(found[image] is alike[image] for image in found.keys() & alike.keys())
+    by_chance = [mirrored(epoch, batches.Augmentation(shift=0)) for epoch in (0, 1)]
+    both = by_chance[0].keys() & by_chance[1].keys()
+    assert 10 < sum(by_chance[0][image] is by_chance[1][image] for image in both) < 40
+
+
+def test_the_options_choose_the_augmentation():
+    """Oracle: the options' help."""
+    plain, usual = DataOptions(), DataOptions(augment=True)
+    other = DataOptions(augment=True, shift=0, mirror="alternating")
+    assert batches.Augmentation.of(plain) is None
+    assert batches.Augmentation.of(usual) == batches.Augmentation(4, alternating=False)
+    assert batches.Augmentation.of(other) == batches.Augmentation(0, alternating=True)
 
 
 def test_normalised_images_have_mean_0_and_variance_1_per_channel():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import mpikfac
@@ -142,6 +143,26 @@ BAD = {
     "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
     "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or patches, not digits"),
     "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic, not dig"),
+    "a shift without augmentation": (
+        "--data.shift=2",
+        "data.shift=2 needs data.augment=true, not false",
+    ),
+    "a mirror without augmentation": (
+        "--data.mirror=alternating",
+        "data.mirror=alternating needs data.augment=true, not false",
+    ),
+    "smooth labels of pixels": (
+        "--model=autoencoder_small --label_smoothing=0.1",
+        "label_smoothing=0.1 needs a classifier, not model=autoencoder_small",
+    ),
+    "Nesterov's momentum of Adam": (
+        "--optimizer=adamw --nesterov",
+        "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not adamw and 0.9",
+    ),
+    "Nesterov's momentum of nothing": (
+        "--optimizer=sgd --nesterov --momentum=0",
+        "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not sgd and 0.0",
+    ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
         "decay_epochs=[7, 3] must increase",
@@ -321,7 +342,9 @@ def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
     """Oracle: the fields of the options, the basic options, the keys of `MODELS`."""
     brief, text = shown(capsys, "--help")
     assert brief - {"config", "print_config", "help_all"} == set(BASIC)
-    assert set(re.findall(r"digits_cnn|resnet\d+|\w+_small|autoencoder\b", text)) == set(MODELS)
+    assert set(re.findall(r"digits_cnn|airbench94|resnet\d+|\w+_small|autoencoder\b", text)) == set(
+        MODELS
+    )
     whole, text = shown(capsys, "--help_all")
     assert whole - {"config", "print_config"} == {leaf.key for leaf in leaves(Options)}
     assert " ".join(text.split()).count("default: ") == len(leaves(Options))
@@ -408,6 +431,18 @@ def rates(ranks, steps, **chosen):
 def test_the_linear_schedule_ends_at_0_with_the_last_epoch():
     """Oracle: 0.1 (1 - step / 20) at 10 epochs of 2 steps."""
     assert rates(4, [0, 10, 19, 20]) == pytest.approx([0.1, 0.05, 0.005, 0])
+
+
+def test_the_cosine_schedule_is_torchs():
+    """Oracle: CosineAnnealingLR over 10 epochs of 2 steps."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20)
+    expected = []
+    for _ in range(21):
+        expected += scheduler.get_last_lr()
+        optimizer.step()
+        scheduler.step()
+    assert rates(4, range(21), schedule="cosine") == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_step_schedule_decays_at_its_epochs():

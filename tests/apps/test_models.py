@@ -47,6 +47,7 @@ def test_parameter_counts_are_the_published_ones(name):
         ("resnet20", (2, 3, 32, 32)),
         ("mobilenet_small", (2, 3, 32, 32)),
         ("vit_small", (2, 3, 32, 32)),
+        ("airbench94", (2, 3, 32, 32)),
         ("resnet18", (2, 3, 64, 64)),
         ("resnet50", (2, 3, 64, 64)),
     ],
@@ -56,7 +57,7 @@ def test_images_become_class_scores_and_every_parameter_gets_a_gradient(name, sh
     scores = model(torch.randn(shape))
     assert scores.shape == (2, 7)
     scores.sum().backward()
-    assert all(p.grad is not None for p in model.parameters())
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 
 
 def test_the_stride_of_a_bottleneck_is_in_its_3x3_convolution():

@@ -8,17 +8,20 @@ from __future__ import annotations
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import mpikfac
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.problems import models
+from mpikfac_apps.problems import airbench, models
 from mpikfac_apps.training import train
 from plain import plain
 
 
 def main() -> None:
     models.MODELS["plain"] = models.Network(plain)
+    narrow = partial(airbench.Airbench, widths=(8, 16, 16))
+    models.MODELS["airbench_small"] = models.Network(narrow, fixed=True, draw=airbench.dirac)
     comm = mpikfac.world()
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)

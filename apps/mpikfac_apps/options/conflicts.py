@@ -24,6 +24,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_data(options.data)
     _check_images(options)
     _check_schedule(options)
+    _check_momentum(options)
     _check_quadratic(options)
     adapt, damping = options.kfac.damping_adapt, options.kfac.damping.number
     if adapt and isinstance(damping, ByEpoch):
@@ -54,6 +55,9 @@ def _check_data(data: DataOptions) -> None:
         if value is not None and data.name not in takers:
             names = " or ".join(takers)
             raise ValueError(f"data.{key}={value} needs data.name={names}, not {data.name}")
+    for key in ("shift", "mirror"):
+        if (value := getattr(data, key)) is not None and not data.augment:
+            raise ValueError(f"data.{key}={value} needs data.augment=true, not false")
 
 
 def _check_images(options: Options) -> None:
@@ -63,6 +67,11 @@ def _check_images(options: Options) -> None:
         raise ValueError(
             f"model={options.model} learns labels, and data.name={options.data.name} has none; "
             f"try model=autoencoder"
+        )
+    if model.task is not CLASSIFICATION and options.label_smoothing:
+        raise ValueError(
+            f"label_smoothing={options.label_smoothing} needs a classifier, not "
+            f"model={options.model}"
         )
     if model.fixed and model.image[1:] != (size, size):
         height, width = model.image[1:]
@@ -119,6 +128,14 @@ def _check_schedule(options: Options) -> None:
     if options.warmup_epochs >= options.epochs:
         raise ValueError(
             f"warmup_epochs={options.warmup_epochs} must be less than epochs={options.epochs}"
+        )
+
+
+def _check_momentum(options: Options) -> None:
+    if options.nesterov and not (options.optimizer in ("sgd", "kfac") and options.momentum):
+        raise ValueError(
+            f"nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not "
+            f"{options.optimizer} and {options.momentum}"
         )
 
 

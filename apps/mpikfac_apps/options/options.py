@@ -29,7 +29,10 @@ class DataOptions:
             1024 synthetic images.
         test_images: the number of test images to use, the first images of the data set; null for
             all images. A smaller number makes the test of the network quicker and less exact.
-        augment: training images are padded by 4 pixels, cropped and mirrored at random.
+        augment: training images are moved and mirrored at random; black pixels fill the gaps.
+        shift: the pixels by which augment moves an image at most, in both directions; null for 4.
+        mirror: how augment mirrors images. null: half of the images, at random; "alternating":
+            random images in the first epoch, and each image in every second epoch.
         size: the pixels of a side of patches, null for 28, or of synthetic images, null for 32.
         classes: the number of classes of synthetic images; null for 10.
     """
@@ -39,6 +42,8 @@ class DataOptions:
     train_images: int | None = bounded(None, ">= 1")
     test_images: int | None = bounded(None, ">= 1")
     augment: bool = False
+    shift: int | None = bounded(None, ">= 0", "<= 16")
+    mirror: Literal["alternating"] | None = None
     size: int | None = bounded(None, ">= 4")
     classes: int | None = bounded(None, ">= 2")
 
@@ -157,12 +162,16 @@ class Options:
             warm-up then starts at the rate of lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
         schedule: how the learning rate changes. "constant": no change; "step": a fall by
-            decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end.
+            decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end;
+            "cosine": a fall to 0 at the end along half a cosine.
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
         momentum: the momentum of SGD, K-FAC and Muon, or beta1 of AdamW and SOAP.
+        nesterov: the momentum of SGD and K-FAC is Nesterov's.
         weight_decay: the weight decay: an L2 penalty of SGD and K-FAC, or decoupled from the
             gradient in AdamW, Muon and SOAP.
+        label_smoothing: the share of an image's label that all classes have in equal parts in the
+            loss of the training; the test takes the plain label.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -201,11 +210,13 @@ class Options:
     lr: float | None = bounded(None, "> 0")
     scale_lr: bool = False
     warmup_epochs: float = bounded(0.0, ">= 0")
-    schedule: Literal["constant", "step", "linear"] = "linear"
+    schedule: Literal["constant", "step", "linear", "cosine"] = "linear"
     decay_epochs: list[int] = field(default_factory=list, metadata={"bounds": (">= 1",)})
     decay_factor: float = bounded(0.1, "> 0", "<= 1")
     momentum: float = bounded(0.9, ">= 0", "< 1")
+    nesterov: bool = False
     weight_decay: float = bounded(0.0005, ">= 0")
+    label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"

@@ -213,6 +213,8 @@ def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callabl
         rate = schedule.step_decay(peak, at, options.decay_factor)
     elif options.schedule == "linear":
         rate = schedule.linear(peak, 0.0, options.epochs * steps_per_epoch)
+    elif options.schedule == "cosine":
+        rate = schedule.cosine(peak, 0.0, options.epochs * steps_per_epoch)
     warm = round(options.warmup_epochs * steps_per_epoch)
     if warm:
         rate = schedule.warmup(rate, warm, 1 / ranks if options.scale_lr else 1 / (warm + 1))

@@ -12,11 +12,17 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.problems import own
+from mpikfac_apps.problems.airbench import Airbench, dirac
 from mpikfac_apps.problems.autoencoder import Autoencoder
 from mpikfac_apps.problems.mobilenet import MobileNet
 from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, ImageNetResNet, conv
 from mpikfac_apps.problems.tasks import CLASSIFICATION, RECONSTRUCTION, Task
 from mpikfac_apps.problems.vit import VisionTransformer
+
+
+def kaiming(conv: nn.Conv2d) -> None:
+    """Draw the weights of a convolution in front of ReLUs."""
+    nn.init.kaiming_normal_(conv.weight, mode="fan_out", nonlinearity="relu")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,7 @@ class Network:
         classes: the usual number of classes.
         fixed: True if the network takes images of the usual height and width only.
         task: what the network learns.
+        draw: sets the first weights of a convolution.
     """
 
     make: Callable[..., nn.Module]
@@ -36,6 +43,7 @@ class Network:
     classes: int = 10
     fixed: bool = False
     task: Task = CLASSIFICATION
+    draw: Callable[[nn.Conv2d], None] = kaiming
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -72,6 +80,7 @@ SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 MODELS: dict[str, Network] = {
     "digits_cnn": Network(digits_cnn, (1, 8, 8)),
     "mobilenet_small": Network(MobileNet),
+    "airbench94": Network(Airbench, fixed=True, draw=dirac),
     "vit_small": Network(partial(VisionTransformer, **SMALL_VIT), fixed=True),
     **{f"resnet{depth}": Network(partial(CifarResNet, depth)) for depth in (20, 32, 44, 56, 110)},
     **{
@@ -110,10 +119,11 @@ def build(name: str, classes: int, channels: int = 3) -> nn.Module:
     Raises:
         ValueError: no network has that name.
     """
-    model = network(name).make(classes=classes, channels=channels)
+    entry = network(name)
+    model = entry.make(classes=classes, channels=channels)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            entry.draw(module)
     return model
 
 

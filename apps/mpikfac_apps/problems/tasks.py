@@ -29,7 +29,7 @@ class Task:
     """
 
     loss_name: Literal["cross-entropy", "logistic"]
-    loss: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[..., Tensor]
     targets: Callable[[Tensor, Tensor], Tensor]
     measure: Measure
     measured: Callable[[Tensor, Tensor], Tensor]

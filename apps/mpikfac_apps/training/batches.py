@@ -7,13 +7,14 @@ are the same for every number of ranks, and each rank takes a contiguous share o
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MARGIN = 4  # black pixels around an image before cropping
+from mpikfac_apps.options.options import DataOptions
 
 
 def mixed(*numbers: int) -> int:
@@ -46,6 +47,27 @@ def unit(images: Tensor, white: int) -> Tensor:
     return images.float().div_(white)
 
 
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images change from epoch to epoch.
+
+    Attributes:
+        shift: pixels by which an image moves at most, in both directions.
+        alternating: images are mirrored in every second epoch each, and not at random.
+    """
+
+    shift: int = 4
+    alternating: bool = False
+
+    @classmethod
+    def of(cls, options: DataOptions) -> Augmentation | None:
+        """Return the augmentation that the options ask for; None for none."""
+        if not options.augment:
+            return None
+        shift = cls.shift if options.shift is None else options.shift
+        return cls(shift, options.mirror == "alternating")
+
+
 class Batches:
     """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
 
@@ -53,7 +75,7 @@ class Batches:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
         batch: images of all ranks together in one step; a multiple of `ranks`.
-        augment: pad by 4 black pixels, crop anywhere, and mirror half of the images.
+        augment: move images over black pixels, and mirror half of the images; None for neither.
     """
 
     def __init__(
@@ -63,7 +85,7 @@ class Batches:
         batch: int,
         *,
         seed: int,
-        augment: bool,
+        augment: Augmentation | None,
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
@@ -86,27 +108,31 @@ class Batches:
         chosen = self.order[positions]
         images = self.images[chosen]
         if self.augment:
-            images = augmented(
-                images, self.top[positions], self.left[positions], self.mirror[positions]
-            )
+            top, left, mirror = (drawn[positions] for drawn in (self.top, self.left, self.mirror))
+            images = augmented(images, self.augment.shift, top, left, mirror)
         return images, self.labels[chosen]
 
     def _draw(self, epoch: int) -> None:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         n, device = len(self.images), self.images.device
         self.order = torch.randperm(n, generator=generator).to(device)
-        self.top, self.left = (
-            torch.randint(2 * MARGIN + 1, (2, n), generator=generator).to(device).unbind()
-        )
-        self.mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
+        if self.augment:
+            places = 2 * self.augment.shift + 1
+            drawn = torch.randint(places, (2, n), generator=generator).to(device)
+            self.top, self.left = drawn.unbind()
+            if self.augment.alternating:  # drawn for the images, alike in all epochs
+                generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
+            self.mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
+            if self.augment.alternating:
+                self.mirror = self.mirror[self.order] ^ bool(epoch % 2)
         self._epoch = epoch
 
 
-def augmented(images: Tensor, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
-    """Move each image by (`top`, `left`) - 4 pixels, fill with black, and mirror if `mirror`."""
+def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
+    """Move images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
     n, _, height, width = images.shape
-    padded = F.pad(images, (MARGIN,) * 4)
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, 9, 9, h, w], not copied
+    padded = F.pad(images, (shift,) * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, ., ., h, w], not copied
     cropped = windows[torch.arange(n, device=images.device), :, top, left]
     return torch.where(mirror[:, None, None, None], cropped.flip(3), cropped)
 

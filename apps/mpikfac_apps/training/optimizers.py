@@ -20,7 +20,7 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
             return _muon(options, model)
         case "soap":
             return _soap(options, model)
-    return torch.optim.SGD(parameters, lr, beta, weight_decay=decay)
+    return torch.optim.SGD(parameters, lr, beta, weight_decay=decay, nesterov=options.nesterov)
 
 
 def _muon(options: Options, model: nn.Module) -> torch.optim.Optimizer:

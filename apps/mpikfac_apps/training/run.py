@@ -29,7 +29,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.place import Place, environment
-from mpikfac_apps.problems import datasets, models
+from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.text import measured
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
@@ -50,6 +50,7 @@ class Run:
 
     trainer: mpikfac.KFAC | mpikfac.DataParallel
     normalise: Callable[[Tensor], Tensor]
+    loss: Callable[..., Tensor]
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Run:
             options = self._follow(checkpoint)
         self.options = options = dataclasses.replace(options, batch_per_rank=None)
         self._load_data()
-        self._build_trainer()
+        self._build_trainer(0 if checkpoint is None else checkpoint.step)
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
@@ -94,13 +95,17 @@ class Run:
         chosen = options.data
         with mpikfac.comm.together(comm, "reading data"):
             asked = dataclasses.asdict(chosen)
-            found = datasets.load(**{k: v for k, v in asked.items() if k != "augment"})
+            later = ("augment", "shift", "mirror")
+            found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
             if options.step_batch > len(found.train_images):
                 raise ValueError(
                     f"batch={options.step_batch} is more than the {len(found.train_images)} images"
                 )
         mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
         self.task = models.network(options.model).task
+        self.loss = self.task.loss
+        if options.label_smoothing:
+            self.loss = partial(self.task.loss, label_smoothing=options.label_smoothing)
         if self.task.unit:
             self.normalise = partial(batches.unit, white=found.white)
         else:
@@ -110,7 +115,7 @@ class Run:
             found.train_labels.to(device),
             options.step_batch,
             seed=options.seed,
-            augment=chosen.augment,
+            augment=batches.Augmentation.of(chosen),
             rank=comm.rank,
             ranks=comm.size,
         )
@@ -120,11 +125,15 @@ class Run:
         if comm.rank == 0 and (words := doubt(options)):
             log.warning("%s", words)
 
-    def _build_trainer(self) -> None:
+    def _build_trainer(self, done: int) -> None:
+        """Build model, optimizer and trainer as after `done` steps, except for their state."""
         comm, options = self.comm, self.options
         torch.manual_seed(options.seed)
         model = models.build(options.model, self.classes, self.channels)
         model = models.channels_last(model.to(self.device))
+        if isinstance(model, airbench.Airbench):  # the trainer sends rank 0's weights to all ranks
+            model.whiten(self.normalise(self.batches.images[: airbench.SEEN]))
+            model.begin_epoch(max(0, done - 1) // len(self.batches))
         self.lr = learning_rate(options, len(self.batches), self.began_on)
         self.model, self.optimizer = model, make_optimizer(options, model)
         with mpikfac.comm.together(comm, "options"):
@@ -149,6 +158,8 @@ class Run:
         stop = False
         for step in range(first, self.steps):
             epoch, index = divmod(step, per_epoch)
+            if isinstance(self.model, airbench.Airbench):
+                self.model.begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
             with self.speed.step(), recording.step(step):
@@ -197,7 +208,7 @@ class Run:
         every = self.options.kfac.estimator.subsample
         inputs = self.normalise(images[::every])
         targets = self.task.targets(inputs, labels[::every])
-        self.trainer.step(inputs=inputs, loss=lambda outputs: self.task.loss(outputs, targets))
+        self.trainer.step(inputs=inputs, loss=lambda outputs: self.loss(outputs, targets))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the loss after a step on the images of the step; running statistics stay."""
@@ -206,7 +217,7 @@ class Run:
         with self.trainer.trace.stage("forward"), torch.no_grad():
             for number, (images, labels) in enumerate(parts, first):
                 self._seed(step, number)
-                losses.append(self.task.loss(*self._outputs(images, labels)))
+                losses.append(self.loss(*self._outputs(images, labels)))
             for buffer, value in zip(self.model.buffers(), kept):  # running statistics
                 buffer.copy_(value)
         return torch.stack(losses).mean().item()
@@ -231,7 +242,7 @@ class Run:
         self.optimizer.zero_grad()
         with stage("forward"):
             outputs, targets = self._outputs(images, labels)
-            loss = self.task.loss(outputs, targets)
+            loss = self.loss(outputs, targets)
         with stage("backward"):
             if isinstance(self.trainer, mpikfac.KFAC):
                 self.trainer.record(outputs, self.task.loss_name)
