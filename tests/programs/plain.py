@@ -1,4 +1,8 @@
-"""The training program with a network without BatchNorm: numbers do not depend on the ranks."""
+"""The training program with networks for tests.
+
+The numbers of "plain" do not depend on the ranks: "plain" has no BatchNorm. "dropped" draws random
+numbers before BatchNorm.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,13 @@ def plain(classes: int, channels: int) -> nn.Module:
     )
 
 
+def dropped(classes: int, channels: int) -> nn.Module:
+    last = nn.Dropout(0.5), nn.BatchNorm1d(classes)
+    return nn.Sequential(*plain(classes, channels), *last)
+
+
+NETWORKS = {name.__name__: models.Network(name) for name in (plain, dropped)}
+
 if __name__ == "__main__":
-    models.MODELS["plain"] = models.Network(plain)
+    models.MODELS.update(NETWORKS)
     sys.exit(train.main(["--model=plain", *sys.argv[1:]]))

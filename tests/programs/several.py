@@ -15,11 +15,11 @@ import mpikfac
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import airbench, models
 from mpikfac_apps.training import train
-from plain import plain
+from plain import NETWORKS
 
 
 def main() -> None:
-    models.MODELS["plain"] = models.Network(plain)
+    models.MODELS.update(NETWORKS)
     narrow = partial(airbench.Airbench, widths=(8, 16, 16))
     models.MODELS["airbench_small"] = models.Network(narrow, fixed=True, draw=airbench.dirac)
     comm = mpikfac.world()

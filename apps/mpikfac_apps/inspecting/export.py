@@ -27,7 +27,7 @@ from mpikfac_apps.inspecting import spectra
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional, read_by
 
-MODEL = "model/"
+MODEL, AVERAGE = "model/", "average/"
 
 
 def weights_file(text: str) -> Path:
@@ -62,11 +62,15 @@ class ExportOptions:
     Args:
         path: the directory of a checkpoint, or of a run; of a run, the newest checkpoint is taken.
         weights: a new file for the weights of the model, .pt or .safetensors; null for none.
+        average: a new file for the averaged weights of a run with `average`, .pt or .safetensors;
+            null for none. Running statistics belong to the averages if the run tested the network
+            at the step of the checkpoint, for example at the end of the run.
         factors: a new file for the factors A and G of every layer, .npz; null for none.
     """
 
     path: Path = positional()
     weights: Path | None = read_by(weights_file, None)
+    average: Path | None = read_by(weights_file, None)
     factors: Path | None = read_by(factors_file, None)
 
 
@@ -75,7 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
-        wanted = ((options.weights, weights), (options.factors, factors))
+        wanted = (
+            (options.weights, weights),
+            (options.average, average),
+            (options.factors, factors),
+        )
         contents = {file: content(checkpoint) for file, content in wanted if file}
         for file, content in contents.items():
             write(file, content)
@@ -93,16 +101,36 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
         ValueError: a wrong option, or no file to write.
     """
     options = read("mpikfac export", ExportOptions, argv)
-    if not options.weights and not options.factors:
-        raise ValueError("give --weights FILE, --factors FILE or both")
+    given = [file for file in (options.weights, options.average, options.factors) if file]
+    if not given:
+        raise ValueError("give --weights FILE, --average FILE, --factors FILE or several of them")
+    if len(set(given)) < len(given):
+        raise ValueError(f"weights and average need two files, not {options.weights} twice")
     return options
 
 
 def weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the model's state_dict."""
-    names = (name for name in checkpoint if name.startswith(MODEL))
+    return _tensors(checkpoint, MODEL)
+
+
+def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
+    """Return the state_dict of the model with averaged weights.
+
+    Raises:
+        ValueError: the checkpoint has no averaged weights.
+    """
+    found = _tensors(checkpoint, AVERAGE)
+    if not found:
+        raise ValueError(f"{checkpoint.path} has no averaged weights; its run had average=0")
+    return found
+
+
+def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    """Return the items with the prefix, by the rest of the name."""
+    names = (name for name in checkpoint if name.startswith(prefix))
     # Cloned, because `torch.save` writes the whole memory behind a view.
-    return {name.removeprefix(MODEL): checkpoint[name].clone() for name in names}
+    return {name.removeprefix(prefix): checkpoint[name].clone() for name in names}
 
 
 def factors(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, np.ndarray]:

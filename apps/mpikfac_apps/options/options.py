@@ -172,6 +172,9 @@ class Options:
             gradient in AdamW, Muon and SOAP.
         label_smoothing: the share of an image's label that all classes have in equal parts in the
             loss of the training; the test takes the plain label.
+        average: tests of the network take an exponential average of the weights after every step.
+            The number is the share of the old average in the new average, such as 0.99; in the
+            first steps the average is the plain mean. 0: tests take the weights themselves.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -217,6 +220,7 @@ class Options:
     nesterov: bool = False
     weight_decay: float = bounded(0.0005, ">= 0")
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
+    average: float = bounded(0.0, ">= 0", "< 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"

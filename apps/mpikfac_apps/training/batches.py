@@ -112,6 +112,16 @@ class Batches:
             images = augmented(images, self.augment.shift, top, left, mirror)
         return images, self.labels[chosen]
 
+    def sample(self, images: int, size: int) -> Iterator[Tensor]:
+        """Yield `size` images (bytes) at a time of up to `images` images drawn at random.
+
+        The images are the same on all ranks and at every call, and are not augmented.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(self.images), generator=generator)[:images]
+        for part in chosen.to(self.images.device).split(size):
+            yield self.images[part]
+
     def _draw(self, epoch: int) -> None:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         n, device = len(self.images), self.images.device

@@ -142,10 +142,13 @@ def open_checkpoint(
     return found
 
 
-def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel) -> float:
+def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel, averaged: bool) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
     With steps of Adam's length, also averages of squared gradients.
+
+    Args:
+        averaged: the checkpoint has averaged weights, too.
     """
     plan = trainer.plan
     squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.source == "adam"
@@ -153,7 +156,7 @@ def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel) -> float:
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
     layouts = plan.of(0).layouts
-    rest = (3 if squares else 2) * layouts.gradients.size + layouts.scales.size
+    rest = (2 + squares + averaged) * layouts.gradients.size + layouts.scales.size
     kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
     return (plan.itemsize * rest + kept) / 1e6
 

@@ -1,12 +1,19 @@
-"""The optimizer of a training run, by name."""
+"""The optimizer of a training run, by name, and the average of the weights over steps."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.optim.swa_utils import AveragedModel, update_bn
 
+from mpikfac.engine import fitting
 from mpikfac_apps.options.options import Options
+
+AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
 
 
 def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
@@ -69,3 +76,58 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
     weights = dict.fromkeys(layer.weight for layer in layers)  # layers may share a weight
     return list(weights)[1:-1]
+
+
+class Average:
+    """An exponential average of a model's weights over steps, alike on all ranks.
+
+    At step k of the average, `average <- xi average + (1 - xi) weights` with
+    `xi = min(1 - 1/k, decay)` [Martens & Grosse 2015]. So the average has no memory of the start.
+
+    Collective over: none, as are all methods.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._averaged = AveragedModel(model, multi_avg_fn=_towards(decay))
+
+    def add(self, model: nn.Module) -> None:
+        """Take the weights after a step into the average."""
+        self._averaged.update_parameters(model)
+
+    def model(self, inputs: Iterable[Tensor]) -> nn.Module:
+        """Return a model with the averages as weights.
+
+        Running statistics of BatchNorm are means over the batches of `inputs`, because statistics
+        belong to the weights with which the statistics were measured.
+        """
+        update_bn(inputs, self._averaged.module)
+        return self._averaged.module
+
+    def state(self) -> dict[str, Any]:
+        """Return the items of a checkpoint."""
+        values = self._averaged.module.state_dict()
+        kept = {f"average/{name}": value for name, value in values.items()}
+        return {**kept, AVERAGED: int(self._averaged.n_averaged)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`.
+
+        Raises:
+            ValueError: the items are not those of a `state`.
+        """
+        found = fitting(state, self.state())
+        steps = found.pop(AVERAGED)
+        if not isinstance(steps, int) or steps < 0:
+            raise ValueError(f"item {AVERAGED!r} must be a number of steps; it is {steps}")
+        values = {name.removeprefix("average/"): value for name, value in found.items()}
+        self._averaged.module.load_state_dict(values)
+        self._averaged.n_averaged.fill_(steps)
+
+
+def _towards(decay: float) -> Callable[[Sequence[Tensor], Sequence[Tensor], Tensor | int], None]:
+    """Return the function that moves averages towards weights, after a number of steps."""
+
+    def move(averages: Sequence[Tensor], weights: Sequence[Tensor], steps: Tensor | int) -> None:
+        torch._foreach_lerp_(list(averages), list(weights), max(1 / (int(steps) + 1), 1 - decay))
+
+    return move

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
@@ -33,11 +33,13 @@ from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.text import measured
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import Meter, Speed
-from mpikfac_apps.training.optimizers import make_optimizer
+from mpikfac_apps.training.optimizers import AVERAGED, Average, make_optimizer
 from mpikfac_apps.training.traced_steps import Recording
 
 # Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
+# Training images that give averaged weights their statistics: all at once, and in a pass.
+SAMPLE, PASS = 1024, 128
 
 log = logging.getLogger("mpikfac.train")
 
@@ -136,6 +138,7 @@ class Run:
             model.begin_epoch(max(0, done - 1) // len(self.batches))
         self.lr = learning_rate(options, len(self.batches), self.began_on)
         self.model, self.optimizer = model, make_optimizer(options, model)
+        self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
             if options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
@@ -195,6 +198,8 @@ class Run:
             if count:
                 self.trainer.collect()
         self._end_step(images, labels)
+        if self.average:
+            self.average.add(self.model)
         kfac, every = self.trainer, self.options.kfac.damping_adapt
         if isinstance(kfac, mpikfac.KFAC) and every and kfac.steps % every == 0:
             after = self._loss_after(step, first, parts)
@@ -217,7 +222,7 @@ class Run:
         with self.trainer.trace.stage("forward"), torch.no_grad():
             for number, (images, labels) in enumerate(parts, first):
                 self._seed(step, number)
-                losses.append(self.loss(*self._outputs(images, labels)))
+                losses.append(self.loss(*self._outputs(self.model, images, labels)))
             for buffer, value in zip(self.model.buffers(), kept):  # running statistics
                 buffer.copy_(value)
         return torch.stack(losses).mean().item()
@@ -231,17 +236,17 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
 
-    def _outputs(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the model's outputs for images, and the targets of the outputs."""
+    def _outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a model's outputs for images, and the targets of the outputs."""
         inputs = self.normalise(images)
-        return self.model(inputs), self.task.targets(inputs, labels)
+        return model(inputs), self.task.targets(inputs, labels)
 
     def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
         """Return the mean loss after a forward and backward pass."""
         stage = self.trainer.trace.stage
         self.optimizer.zero_grad()
         with stage("forward"):
-            outputs, targets = self._outputs(images, labels)
+            outputs, targets = self._outputs(self.model, images, labels)
             loss = self.loss(outputs, targets)
         with stage("backward"):
             if isinstance(self.trainer, mpikfac.KFAC):
@@ -306,14 +311,21 @@ class Run:
 
     def evaluate(self) -> tuple[float, float]:
         """Return means of loss and measure over all test images, each image counted once."""
-        meter = Meter(self.comm, self.device)
-        self.model.eval()
+        meter, model = Meter(self.comm, self.device), self._tested()
+        model.eval()
         with torch.no_grad():
             for images, labels in batches.parts(*self.test, self.batches.per_rank):
-                outputs, targets = self._outputs(images, labels)
+                outputs, targets = self._outputs(model, images, labels)
                 self._count(meter, self.task.loss(outputs, targets), outputs, targets)
-        self.model.train()
+        model.train()
         return meter.everything()
+
+    def _tested(self) -> nn.Module:
+        """Return the model, or the model of averaged weights if the options ask for averages."""
+        if not self.average:
+            return self.model
+        torch.manual_seed(self.options.seed)  # dropout is alike on all ranks
+        return self.average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     # -- records ---------------------------------------------------------------------------------
 
@@ -363,20 +375,25 @@ class Run:
     def _summary(self) -> str:
         options = self.options
         link = self.team.link
+        size = checkpoints.megabytes(self.trainer, self.average is not None)
         spared = f" and {link.remote_size} for curvature" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}{spared}, batch {options.step_batch}, "
             f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
-            f"a checkpoint takes about {checkpoints.megabytes(self.trainer):,.1f} MB"
+            f"a checkpoint takes about {size:,.1f} MB"
         )
 
     # -- checkpoints -----------------------------------------------------------------------------
 
     def _save(self, last: bool = False) -> None:
         self.guard.enter("checkpoint", self.trainer.steps)
-        items = self.trainer.state_dict() | self.meter.state()
+        items = self.state() | self.meter.state()
         self.saver.save(items | self.about(), self.trainer.steps, last)
+
+    def state(self) -> dict[str, Any]:
+        """Return the rank's share of the trainer's state, and the averaged weights."""
+        return self.trainer.state_dict() | (self.average.state() if self.average else {})
 
     def about(self) -> dict[str, Any]:
         """Return rank 0's own items for a checkpoint."""
@@ -413,6 +430,10 @@ class Run:
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
             self.trainer.load_state_dict(checkpoint)
             checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps)
+            if self.average and AVERAGED in items:
+                self.average.load(items)
+            elif self.average:
+                log.info("the checkpoint has no average of the weights; the average begins now")
             self.meter.load(items["run/counted"], items["run/reported"])
             self.speed.seconds, size, waiting = checkpoints.records(checkpoint)
             self.speed.mark()

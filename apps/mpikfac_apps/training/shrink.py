@@ -58,7 +58,7 @@ def save_what_is_left(run: Run) -> None:
     step, items = min(steps), dict[str, Any]()
     if steps[comm.rank] == step < math.inf:
         run.set_rate(step)  # some ranks may have begun the next step
-        items = trainer.state_dict()
+        items = run.state()
     names = {name for held in comm.allgather(list(items)) for name in held}
     lost = "no complete state is confirmed"
     if comm.size > 1 and names and not trainer.missing(names):
