@@ -49,7 +49,7 @@ class Steps:
     def kind(self) -> str:
         """The optimizer, with the strategy if the strategy computes numbers of its own."""
         options = self.cell.cell.options
-        own = f"kfac, {options.kfac.distribution.strategy}"
+        own = f"kfac ({options.kfac.distribution.strategy})"
         return own if other_estimator(options) else self.optimizer
 
     @property
@@ -144,7 +144,7 @@ def _steps_at(
         for strategy in STRATEGIES:
             with suppress(ValueError):  # the strategy cannot use the ranks
                 chosen = distributed(measured.cell.cell, strategy)
-                yield f"kfac, {strategy}", _step(machine, ranks, chosen)
+                yield f"kfac ({strategy})", _step(machine, ranks, chosen)
         return
     with suppress(ValueError):  # the machine file lacks the network
         step = _step(machine, ranks, options)

@@ -17,6 +17,7 @@ from mpikfac_apps.study.report.style import (
     WIDTH,
     inline_svg,
     legend,
+    plain_ticks,
     styled,
     variant_style,
 )
@@ -143,6 +144,7 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
             panel.set(xscale="log", yscale="log")
             panel.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
             panel.xaxis.set_minor_locator(NullLocator())
+            plain_ticks(panel.yaxis)
         legend(figure, {**styles, "half the steps for twice the batch": ideal})
         return figure
 

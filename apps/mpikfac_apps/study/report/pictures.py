@@ -12,10 +12,9 @@ from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import NullLocator
 
 from mpikfac_apps.study.report.style import (
     QUIET,
@@ -23,6 +22,7 @@ from mpikfac_apps.study.report.style import (
     WIDTH,
     bar_style,
     legend,
+    plain_ticks,
     styled,
     variant_style,
 )
@@ -156,7 +156,7 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
         left.plot(counts, [best * r / counts[0] for r in counts], **ideal)
         right.plot(counts, [100] * len(counts), **ideal)
         left.set(yscale="log", ylabel="images per second")
-        _plain(left.yaxis)
+        plain_ticks(left.yaxis)
         right.set(ylabel="efficiency against fewest ranks (%)", ylim=(0, None))
         for panel in (left, right):
             panel.set(xscale="log", xlabel="ranks")
@@ -204,7 +204,7 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Fi
         panel.set(xlim=(ends[0] / 1.3, ends[1] * 1.3), ylim=(ends[0] / 1.3, ends[1] * 1.3))
         panel.set_box_aspect(1)
         for axis in (panel.xaxis, panel.yaxis):
-            _plain(axis)
+            plain_ticks(axis)
         used = dict.fromkeys(cell.cell.variant for cell, *_ in pairs)
         legend(figure, {variant: {**styles[variant], "linestyle": ""} for variant in used})
         return figure
@@ -219,13 +219,6 @@ def _ranks(cells: Sequence[Measured]) -> list[int]:
 
 def _variants(cells: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(cell.cell.variant for cell in cells))
-
-
-def _plain(axis: Axis) -> None:
-    """Set ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.set_minor_locator(NullLocator())
 
 
 def _styles(cells: Sequence[Measured]) -> dict[str, dict[str, Any]]:

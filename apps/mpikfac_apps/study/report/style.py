@@ -1,4 +1,4 @@
-"""Choose colours, markers and lines of pictures, and turn figures into SVG inside a page.
+"""Choose colours, markers, lines and ticks of pictures, and turn figures into SVG inside a page.
 
 A picture takes the page's colours of text, grid and paper, so a picture fits a light and a dark
 page. Text stays text: a reader can search, select and enlarge the words.
@@ -13,8 +13,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from mpikfac_apps.study.results import OTHER, WAITING
 
@@ -77,6 +79,13 @@ def bar_style(part: str) -> dict[str, Any]:
     colour, hatch = STAGES[part]
     edge = INK if hatch else QUIET
     return {"facecolor": colour, "hatch": hatch, "edgecolor": edge, "linewidth": 0.4}
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Set ticks of a logarithmic axis at 1, 2 and 5, as plain numbers."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def legend(figure: Figure, styles: Mapping[str, Mapping[str, Any]], columns: int = 4) -> None:
