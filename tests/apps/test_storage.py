@@ -75,9 +75,8 @@ def read_only(disk: Path) -> Iterator[None]:
 @contextmanager
 def out_of_descriptors(disk: Path) -> Iterator[None]:
     former = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, former[1]))
+    # Not the lowest free descriptor: a checkpoint that is just written closes lower ones.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, former[1]))
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, former)
 
