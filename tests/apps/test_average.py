@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac_apps.inspecting import export
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
-from mpikfac_apps.training.batches import Batches, Normalise
+from mpikfac_apps.training.batches import Augmentation, Batches, Normalise
 from mpikfac_apps.training.optimizers import Average
 from mpikfac_apps.training.run import PASS, SAMPLE, Run
 from support.launch import run_each
@@ -208,7 +208,7 @@ def test_a_sample_is_the_same_on_all_ranks():
     drawn = [
         torch.cat(list(mine.sample(SAMPLE, PASS)))
         for mine in (
-            Batches(images, labels, 100, seed=3, augment=True, rank=rank, ranks=2)
+            Batches(images, labels, 100, seed=3, augment=Augmentation(), rank=rank, ranks=2)
             for rank in (0, 1)
         )
     ]

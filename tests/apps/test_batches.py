@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.training import batches
 
@@ -15,7 +16,7 @@ MOVED = batches.Augmentation()
 
 def epoch_of(rank, ranks, epoch=0, seed=0, augment=MOVED):
     mine = batches.Batches(IMAGES, LABELS, 12, seed=seed, augment=augment, rank=rank, ranks=ranks)
-    return [mine.get(epoch, index) for index in range(len(mine))]
+    return [mine.get(epoch, index) for index in range(mine.calendar.at(epoch).steps)]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 12])
@@ -25,6 +26,23 @@ def test_the_shares_of_all_ranks_are_the_global_batch_in_order(ranks):
     for index, (images, labels) in enumerate(epoch_of(0, 1, epoch=3)):
         assert torch.equal(torch.cat([share[index][0] for share in shares]), images)
         assert torch.equal(torch.cat([share[index][1] for share in shares]), labels)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_batch_by_epoch_is_the_batch_of_a_run_of_the_same_size(ranks):
+    """Oracle: constant batches of 6, 12 and 48 images, in the epochs that have these batches."""
+    batch = by_epoch.read("6 until 1, 12 until 3, 48", int)
+    for epoch, size in enumerate([6, 12, 12, 48, 48]):
+        for rank in range(ranks):
+            chosen = {"seed": 0, "augment": MOVED, "rank": rank, "ranks": ranks}
+            growing, constant = (
+                batches.Batches(IMAGES, LABELS, b, **chosen) for b in (batch, size)
+            )
+            steps = growing.calendar.at(epoch).steps
+            assert steps == len(IMAGES) // size
+            for index in range(steps):
+                pairs = zip(growing.get(epoch, index), constant.get(epoch, index))
+                assert all(torch.equal(found, expected) for found, expected in pairs)
 
 
 def test_an_epoch_takes_no_image_twice_and_drops_the_partial_batch():

@@ -114,6 +114,22 @@ BAD = {
         "shrink=true needs kfac.curvature_ranks=0, not 1",
     ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
+    "a batch by epoch of ranks": (
+        "batch: 12 until 3, 20\n",
+        "batch=20 must be a multiple of the number of ranks (6); try 18 or 24",
+    ),
+    "a batch by epoch in parts": (
+        "batch: 12 until 3, 18\nparts: 12\n",
+        "parts=12 must divide batch=18",
+    ),
+    "an interval by epoch of a half": (
+        "batch: 12\nkfac: {basis_every: '10 until 3, 20.5'}\n",
+        "kfac.basis_every=10 until 3, 20.5 must be a whole number >= 1",
+    ),
+    "a batch by epoch of 0": (
+        "batch: 12 until 3, 0\n",
+        "must be a whole number >= 1 or null or numbers by epoch",
+    ),
     "two batches": ("--batch=12 --batch_per_rank=2", "batch=12 and batch_per_rank=2: give one of"),
     "no data": ("--data.name=cifar10", "data.path=null: cifar10 needs the directory"),
     "images of another size": (
@@ -251,7 +267,7 @@ def test_the_schedule_of_sc20_is_written_in_options():
     argv = ["--kfac.damping=0.003 until 40, 0.0015 until 80, 0.00075"]
     options = parse([*argv, "--kfac.basis_every=10 until 40, 100", "--kfac.solver=eigen"], 1)
     chosen = {"solver": "eigen", "basis_every": options.kfac.basis_every}
-    settings = kfac_settings(options.kfac, chosen, steps_per_epoch=7)
+    settings = kfac_settings(options.kfac, chosen, epochs=lambda step: step / 7)
     damping = settings["damping"].value
     assert [damping(7 * epoch) for epoch in (0, 40, 80)] == [0.003, 0.0015, 0.00075]
     assert [settings["basis_every"](step) for step in (0, 279, 280)] == [10, 10, 100]

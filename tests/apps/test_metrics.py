@@ -74,13 +74,13 @@ def test_only_one_rank_takes_over_what_all_have_counted():
 
 def test_rates_count_from_the_mark():
     trace = mpikfac.Trace()
-    speed = Speed(batch=100, trace=trace)
-    with speed.step():
+    speed = Speed(trace)
+    with speed.step(100):
         trace.seconds["reduce gradients"] += 50.0
     speed.seconds = 60.0
     speed.mark()
-    for _ in range(2):
-        with speed.step():
+    for images in (50, 150):
+        with speed.step(images):
             pass
     speed.seconds = 64.0
     trace.seconds["reduce gradients"] += 1.0

@@ -194,6 +194,10 @@ def test_the_digits_study_has_eight_strategies_on_three_numbers_of_ranks(monkeyp
         ({"options": {"batch_size": 1}}, "options: unknown key batch_size; did you mean batch?"),
         ({"machine": "nowhere.json"}, "machine=nowhere.json is no file that can be read"),
         ({"base": "nowhere.yaml"}, "base=nowhere.yaml is no file"),
+        (
+            {"options": {"batch": "60 until 1, 120"}},
+            "batch=60 until 1, 120 must be a single number: a study compares steps",
+        ),
         ({"options": {"batch": 120, "lr": -1}}, "lr=-1.0 must be a finite number > 0"),
         (
             {"matrix": {"strategy": ["hybrid"], "ranks": [1]}},

@@ -13,6 +13,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac_apps.guard import lock
+from mpikfac_apps.options import by_epoch
+from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
@@ -347,11 +349,25 @@ def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     assert not run.exists()
 
 
+def test_the_time_to_go_counts_epochs_and_not_steps(monkeypatch, caplog):
+    """Oracle: by hand: after 6 s, the first epoch of 6 steps is done; 2 epochs of 1 step follow."""
+    calendar = Calendar(60, by_epoch.read("10 until 1, 60", int))
+    monkeypatch.setattr(run_directory, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(run_directory, "on_terminal", lambda: False)
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(run_directory, "time", clock)
+    progress = run_directory.Progress(0, calendar.first(3), calendar.epochs)
+    with caplog.at_level("INFO", logger="mpikfac"):
+        for _ in range(6):
+            progress.advance(str)
+    assert caplog.messages[-1] == ", 00:12 to go"
+
+
 def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, caplog):
     """Oracle: a line per step at an interval of 0 s; no time is left at the last step."""
     monkeypatch.setattr(run_directory, "LINE_EVERY", 0.0)
     monkeypatch.setattr(run_directory, "on_terminal", lambda: False)
-    progress = run_directory.Progress(first=2, last=4)
+    progress = run_directory.Progress(first=2, last=4, epochs=lambda step: step / 3)
     with caplog.at_level("INFO", logger="mpikfac"):
         for _ in range(2):
             progress.advance(lambda: "loss 1.0")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +43,12 @@ def read(text: str, kind: object) -> ByEpoch:
     """Return the numbers of a text such as `EXAMPLE`.
 
     Args:
-        kind: the type of the numbers: int, or any other type for float.
+        kind: the type of the option: whole numbers if int is the type or a member of the type.
 
     Raises:
         ValueError: the text is no such list, or the epochs do not increase.
     """
-    number = int if kind is int else float
+    number = int if int in (kind, *typing.get_args(kind)) else float
     *ended, last = text.split(",")
     pairs = [part.split("until") for part in ended]
     epochs = [int(epoch) for _, epoch in pairs]
@@ -56,13 +58,22 @@ def read(text: str, kind: object) -> ByEpoch:
     return ByEpoch(first, tuple(zip(epochs, later)))
 
 
-def by_step(value: Any, steps_per_epoch: int) -> Any:
-    """Return a schedule of steps in the place of a `ByEpoch`; any other value as it is."""
+def by_step(value: Any, epochs: Callable[[int], float]) -> Any:
+    """Return a schedule of steps in the place of a `ByEpoch`; any other value as it is.
+
+    Args:
+        epochs: returns the epochs before a step.
+    """
     if not isinstance(value, ByEpoch):
         return value
-    return lambda step: value(step / steps_per_epoch)
+    return lambda step: value(epochs(step))
 
 
 def at_start(value: object) -> Any:
     """Return the number of epoch 0 of a `ByEpoch`; any other value as it is."""
     return value.first if isinstance(value, ByEpoch) else value
+
+
+def numbers_of(value: Any) -> tuple[Any, ...]:
+    """Return all numbers of a `ByEpoch`; any other value alone."""
+    return value.numbers if isinstance(value, ByEpoch) else (value,)

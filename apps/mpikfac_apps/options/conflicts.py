@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
-from mpikfac_apps.options.by_epoch import ByEpoch
+from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS
@@ -105,11 +106,12 @@ def check_parts(options: Options, ranks: int) -> None:
     Raises:
         ValueError: the number does not fit; a single line names the options.
     """
-    parts, batch = options.parts, options.batch
+    parts, batches = options.parts, numbers_of(options.batch)
     if parts and parts % ranks:
         raise ValueError(f"parts={parts} must be a multiple of the number of ranks ({ranks})")
-    if parts and batch and batch % parts:
-        raise ValueError(f"parts={parts} must divide batch={batch}")
+    for batch in filter(None, batches):
+        if parts and batch % parts:
+            raise ValueError(f"parts={parts} must divide batch={batch}")
 
 
 def _check_schedule(options: Options) -> None:
@@ -152,8 +154,8 @@ def _check_quadratic(options: Options) -> None:
         )
 
 
-def global_batch(options: Options, ranks: int) -> int:
-    """Return the number of images of a step, of all ranks together.
+def global_batch(options: Options, ranks: int) -> int | ByEpoch:
+    """Return the number of images of a step, of all ranks together, or numbers by epoch.
 
     Without a batch in the options: `USUAL_BATCH`, or the next lower number that ranks and parts
     can share.
@@ -169,11 +171,12 @@ def global_batch(options: Options, ranks: int) -> int:
     if not batch and not per_rank:
         share = options.parts or ranks
         return max(share, USUAL_BATCH // share * share)
-    total = batch or ranks * (per_rank or 0)
-    if total % ranks:
-        lower = total // ranks * ranks
-        raise ValueError(
-            f"batch={total} must be a multiple of the number of ranks ({ranks}); "
-            f"try {lower or ranks} or {lower + ranks}"
-        )
-    return total
+    options = dataclasses.replace(options, batch=batch or ranks * (per_rank or 0))
+    for total in numbers_of(options.batches):
+        if total % ranks:
+            lower = total // ranks * ranks
+            raise ValueError(
+                f"batch={total} must be a multiple of the number of ranks ({ranks}); "
+                f"try {lower or ranks} or {lower + ranks}"
+            )
+    return options.batches

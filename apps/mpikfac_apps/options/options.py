@@ -9,6 +9,7 @@ from typing import Any, Literal
 from mpikfac import Damping, Estimator, Length, Strategy
 from mpikfac.settings import Schedule
 from mpikfac.solvers import SOLVERS
+from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.fields import bounded, changes, choice, inline, listed
 from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import MODELS
@@ -144,8 +145,8 @@ class Options:
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of
-            ranks. null without batch_per_rank: 256, or the next lower multiple of the number of
-            ranks.
+            ranks. Schedules of other numbers follow the epochs, whatever the batch. null without
+            batch_per_rank: 256, or the next lower multiple of the number of ranks.
         batch_per_rank: the number of images of a step on each rank. A run that is resumed on
             another number of ranks keeps the batch of all ranks together.
         parts: the number of parts that a batch is dealt out in. Gradients of parts are added in
@@ -204,7 +205,7 @@ class Options:
     model: str = listed(MODELS, "digits_cnn")
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
-    batch: int | None = bounded(None, ">= 1")
+    batch: int | Schedule | None = bounded(None, ">= 1")
     batch_per_rank: int | None = bounded(None, ">= 1")
     parts: int | None = bounded(None, ">= 1")
     epochs: int = bounded(10, ">= 1")
@@ -252,10 +253,15 @@ class Options:
         return self.optimizer == "kfac" and self.kfac.length.source == "quadratic"
 
     @property
-    def step_batch(self) -> int:
-        """The number of images of a step, of all ranks together; `parse` fills in the number."""
-        assert self.batch is not None, "`parse` fills in the batch"
+    def batches(self) -> int | ByEpoch:
+        """The number of images of a step, of all ranks together, or numbers by epoch."""
+        assert isinstance(self.batch, int | ByEpoch), "`parse` fills in the batch"
         return self.batch
+
+    @property
+    def step_batch(self) -> int:
+        """The number of images of a step in epoch 0, of all ranks together."""
+        return int(at_start(self.batches))
 
 
 BASIC = (

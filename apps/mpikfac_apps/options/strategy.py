@@ -175,9 +175,14 @@ def coverage(options: KfacOptions) -> Coverage:
 
 
 def kfac_settings(
-    options: KfacOptions, chosen: dict[str, Any], steps_per_epoch: int
+    options: KfacOptions, chosen: dict[str, Any], epochs: Callable[[int], float]
 ) -> dict[str, Any]:
-    """Return the arguments of `KFAC`; `chosen` holds the settings of the strategy."""
+    """Return the arguments of `KFAC`.
+
+    Args:
+        chosen: the settings of the strategy.
+        epochs: returns the epochs before a step.
+    """
     damping, every = options.damping, options.damping_adapt
     if every is not None:
         kind = "relative" if damping.is_relative else "value"
@@ -186,13 +191,13 @@ def kfac_settings(
 
     def scheduled(value: Group) -> Group:
         """Return a setting with schedules of steps in the place of numbers by epoch."""
-        numbers = {n: by_step(v, steps_per_epoch) for n, v in vars(value).items()}
+        numbers = {n: by_step(v, epochs) for n, v in vars(value).items()}
         return dataclasses.replace(value, **numbers)
 
     return {
         "damping": None if damping == Damping() else scheduled(damping),  # depends on the solver
-        "factor_every": by_step(options.factor_every, steps_per_epoch),
-        "basis_every": by_step(chosen["basis_every"], steps_per_epoch),
+        "factor_every": by_step(options.factor_every, epochs),
+        "basis_every": by_step(chosen["basis_every"], epochs),
         "solver": named_solver(chosen["solver"], _basis_dtype(options)),
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),

@@ -134,8 +134,7 @@ class Measured:
     @property
     def images_per_second(self) -> float | None:
         """Images per second of all ranks, at the median step time; None without metrics."""
-        batch = self.cell.options.batch
-        return batch / self.step if batch and self.step else None
+        return self.cell.options.step_batch / self.step if self.step else None
 
     @property
     def final(self) -> float | None:

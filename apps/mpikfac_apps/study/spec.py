@@ -20,7 +20,7 @@ import torch
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.options.by_epoch import at_start
+from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Options
@@ -346,6 +346,8 @@ def _run_of(
     interval = shown_interval(parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     options = parse(arguments, ranks)
+    if isinstance(options.batch, ByEpoch):
+        raise ValueError(f"batch={options.batch} must be a single number: a study compares steps")
     return tuple(arguments), options, plan_of(options, ranks)
 
 

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mpikfac_apps.options.by_epoch import ByEpoch
+from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.options import DataOptions
 
 
@@ -74,15 +76,18 @@ class Batches:
     Args:
         images: all training images, bytes `[n, channels, h, w]`.
         labels: int64 `[n]`.
-        batch: images of all ranks together in one step; a multiple of `ranks`.
+        batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
         augment: move images over black pixels, and mirror half of the images; None for neither.
+
+    Attributes:
+        calendar: the steps of every epoch.
     """
 
     def __init__(
         self,
         images: Tensor,
         labels: Tensor,
-        batch: int,
+        batch: int | ByEpoch,
         *,
         seed: int,
         augment: Augmentation | None,
@@ -90,21 +95,22 @@ class Batches:
         ranks: int = 1,
     ) -> None:
         self.images, self.labels = images, labels
-        self.batch, self.seed, self.augment = batch, seed, augment
-        self.per_rank = batch // ranks
-        self.start = rank * self.per_rank
+        self.seed, self.augment = seed, augment
+        self.rank, self.ranks = rank, ranks
+        self.calendar = Calendar(len(images), batch)
         self._epoch = -1
 
-    def __len__(self) -> int:
-        """Return the steps per epoch."""
-        return len(self.images) // self.batch
+    def per_rank(self, epoch: int) -> int:
+        """Return the images of a rank's share of a batch."""
+        return self.calendar.at(epoch).batch // self.ranks
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`."""
         if epoch != self._epoch:
             self._draw(epoch)
-        first = index * self.batch + self.start
-        positions = slice(first, first + self.per_rank)
+        mine = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * mine
+        positions = slice(first, first + mine)
         chosen = self.order[positions]
         images = self.images[chosen]
         if self.augment:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
+from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
@@ -173,7 +175,7 @@ def identity(options: Options) -> dict[str, Any]:
     return {
         "model": options.model,
         **{f"data.{key}": value for key, value in chosen.items()},
-        "batch": options.batch,
+        "batch": in_words(options.batches),
         "parts": options.parts,
         "seed": options.seed,
     }
@@ -186,10 +188,11 @@ def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
         ValueError: the item has another form.
     """
     saved = files.json_of(str(checkpoint["run/data"]))
-    if not files.has_form(saved, {"ranks": int, "threads": int, "batch": int}):
+    if not files.has_form(saved, {"ranks": int, "threads": int, "batch": (int, str)}):
         raise ValueError("item 'run/data' has another form")
-    if not 1 <= saved["ranks"] <= saved["batch"]:
-        raise ValueError(f"item 'run/data' has {saved['ranks']} ranks for batch={saved['batch']}")
+    ranks, batch = saved["ranks"], saved["batch"]
+    if ranks < 1 or (isinstance(batch, int) and ranks > batch):
+        raise ValueError(f"item 'run/data' has {ranks} ranks for batch={batch}")
     return saved
 
 
@@ -220,8 +223,8 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     Raises:
         ValueError: the options differ, or the batch does not suit the number of ranks.
     """
-    given = options.batch
-    if options.batch_per_rank:
+    given = options.batches
+    if options.batch_per_rank and isinstance(saved["batch"], int):
         options = dataclasses.replace(options, batch=saved["batch"])
     for key, value in identity(options).items():
         if (before := saved.get(key)) != value:
@@ -229,18 +232,24 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
                 f"it was saved with {key}={in_yaml(before)}; this run has {in_yaml(value)}; "
                 f"give --{key}={in_yaml(before)}"
             )
-    batch, began_on = options.step_batch, saved["ranks"]
-    if batch % ranks and not options.shrink:
+    batch, began_on = options.batches, saved["ranks"]
+    common = math.gcd(*numbers_of(batch))
+    if common % ranks and not options.shrink:
         raise ValueError(
             f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
-            f"start one of {mpikfac.plan.divisors(batch)} ranks"
+            f"start one of {mpikfac.plan.divisors(common)} ranks"
         )
     if given != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled by {began_on}" if options.scale_lr else ""
-        log.info("begun with ranks=%d; kept: batch=%d%s", began_on, batch, scaled)
+        log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options
+
+
+def in_words(batch: int | ByEpoch) -> int | str:
+    """Return a batch as a checkpoint holds the batch: a number, or the text of numbers by epoch."""
+    return str(batch) if isinstance(batch, ByEpoch) else batch
 
 
 def in_yaml(value: object) -> str:
     """Return a value as written on the command line."""
-    return value if isinstance(value, str) else json.dumps(value)
+    return shlex.quote(value) if isinstance(value, str) else json.dumps(value)

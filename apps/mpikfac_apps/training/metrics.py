@@ -102,19 +102,19 @@ class Speed:
         seconds: seconds of steps since the run began, restarts included.
     """
 
-    def __init__(self, batch: int, trace: mpikfac.Trace) -> None:
-        self.batch, self.trace = batch, trace
+    def __init__(self, trace: mpikfac.Trace) -> None:
+        self.trace = trace
         self.seconds = 0.0
-        self._steps = 0
+        self._images = 0
         self.mark()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Time the body as a step."""
+    def step(self, images: int) -> Iterator[None]:
+        """Time the body as a step on so many images of all ranks together."""
         start = time.perf_counter()
         yield
         self.seconds += time.perf_counter() - start
-        self._steps += 1
+        self._images += images
 
     def mark(self) -> None:
         """Start the interval that `rates` measures."""
@@ -122,8 +122,8 @@ class Speed:
 
     def rates(self) -> tuple[float, float]:
         """Return images of all ranks per second, and the share of communication, since `mark`."""
-        steps, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
-        return steps * self.batch / seconds, talking / seconds
+        images, seconds, talking = (now - then for now, then in zip(self._now(), self._marked))
+        return images / seconds, talking / seconds
 
     def _now(self) -> tuple[float, float, float]:
-        return self._steps, self.seconds, self.trace.communication_seconds()
+        return self._images, self.seconds, self.trace.communication_seconds()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
@@ -53,6 +54,7 @@ class Run:
     trainer: mpikfac.KFAC | mpikfac.DataParallel
     normalise: Callable[[Tensor], Tensor]
     loss: Callable[..., Tensor]
+    lr: Callable[[int], float]
 
     def __init__(
         self,
@@ -76,11 +78,11 @@ class Run:
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
             log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
-        self.steps = options.epochs * len(self.batches)
+        self.steps = self.calendar.first(options.epochs)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
         self.meter = Meter(comm, self.device)
-        self.speed = Speed(options.step_batch, self.trainer.trace)
+        self.speed = Speed(self.trainer.trace)
         self.troubles = 0
         kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = None
@@ -99,9 +101,10 @@ class Run:
             asked = dataclasses.asdict(chosen)
             later = ("augment", "shift", "mirror")
             found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
-            if options.step_batch > len(found.train_images):
+            largest = max(numbers_of(options.batches))
+            if largest > len(found.train_images):
                 raise ValueError(
-                    f"batch={options.step_batch} is more than the {len(found.train_images)} images"
+                    f"batch={largest} is more than the {len(found.train_images)} images"
                 )
         mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
         self.task = models.network(options.model).task
@@ -115,12 +118,13 @@ class Run:
         self.batches = batches.Batches(
             found.train_images.to(device),
             found.train_labels.to(device),
-            options.step_batch,
+            options.batches,
             seed=options.seed,
             augment=batches.Augmentation.of(chosen),
             rank=comm.rank,
             ranks=comm.size,
         )
+        self.calendar = self.batches.calendar
         images, labels = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
         self.test = images.to(device), labels.to(device)
         self.channels, self.classes = found.train_images.shape[1], found.classes
@@ -135,8 +139,9 @@ class Run:
         model = models.channels_last(model.to(self.device))
         if isinstance(model, airbench.Airbench):  # the trainer sends rank 0's weights to all ranks
             model.whiten(self.normalise(self.batches.images[: airbench.SEEN]))
-            model.begin_epoch(max(0, done - 1) // len(self.batches))
-        self.lr = learning_rate(options, len(self.batches), self.began_on)
+            model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
+        rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
+        self.lr = lambda step: rate(self.calendar.clock(step))
         self.model, self.optimizer = model, make_optimizer(options, model)
         self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
@@ -147,25 +152,28 @@ class Run:
                 shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
-                settings = kfac_settings(options.kfac, chosen, len(self.batches))
+                settings = kfac_settings(options.kfac, chosen, self.calendar.epochs)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
 
     def train(self) -> int:
         """Take all remaining steps, or fewer after a request to stop; return the exit code."""
-        first, per_epoch = self.trainer.steps, len(self.batches)
+        first, calendar = self.trainer.steps, self.calendar
         log.info("%s", self._summary())
         recording = Recording(self.comm, self.options, self.trainer, self.steps)
-        progress = run_directory.Progress(first, self.steps) if self.record else None
+        progress = None
+        if self.record:
+            progress = run_directory.Progress(first, self.steps, calendar.epochs)
         stop = False
         for step in range(first, self.steps):
-            epoch, index = divmod(step, per_epoch)
+            epoch, index = calendar.place(step)
+            span = calendar.at(epoch)
             if isinstance(self.model, airbench.Airbench):
                 self.model.begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
-            with self.speed.step(), recording.step(step):
+            with self.speed.step(span.batch), recording.step(step):
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
                 self.step(step, images, labels)
@@ -175,7 +183,7 @@ class Run:
                 progress.advance(self._describe)
             if (step + 1) % self.options.log_every == 0:
                 self._report()
-            if index + 1 == per_epoch:
+            if index + 1 == span.steps:
                 self.guard.enter("evaluation", step)
                 self._end_epoch(epoch + 1)
             if stop := self._follow_votes():
@@ -314,7 +322,7 @@ class Run:
         meter, model = Meter(self.comm, self.device), self._tested()
         model.eval()
         with torch.no_grad():
-            for images, labels in batches.parts(*self.test, self.batches.per_rank):
+            for images, labels in batches.parts(*self.test, self.batches.per_rank(0)):
                 outputs, targets = self._outputs(model, images, labels)
                 self._count(meter, self.task.loss(outputs, targets), outputs, targets)
         model.train()
@@ -358,7 +366,7 @@ class Run:
     def _row(self, **values: float) -> None:
         if self.record:
             done = self.trainer.steps
-            epoch, lr = done / len(self.batches), self.lr(done - 1)
+            epoch, lr = self.calendar.epochs(done), self.lr(done - 1)
             self.record.row(done, epoch=epoch, seconds=self.speed.seconds, lr=lr, **values)
 
     def _finite(self, loss: float) -> float:
@@ -376,11 +384,12 @@ class Run:
         options = self.options
         link = self.team.link
         size = checkpoints.megabytes(self.trainer, self.average is not None)
+        per_epoch = ", then ".join(str(span.steps) for span in self.calendar.spans)
         spared = f" and {link.remote_size} for curvature" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
-            f"ranks {self.comm.size}{spared}, batch {options.step_batch}, "
-            f"steps {self.trainer.steps} to {self.steps}, {len(self.batches)} per epoch; "
+            f"ranks {self.comm.size}{spared}, batch {options.batch}, "
+            f"steps {self.trainer.steps} to {self.steps}, {per_epoch} per epoch; "
             f"a checkpoint takes about {size:,.1f} MB"
         )
 

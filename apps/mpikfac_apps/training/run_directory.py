@@ -146,10 +146,12 @@ class Progress:
     Args:
         first: steps that earlier starts completed.
         last: steps of the whole run.
+        epochs: returns the epochs before a step: an epoch takes about the same time everywhere.
     """
 
-    def __init__(self, first: int, last: int) -> None:
-        self.left, self.done = last - first, 0
+    def __init__(self, first: int, last: int, epochs: Callable[[int], float]) -> None:
+        self.first, self.last, self.done = first, last, 0
+        self.epochs = epochs
         self.began = self.shown = time.perf_counter()
         self.bar = None
         if on_terminal():
@@ -167,7 +169,8 @@ class Progress:
                 self.bar.set_postfix_str(describe(), refresh=False)
             self.bar.update()
         elif due:
-            rest = (now - self.began) / self.done * (self.left - self.done)
+            start, here, end = map(self.epochs, (self.first, self.first + self.done, self.last))
+            rest = (now - self.began) / (here - start) * (end - here)
             log.info("%s, %s to go", describe(), tqdm.format_interval(rest))
 
     def close(self) -> None:

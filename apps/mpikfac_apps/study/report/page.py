@@ -235,7 +235,7 @@ def _of_learning(
 
 
 def _of_pace(cells: Sequence[Measured], predictions: Mapping[str, float]) -> tuple[Picture, ...]:
-    batch = {cell.cell.options.batch for cell in cells}
+    batch = {cell.cell.options.step_batch for cell in cells}
     same = "strong scaling: all numbers of ranks share a batch of the same size"
     kind = same if len(batch) == 1 else "the batch grows with the number of ranks"
     return (

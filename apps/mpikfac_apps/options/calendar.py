@@ -1,0 +1,79 @@
+"""The steps of every epoch of a run, where the batch may change with the epoch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
+
+
+@dataclass(frozen=True)
+class Span:
+    """Epochs with the same batch.
+
+    Attributes:
+        epoch: the first epoch.
+        step: the first step.
+        batch: the images of a step, of all ranks together.
+        steps: the steps of an epoch.
+    """
+
+    epoch: int
+    step: int
+    batch: int
+    steps: int
+
+
+@dataclass(frozen=True)
+class Calendar:
+    """The steps of every epoch; the images of an epoch that fill no batch are dropped.
+
+    Attributes:
+        images: the training images.
+        batch: the images of a step, of all ranks together; the largest is at most `images`.
+    """
+
+    images: int
+    batch: int | ByEpoch
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans of the run, in order; the last span has no end."""
+        changes = self.batch.changes if isinstance(self.batch, ByEpoch) else ()
+        spans: list[Span] = []
+        for epoch, batch in zip([0, *(start for start, _ in changes)], numbers_of(self.batch)):
+            step = spans[-1].step + (epoch - spans[-1].epoch) * spans[-1].steps if spans else 0
+            spans.append(Span(epoch, step, batch, self.images // batch))
+        return tuple(spans)
+
+    def at(self, epoch: int) -> Span:
+        """Return the span of an epoch."""
+        return next(span for span in reversed(self.spans) if epoch >= span.epoch)
+
+    def _of(self, step: int) -> Span:
+        return next(span for span in reversed(self.spans) if step >= span.step)
+
+    def first(self, epoch: int) -> int:
+        """Return the first step of an epoch: the number of steps of all epochs before."""
+        span = self.at(epoch)
+        return span.step + (epoch - span.epoch) * span.steps
+
+    def place(self, step: int) -> tuple[int, int]:
+        """Return the epoch of a step, and the position of the step in the epoch."""
+        span = self._of(step)
+        epochs, index = divmod(step - span.step, span.steps)
+        return span.epoch + epochs, index
+
+    def epochs(self, step: int) -> float:
+        """Return the epochs before a step; 2.5 is the middle of the third epoch."""
+        span = self._of(step)
+        return span.epoch + (step - span.step) / span.steps
+
+    def clock(self, step: int) -> int:
+        """Return the step at which a run with the batch of epoch 0 is as many epochs old.
+
+        Schedules of the learning rate follow the clock: an epoch takes the same time everywhere.
+        """
+        span, steps = self._of(step), self.spans[0].steps
+        return span.epoch * steps + (step - span.step) * steps // span.steps
