@@ -22,8 +22,12 @@ from learning import SEEDS, launch
 
 RESULTS = Path(__file__).with_suffix(".json")
 COMMON = {"schedule": "linear", "weight_decay": "0"}
+MADE = {"data.path": "null"}  # no photos are read
 PROBLEMS = {  # options, and updates of an epoch
-    "digits": ({"model": "autoencoder_small", "data.name": "digits", "batch": "356"}, 4),
+    "digits": (
+        {**MADE, "model": "autoencoder_small", "data.name": "digits", "batch": "356"},
+        4,
+    ),
     "patches": (
         {
             **{"model": "autoencoder_small", "data.name": "patches", "data.size": "8"},
@@ -33,6 +37,7 @@ PROBLEMS = {  # options, and updates of an epoch
     ),
     "curves": (
         {
+            **MADE,
             **{"model": "autoencoder", "data.name": "curves"},
             **{"data.train_images": "10240", "data.test_images": "1000", "batch": "512"},
         },

@@ -97,8 +97,8 @@ def launch(
     """Train, and return the metrics file of the run, under `options.out`; print the result."""
     directory = options.out / name
     shutil.rmtree(directory, ignore_errors=True)
-    settings = {**settings, "optimizer": optimizer, "seed": str(seed)}
-    settings |= {"data.path": str(options.data), "run_dir": str(directory)}
+    settings = {"data.path": str(options.data), **settings, "optimizer": optimizer}
+    settings |= {"seed": str(seed), "run_dir": str(directory)}
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
     program = Path(__file__).parents[1] / "apps" / "train_cnn.py"
     command = [*launcher, "-n", options.ranks, sys.executable, "-m", "mpi4py", str(program)]

@@ -5,6 +5,7 @@ import yaml
 
 import mpikfac
 from support import problem
+from support.launch import run_each
 from support.problem import SETTINGS, network, run, sgd
 
 
@@ -12,6 +13,17 @@ from support.problem import SETTINGS, network, run, sgd
 def mpi_goes_on(monkeypatch):
     """Keep MPI alive for later tests: a program with an error code would end MPI."""
     monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+
+
+@pytest.fixture(scope="module")
+def job(request, tmp_path_factory):
+    """Return the directory of the training runs that the test module's `runs` names.
+
+    `runs(root)` yields the ranks and the options of each run; runs lie in directories of `root`.
+    """
+    root = tmp_path_factory.mktemp("runs")
+    run_each(list(request.module.runs(root)), root)
+    return root
 
 
 @pytest.fixture

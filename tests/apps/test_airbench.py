@@ -14,7 +14,6 @@ from mpikfac.checkpoint import latest_checkpoint, read_checkpoint
 from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.study import spec
 from mpikfac_apps.training import batches, train
-from support.launch import run_each
 
 WIDTHS = (8, 16, 16)
 SIX = ("--max_steps=6",)  # the end of the third epoch
@@ -34,18 +33,14 @@ def arguments(run_dir, *more):
     ]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """Return runs on 1 and 2 ranks, runs stopped after 6 steps, and stopped runs that went on."""
-    root = tmp_path_factory.mktemp("ranks")
-    runs = []
+def runs(root):
+    """Yield runs on 1 and 2 ranks, runs stopped after 6 steps, and stopped runs that went on."""
     for name, chosen in CHOSEN.items():
-        runs += [(ranks, arguments(root / f"{name} {ranks}", *chosen)) for ranks in (1, 2)]
-        runs.append((1, arguments(root / f"{name} stopped", *chosen, *SIX)))
-        runs.append((2, arguments(root / f"{name} moved", *chosen, *SIX)))
-        runs.append((1, arguments(root / f"{name} moved", *chosen)))
-    run_each(runs, root)
-    return root
+        for ranks in (1, 2):
+            yield ranks, arguments(root / f"{name} {ranks}", *chosen)
+        yield 1, arguments(root / f"{name} stopped", *chosen, *SIX)
+        yield 2, arguments(root / f"{name} moved", *chosen, *SIX)
+        yield 1, arguments(root / f"{name} moved", *chosen)
 
 
 def state(run):

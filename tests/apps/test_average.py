@@ -16,7 +16,6 @@ from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Augmentation, Batches, Normalise
 from mpikfac_apps.training.optimizers import Average
 from mpikfac_apps.training.run import PASS, SAMPLE, Run
-from support.launch import run_each
 
 CLOCKS = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")
@@ -227,14 +226,6 @@ def runs(root):
     moved = arguments(root / "moved", "--parts=4")
     yield 2, [*moved, "--max_steps=4"]
     yield 1, [*moved, "--resume=auto"]
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """Return the directory of the runs on 1 and 2 ranks."""
-    root = tmp_path_factory.mktemp("ranks")
-    run_each(list(runs(root)), root)
-    return root
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ import torch
 import mpikfac
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import train
-from support.launch import run_each
 
 CLOCKS = ("seconds", "images_per_second", "communication")
 GROWING = "--batch=60 until 1, 120 until 3, 180"
@@ -108,14 +107,6 @@ def runs(root):
     moved = arguments(root / "moved", "--parts=4")
     yield 2, [*moved, "--max_steps=8"]
     yield 1, [*moved, "--resume=auto"]
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """Return the directory of the runs on several ranks."""
-    root = tmp_path_factory.mktemp("ranks")
-    run_each(list(runs(root)), root)
-    return root
 
 
 @pytest.mark.slow

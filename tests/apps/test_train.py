@@ -18,7 +18,7 @@ from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.resnet import conv
 from mpikfac_apps.training import run_directory, train
-from support.launch import PROGRAMS, TRAIN, launch, run_each
+from support.launch import PROGRAMS, TRAIN, launch
 
 ROOT = Path(__file__).parents[2]
 TIMES = ("seconds", "images_per_second", "communication")
@@ -111,34 +111,31 @@ LENGTHS = {
 }
 
 
-def plain(root):
-    """Ranks and options of runs with a network of which the share of each rank is exact."""
+def plain(run_dir, *more):
+    """Return options with a network of which the share of each rank is exact."""
+    return arguments(run_dir, "--model=plain", *more)
+
+
+def runs(root):
+    """Yield ranks and options of runs on several ranks."""
     chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
-    yield 2, arguments(root / "whole", *chosen)
-    yield 2, arguments(root / "parts", *chosen, "--max_steps=2")
-    yield 1, arguments(root / "parts", *chosen, "--max_steps=5", "--resume=auto")
-    yield 3, arguments(root / "parts", *chosen, "--resume=auto")
+    yield 2, plain(root / "whole", *chosen)
+    yield 2, plain(root / "parts", *chosen, "--max_steps=2")
+    yield 1, plain(root / "parts", *chosen, "--max_steps=5", "--resume=auto")
+    yield 3, plain(root / "parts", *chosen, "--resume=auto")
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1")
-    yield 1, arguments(root / "batch of 5", *chosen)
-    yield 1, arguments(root / "neither", "--kfac.solver=eigen", "--kfac.damping=0.1")
+    yield 1, plain(root / "batch of 5", *chosen)
+    yield 1, plain(root / "neither", "--kfac.solver=eigen", "--kfac.damping=0.1")
     for name, chosen in LENGTHS.items():
         options = [f"--kfac.{option}" for option in ("solver=eigen", *chosen)]
         for ranks in (1, 2):
-            yield ranks, arguments(root / f"{name} {ranks}", *options)
+            yield ranks, plain(root / f"{name} {ranks}", *options)
     chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
-    yield 1, arguments(root / "placed", *chosen)
-    yield 1, arguments(root / "stopped", *chosen, "--max_steps=6")
+    yield 1, plain(root / "placed", *chosen)
+    yield 1, plain(root / "stopped", *chosen, "--max_steps=6")
     placed = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners")
     checkpoint = root / "stopped" / "checkpoints" / "step-000000006"
-    yield 2, arguments(root / "moved", *chosen, *placed, f"--resume={checkpoint}")
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory):
-    """Return the directory of the runs of `plain`."""
-    root = tmp_path_factory.mktemp("plain")
-    run_each([(ranks, ["--model=plain", *options]) for ranks, options in plain(root)], root)
-    return root
+    yield 2, plain(root / "moved", *chosen, *placed, f"--resume={checkpoint}")
 
 
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
