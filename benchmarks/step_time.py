@@ -73,8 +73,8 @@ def main() -> None:
             comm.Barrier()
             start = time.perf_counter()
             step(images, labels)
-            if options.device.type == "cuda":
-                torch.cuda.synchronize()
+            if options.device.type != "cpu":
+                torch.accelerator.synchronize()
             elapsed = comm.allreduce(time.perf_counter() - start, MPI.MAX)
             if repetition >= 2:
                 seconds[name].append(elapsed)

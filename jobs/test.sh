@@ -2,15 +2,16 @@
 # Run the tests:
 #   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
 #   bash jobs/test.sh --all   all tests; at most 20 minutes
+#   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 5 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
 # ranks, MPI adds numbers in a different order. Two cores are enough: common.sh allows more ranks
 # than cores and gives each rank one thread. The time limit is five times the expected time. Only
 # hanging tests reach the limit: a slow machine passes.
 set -uo pipefail
 case ${1-} in
-    "") chosen=(-m "not slow") minutes=25 ;;
+    "" | --device) chosen=(-m "not slow") minutes=25 ;;
     --all) chosen=() minutes=75 ;; # CI stops a change after 90 minutes
-    *) echo "usage: bash jobs/test.sh [--all]" >&2 && exit 2 ;;
+    *) echo "usage: bash jobs/test.sh [--all | --device]" >&2 && exit 2 ;;
 esac
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -41,6 +42,33 @@ stage() {
 # Print the seconds until the time limit.
 left() { echo $((SECONDS < 60 * minutes ? 60 * minutes - SECONDS : 1)); }
 
+# Buffers on the device go to MPI through the host, and directly: the emulated device lets MPI see
+# the content, as a CUDA-aware MPI does.
+on_device() {
+    "$PYTHON" tests/emulated/build.py || exit 2
+    export PYTHONPATH=$ROOT/tests/emulated${PYTHONPATH:+:$PYTHONPATH} MPIKFAC_TEST_DEVICE=cuda
+    stage "the emulated device" timeout --kill-after=30 "$(left)" "$PYTHON" -m mpi4py -m pytest -q \
+        tests/emulated </dev/null
+    for ranks in 1 2 3 4; do
+        MPIKFAC_CUDA_AWARE=0 LIMIT=$(left) \
+            stage "$ranks ranks, staged" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
+        MPIKFAC_CUDA_AWARE=1 LIMIT=$(left) \
+            stage "$ranks ranks, direct" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
+    done
+}
+
+# Print the summary, and end with its code.
+finish() {
+    echo
+    echo "$summary"
+    exit "$failed"
+}
+
+if [ "${1-}" = --device ]; then
+    on_device
+    finish
+fi
+
 # INT lets pytest print the failures until then. If a worker died, xdist may wait for ever.
 # Files start in the order of the folders: the long tests of apps/ come first.
 stage "tests of one process" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest \
@@ -49,7 +77,4 @@ stage "tests of one process" timeout --signal=INT --kill-after=30 "$(left)" "$PY
 for ranks in 2 3 4; do
     LIMIT=$(left) stage "tests of $ranks ranks" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
 done
-
-echo
-echo "$summary"
-exit "$failed"
+finish

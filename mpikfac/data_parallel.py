@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
 from mpikfac.engine import (
+    Flags,
     Gradients,
     Nonfinite,
     Site,
@@ -83,7 +84,9 @@ class DataParallel:
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         grid = Grid(comm, 1, self.trace)
-        site = Site(self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite)
+        site = Site(
+            self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite, Flags()
+        )
         self.gradients = Gradients(site, model, [], blocks)
         self._stepped = self.gradients.stepped(model)
 

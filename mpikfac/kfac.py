@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from mpikfac.engine import (
     Curvature,
     Directions,
     Factors,
+    Flags,
     Gradients,
     Nonfinite,
     Part,
@@ -183,7 +185,9 @@ class KFAC:
         per_node = self.plan.strategy.transport.ranks_per_node
         self.grid = Grid(team.trains, self.plan.grid.workers, self.trace, per_node)
         of_rank = self.plan.of(team.trains.rank)
-        self._build(Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite), team)
+        self._build(
+            Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite, Flags()), team
+        )
 
     def _cover(self, coverage: Coverage) -> tuple[torch.dtype, torch.device]:
         """Find the layers to cover; return the dtype to compute in, and the device."""
@@ -578,7 +582,8 @@ class KFAC:
         self._warn_of_damping(damping)
         factors = self.factors.whole(share)
         self._leave_state()  # from here on, the state has what this step has begun
-        self._warn_of_size(self.bases.decompose(factors, self.steps, damping, share), damping)
+        warn = partial(self._warn_of_size, damping=damping, step=self.steps)
+        self.bases.decompose(factors, self.steps, damping, share, warn)
 
     def _publish_bases(self) -> None:
         """Send decompositions to the workers of a layer."""
@@ -676,14 +681,14 @@ class KFAC:
                 *(damping, self.steps, LEAST_DAMPING),
             )
 
-    def _warn_of_size(self, layers: Sequence[str], damping: float) -> None:
+    def _warn_of_size(self, layers: Sequence[str], damping: float, step: int) -> None:
         if layers and not self._large:
             self._large = True
             log.warning(
                 "layer %r at step %d: float32 rounds the factors of such large inputs and "
                 "gradients by more than damping=%g covers, so directions may be wrong; normalise "
                 "the inputs, or take more damping, or a model in float64",
-                *(layers[0], self.steps, damping),
+                *(layers[0], step, damping),
             )
 
     def _warn_unseen(self, name: str) -> None:

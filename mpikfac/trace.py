@@ -108,9 +108,9 @@ class Trace:
         if not thread:
             self.current = name
         try:
-            if torch.cuda.is_initialized():
+            if _on_device():
                 origin = self._gpu_origin()
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start, end = (torch.Event(enable_timing=True) for _ in range(2))
                 start.record()
                 yield
                 end.record()
@@ -150,7 +150,7 @@ class Trace:
     def _gpu_origin(self) -> _Origin | None:
         """Return a GPU event with the host's time, while events are recorded; else None."""
         if self._recording and self._origin is None:
-            event = torch.cuda.Event(enable_timing=True)
+            event = torch.Event(enable_timing=True)
             event.record()
             event.synchronize()
             self._origin = _Origin(event, time.perf_counter())
@@ -194,7 +194,7 @@ class Trace:
 class _Origin(NamedTuple):
     """Hold an event on the GPU, and the host's time of the event."""
 
-    event: torch.cuda.Event
+    event: torch.Event
     seconds: float
 
 
@@ -202,6 +202,12 @@ class _Running(NamedTuple):
     """Hold a stage that the GPU may not have finished; `event` has no times yet."""
 
     event: Event
-    start: torch.cuda.Event
-    end: torch.cuda.Event
+    start: torch.Event
+    end: torch.Event
     origin: _Origin | None
+
+
+def _on_device() -> bool:
+    """Return whether the process has begun to use a GPU."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and torch.get_device_module(accelerator).is_initialized()

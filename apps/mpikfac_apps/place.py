@@ -54,11 +54,18 @@ def environment(hosts: list[str], device: torch.device) -> dict[str, Any]:
         "ranks": len(hosts),
         "ranks_per_host": {host: hosts.count(host) for host in sorted(set(hosts))},
         "threads_per_rank": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "device": _name(device),
         "python": sys.version.split()[0],
         "packages": packages,
         "job": {key: value for key, value in os.environ.items() if key.startswith("SLURM_JOB_")},
     }
+
+
+def _name(device: torch.device) -> str:
+    """Return the model of a GPU, or "cpu"."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(torch.get_device_module(device).get_device_name(device))
 
 
 def commit() -> str | None:

@@ -145,8 +145,8 @@ class CheckpointWriter:
         for name, value in items.items():
             if isinstance(value, Tensor):
                 self._copies[name] = _to_host(value.detach(), kept.get(name))
-        if any(isinstance(value, Tensor) and value.is_cuda for value in items.values()):
-            torch.cuda.synchronize()
+        if any(isinstance(value, Tensor) and not value.is_cpu for value in items.values()):
+            torch.accelerator.synchronize()
         return {**items, **self._copies}
 
 
@@ -310,7 +310,7 @@ def _write(begun: _Begun, rank: int, items: Mapping[str, Value]) -> dict[str, An
 def _to_host(value: Tensor, buffer: Tensor | None) -> Tensor:
     """Copy the value to host memory, to `buffer` if sizes fit; a GPU may still be copying."""
     if buffer is None or (buffer.dtype, buffer.shape) != (value.dtype, value.shape):
-        buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        buffer = torch.empty_like(value, device="cpu", pin_memory=not value.is_cpu)
     return buffer.copy_(value, non_blocking=True)
 
 

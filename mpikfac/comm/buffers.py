@@ -41,8 +41,8 @@ def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
 
 def synchronize(buffer: Any) -> None:
     """Wait for the kernels that fill a device buffer: DLPack passes on the pointer alone."""
-    if isinstance(buffer, Tensor) and buffer.is_cuda:
-        torch.cuda.current_stream(buffer.device).synchronize()
+    if isinstance(buffer, Tensor) and not buffer.is_cpu:
+        torch.accelerator.current_stream(buffer.device).synchronize()
 
 
 class Buffers:
@@ -58,7 +58,7 @@ class Buffers:
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer for MPI to read and write in place of `flat`; copies are in the stage."""
         ours = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
-        if flat.is_cuda and self._direct and not ours:
+        if not flat.is_cpu and self._direct and not ours:
             synchronize(flat)
             yield flat
             return
@@ -68,7 +68,7 @@ class Buffers:
     @contextmanager
     def on_host(self, flat: Tensor, stage: str) -> Iterator[Any]:
         """Yield a buffer in the host's memory in place of `flat`."""
-        if not flat.is_cuda:
+        if flat.is_cpu:
             yield flat.numpy()
             return
         host = self.like(torch.empty(0, dtype=flat.dtype), "host", flat.numel(), pinned=True)

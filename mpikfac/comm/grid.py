@@ -143,7 +143,7 @@ class Grid:
         """
         check_summable(flat)
         if self._progress is None:
-            self._progress = ProgressThread(self.world, self.trace, flat.is_cuda)
+            self._progress = ProgressThread(self.world, self.trace, flat.device)
         return self._progress.overlapped(messages, layout, flat, urgency)
 
     def free(self) -> None:

@@ -27,6 +27,9 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 
+# The names of a GPU in the questions of Open MPI and MPICH whether MPI takes device buffers.
+SUPPORT = {"cuda": ("cuda",), "rocm": ("rocm", "hip"), "xpu": ("ze",)}
+
 REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 
 log = logging.getLogger("mpikfac")
@@ -79,17 +82,21 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     """Return this rank's device; ranks of a node take GPUs in turn, and share if GPUs are fewer.
 
     Args:
-        kind: "cpu", "cuda", or "auto" for CUDA where torch finds a GPU.
+        kind: "cpu", torch's name for the GPUs ("cuda", also for ROCm, or "xpu"), or "auto" for the
+            GPUs where torch finds any.
 
     Collective over: comm.
     """
     local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
-    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if kind == "cpu" or (kind == "auto" and found is None):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
+    if found is None:
         raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
-    chosen = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(chosen)
+    if kind not in ("auto", found.type):
+        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {found.type!r}")
+    chosen = torch.device(found.type, local_rank % torch.accelerator.device_count())
+    torch.accelerator.set_device_index(chosen.index)
     return chosen
 
 
@@ -98,12 +105,17 @@ def cuda_aware() -> bool:
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
-    if not torch.cuda.is_available():  # MPI's answer is true wherever a CUDA driver loads
+    if not torch.accelerator.is_available():  # MPI's answer is true wherever a driver loads
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
-    queries = [getattr(ctypes.CDLL(path), "MPIX_Query_cuda_support", None) for path in libraries]
-    return any(query is not None and query() for query in queries)
+    kind = "rocm" if torch.version.hip else str(torch.accelerator.current_accelerator())
+    for path in libraries:
+        for name in SUPPORT.get(kind, ()):
+            query = getattr(ctypes.CDLL(path), f"MPIX_Query_{name}_support", None)
+            if query is not None and query():
+                return True
+    return False
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -86,14 +87,14 @@ class ProgressThread:
         ValueError: MPI does not allow threads to call MPI.
     """
 
-    def __init__(self, world: MPI.Intracomm, trace: Trace, cuda: bool) -> None:
-        """Start the thread; `cuda`: the arenas are on a GPU."""
+    def __init__(self, world: MPI.Intracomm, trace: Trace, device: torch.device) -> None:
+        """Start the thread; `device` holds the arenas."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
         self._trace = trace
         self._buffers = Buffers(trace, direct=False)
-        self._stream = torch.cuda.Stream() if cuda else None
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
         self._outbox = Outbox(self._in_common)
 
@@ -133,7 +134,7 @@ class ProgressThread:
 
     def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
         """Return functions that send a message piece by piece on the outbox's thread."""
-        ready = torch.cuda.Event() if flat.is_cuda else None
+        ready = None if flat.is_cpu else torch.Event(flat.device)
         if ready is not None:
             ready.record()
         ((start, stop),) = message.spans
@@ -144,12 +145,12 @@ class ProgressThread:
             for offset in range(start, stop, SMALL_PIECE)
         ]
 
-    def _send_piece(self, message: Message, piece: Tensor, ready: torch.cuda.Event | None) -> None:
+    def _send_piece(self, message: Message, piece: Tensor, ready: torch.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
         comm, root = self.comm, message.root
         with (
-            torch.cuda.stream(self._stream),
+            self._stream or nullcontext(),
             self._buffers.on_host(piece, message.stage) as buffer,
             self._trace.stage(message.stage, message.over, piece.nbytes),
         ):

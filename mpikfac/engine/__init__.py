@@ -6,6 +6,7 @@ from mpikfac.engine.bases import Bases
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
 from mpikfac.engine.factors import Factors
+from mpikfac.engine.flags import Flags
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.nonfinite import Nonfinite
 from mpikfac.engine.recorder import Recorder
@@ -32,6 +33,7 @@ __all__ = [
     "Curvature",
     "Directions",
     "Factors",
+    "Flags",
     "Gradients",
     "Nonfinite",
     "Part",

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpikfac.engine.decomposers import Background, Curvature
+from mpikfac.engine.eigenvalues import Factors, beside, mean_eigenvalues
 from mpikfac.engine.site import Part, Site
-from mpikfac.numerics import not_finite, triangle_trace, unfold_triangle
+from mpikfac.numerics import alike, copy_all, not_finite, unfold_triangle
 from mpikfac.plan import Factor, PlannedLayer
-from mpikfac.solvers import Held, Means, Solver, decomposed
+from mpikfac.solvers import Held, Means, Solver, decomposed, decomposed_together
 
 Blocks = dict[str, Tensor]
 # Errors of eigenvalues, relative to the damping.
@@ -40,28 +42,16 @@ class Task:
     other: tuple[Factor, ...]
 
 
-class MeanEigenvalues(dict[tuple[Factor, ...], Tensor]):
-    """The mean eigenvalue of some factors of a layer, `[]` or `[groups]`, made when first asked.
+class Made(NamedTuple):
+    """Decompositions that are complete.
 
-    Args:
-        packed: triangles of all factors, by name.
+    Attributes:
+        blocks: the changed blocks of the arena, by name; NaN where a factor failed.
+        failed: names of factors that cannot be decomposed.
     """
 
-    def __init__(self, packed: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
-        self._packed, self._dtype = packed, dtype
-
-    def known(self, some: tuple[Factor, ...]) -> bool:
-        """Return whether the rank has the factors."""
-        return all(factor.name in self._packed for factor in some)
-
-    def __missing__(self, some: tuple[Factor, ...]) -> Tensor:
-        groups = some[0].groups
-        precise = [self._packed[factor.name].to(self._dtype) for factor in some]
-        traces = torch.cat([triangle_trace(one).view(groups, -1) for one in precise], 1)
-        means = traces.sum(1) * groups / sum(factor.size for factor in some)
-        self[some] = found = means if groups > 1 else means[0]
-        return found
+    blocks: Blocks
+    failed: Collection[str]
 
 
 class Bases(Part):
@@ -126,46 +116,47 @@ class Bases(Part):
         """Forget all decompositions, also unfinished decompositions."""
         self.ready = False
         self.share: int | None = None
-        self._made: Callable[[], Blocks] | None = None
+        self._made: Callable[[], Made] | None = None
         self._due = 0
         self._damping = math.nan  # equal to no damping
 
     # -- from factors to decompositions ----------------------------------------------------------
 
     def decompose(
-        self, factors: Mapping[str, Tensor], step: int, damping: float, share: int | None = None
-    ) -> list[str]:
+        self,
+        factors: Mapping[str, Tensor],
+        step: int,
+        damping: float,
+        share: int | None = None,
+        tell: Callable[[Sequence[str]], object] = list,
+    ) -> None:
         """Start to decompose the factors of the rank: all, or a `share` of the layers.
 
         Args:
             factors: packed, by name.
-
-        Returns:
-            Names of layers with factors whose rounding the damping does not cover.
+            tell: hears the layers with factors whose rounding the damping does not cover, at the
+                latest with the next flags that the host reads.
         """
         self.share = share
         at_once = self.plan.strategy.refresh.delay == 0 or not self.ready
         self._due = step if at_once else step + self.plan.strategy.refresh.delay
         tasks = [task for task in self._tasks if share in (None, task.factor.share)]
-        means = MeanEigenvalues(factors, self.site.dtype)
-        damped = (task for task in tasks if task.factor.solver.damped)
-        added = {task.factor.name: self._added(task, means, damping) for task in damped}
         packed = {task.factor.name: factors[task.factor.name] for task in tasks}
         plain = [t for t in tasks if not (t.factor.solver.damped or t.factor.solver.vector)]
-        errors = {t.factor: self._error(t, means, damping) for t in plain}
+        errors = self._errors(plain, factors, damping)
         felt = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
-        coarse = [f.layer for f, error in errors.items() if error > COARSE]
-        coarse += self._coarse(tasks, means, added)
+        tell([f.layer for f, error in errors.items() if error > COARSE])
+        added = self._added([t for t in tasks if t.factor.solver.damped], factors, damping, tell)
         packed |= {name: packed[name].double() for name, much in felt.items() if much}
         if self._curvature:
             added |= {name: torch.tensor([1.0 * much]) for name, much in felt.items()}
-            self._made = self._curvature.start(packed, added, share)
+            received = self._curvature.start(packed, added, share)
+            self._made = lambda: self._looked_through(received())
         elif at_once:
             self._made = lambda: self._blocks(tasks, packed, added)
         else:
             kept = {name: factor.clone() for name, factor in packed.items()}
             self._made = self._background.start(lambda: self._blocks(tasks, kept, added))
-        return coarse
 
     @property
     def pending(self) -> bool:
@@ -188,15 +179,13 @@ class Bases(Part):
         Raises:
             UserError: a factor could not be decomposed too many times in a row.
         """
-        made, self._made = self._made() if self._made else {}, None
+        (made, failed), self._made = self._made() if self._made else Made({}, ()), None
         factor_of = self._factor_of
-        failed = list(dict.fromkeys(factor_of[name] for name in not_finite(made)))
         instead = "the one before is used" if self.ready else "its layer is not preconditioned"
         tried = [factor_of[name] for name in made]
         self.site.nonfinite.note("decomposition", failed, step, instead, tried)
-        for name, block in made.items():
-            if not self.ready or factor_of[name] not in failed:
-                self.arena[name].copy_(block)
+        used = {n: b for n, b in made.items() if not self.ready or factor_of[n] not in failed}
+        copy_all((self.arena[name], block) for name, block in used.items())
         # The first block is made by a decomposition alone; others may be renewed without one.
         first = {t.factor.blocks[0].name for t in self._tasks if not t.factor.solver.vector}
         return sum(name in first and factor_of[name] not in failed for name in made)
@@ -210,53 +199,113 @@ class Bases(Part):
         """Have `damp` prepare directions anew, as decompositions or scales have new content."""
         self._damping = math.nan
 
-    def _error(self, task: Task, means: MeanEigenvalues, damping: float) -> float:
-        """Return the error of eigenvalues in the dtype of sums, relative to the damping.
+    def _errors(
+        self, tasks: Sequence[Task], packed: Mapping[str, Tensor], damping: float
+    ) -> dict[Factor, float]:
+        """Return the errors of eigenvalues in the dtype of sums, relative to the damping.
 
-        The error is about `eps` times the largest eigenvalue of `G (x) A`, which the product of the
+        An error is about `eps` times the largest eigenvalue of `G (x) A`, which the product of the
         traces bounds. Without the other side's factors, the rank cannot tell: NaN.
         """
         if self.site.dtype == torch.float64:
-            return 0.0
-        sides = [side for side in (task.side, task.other) if side]
-        if not all(means.known(side) for side in sides):
-            return math.nan
-        largest = torch.tensor(torch.finfo(self.site.dtype).eps / damping)
-        for side in sides:
-            order = sum(factor.size for factor in side) / side[0].groups
-            mean = means[side].max().cpu()
-            largest = largest * order * (1.0 if self.relative else mean)
-        return largest.item()
-
-    def _coarse(
-        self, tasks: Sequence[Task], means: MeanEigenvalues, added: Mapping[str, Tensor]
-    ) -> list[str]:
-        """Return the layers with damped factors in which `eps` times the trace is much."""
-        damped = [task.factor for task in tasks if task.factor.name in added]
-        if self.site.dtype == torch.float64 or not damped:
-            return []
+            return dict.fromkeys((task.factor for task in tasks), 0.0)
+        sides = {task.factor: [s for s in (task.side, task.other) if s] for task in tasks}
+        wanted = [side for some in sides.values() for side in some]
+        largest = dict.fromkeys(wanted, 1.0)
+        if not self.relative and tasks:
+            means = mean_eigenvalues(wanted, packed, self.site.dtype)
+            maxima = torch.stack([mean.max() for mean in means.values()]).tolist() if means else []
+            largest = dict.fromkeys(wanted, math.nan) | dict(zip(means, maxima))
         eps = torch.finfo(self.site.dtype).eps
-        errors = [(eps * f.order * means[f,] / added[f.name]).max() for f in damped]
-        much = (torch.stack(errors) > COARSE_DAMPED).tolist()
-        return [factor.layer for factor, one in zip(damped, much) if one]
+        return {
+            factor: math.prod((_order(side) * largest[side] for side in some), start=eps / damping)
+            if all(one.name in packed for side in some for one in side)
+            else math.nan
+            for factor, some in sides.items()
+        }
 
-    def _added(self, task: Task, means: MeanEigenvalues, damping: float) -> Tensor:
-        """Return the damping that is part of a factor's decomposition, `[]` or `[groups]`."""
-        both = task.factor.solver.both and task.other
-        ratio = means[task.side] / means[task.other] if both else None
-        found = Means(means[task.factor,], ratio)
-        return task.solver.added(found, damping, self.relative)
+    def _added(
+        self,
+        tasks: Sequence[Task],
+        packed: Mapping[str, Tensor],
+        damping: float,
+        tell: Callable[[Sequence[str]], object],
+    ) -> Blocks:
+        """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
+
+        `tell` hears the layers with factors in which `eps` times the trace is much.
+        """
+        wanted = [side for t in tasks for side in ((t.factor,), t.side, t.other) if side]
+        means = mean_eigenvalues(wanted, packed, self.site.dtype)
+        added: Blocks = {}
+        kinds: dict[tuple[str, bool], list[Task]] = {}
+        for task in tasks:
+            both = task.factor.solver.both and bool(task.other)
+            kinds.setdefault((task.solver.name, both), []).append(task)
+        for (_, both), some in kinds.items():
+            own = torch.cat([means[t.factor,] for t in some])
+            ratio = None
+            if both:
+                ratio = torch.cat([means[t.side] for t in some])
+                ratio = ratio / torch.cat([means[t.other] for t in some])
+            found = some[0].solver.added(Means(own, ratio), damping, self.relative)
+            groups = [t.factor.groups for t in some]
+            for task, values in zip(some, found.split(groups)):
+                added[task.factor.name] = values if len(values) > 1 else values[0]
+            if self.site.dtype != torch.float64:
+                eps = torch.finfo(self.site.dtype).eps
+                orders = beside([t.factor.order for t in some], groups, own)
+                layers = [t.factor.layer for t in some for _ in range(t.factor.groups)]
+                much = eps * orders * own / found > COARSE_DAMPED
+                self.site.flags.keep(much, partial(_tell_marked, tell, layers))
+        return added
 
     def _blocks(
         self, tasks: Sequence[Task], packed: Mapping[str, Tensor], added: Mapping[str, Tensor]
-    ) -> Blocks:
+    ) -> Made:
         """Return the changed blocks of the arena, by name."""
-        made: Blocks = {}
-        for task in tasks:
+        precise = {
+            name: one.to(torch.promote_types(one.dtype, self.site.dtype))
+            for name, one in packed.items()
+        }
+        made, sound = self._of_stacks(tasks, precise, added)
+        alone = [task for task in tasks if task.factor.name not in sound]
+        of_alone: Blocks = {}
+        for task in alone:
             name = task.factor.name
-            dtype = torch.promote_types(packed[name].dtype, self.site.dtype)
-            made |= self._of_factor(task, packed[name].to(dtype), added.get(name))
-        return made
+            of_alone |= self._of_factor(task, precise[name], added.get(name))
+        return Made(made | of_alone, self._looked_through(of_alone).failed)
+
+    def _looked_through(self, made: Blocks) -> Made:
+        """Return the decompositions with the names of the factors that failed."""
+        return Made(made, list(dict.fromkeys(self._factor_of[n] for n in not_finite(made))))
+
+    def _of_stacks(
+        self, tasks: Sequence[Task], packed: Mapping[str, Tensor], added: Mapping[str, Tensor]
+    ) -> tuple[Blocks, set[str]]:
+        """Return blocks of factors on a GPU, by a call for each order, and the finite factors."""
+        if self.site.device.type == "cpu" or (self.plan.strategy.refresh.tolerance and self.ready):
+            return {}, set()
+        made: Blocks = {}
+        tried: list[str] = []
+        sound: list[Tensor] = []
+        of = {task.factor.name: task for task in tasks if not task.factor.solver.vector}
+        for names in alike({name: packed[name] for name in of}):
+            kinds: dict[object, list[Task]] = {}
+            for task in (of[name] for name in names):
+                factor = task.factor
+                kinds.setdefault((task.solver.name, factor.rank, factor.groups), []).append(task)
+            for some in kinds.values():
+                own = [task.factor.name for task in some]
+                more = torch.stack([added[n] for n in own]) if own[0] in added else None
+                stack = torch.stack([packed[name] for name in own])
+                factors = [task.factor for task in some]
+                blocks, finite = decomposed_together(factors, some[0].solver, stack, more)
+                made |= blocks
+                tried += own
+                sound.append(finite)
+        known = torch.cat(sound).tolist() if sound else []
+        return made, {name for name, one in zip(tried, known) if one}
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
         """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
@@ -295,7 +344,7 @@ class Bases(Part):
         if self._made is not None:
             made = self._made()
             self._made = lambda: made
-            state |= {f"decompositions/{name}": block for name, block in made.items()}
+            state |= {f"decompositions/{name}": block for name, block in made.blocks.items()}
             state["due"] = self._due
         return state
 
@@ -335,6 +384,17 @@ class Bases(Part):
         if "due" in state:
             prefix = "decompositions/"  # blocks that no decomposition was made of are missing
             found = (name for name in self._factor_of if prefix + name in state)
-            made = {name: state[prefix + name] for name in found}
+            made = self._looked_through({name: state[prefix + name] for name in found})
             self._made = lambda: made
             self._due = int(state["due"])
+
+
+def _tell_marked(
+    tell: Callable[[Sequence[str]], object], names: Sequence[str], marks: Sequence[float]
+) -> None:
+    tell([name for name, mark in zip(names, marks) if mark])
+
+
+def _order(side: Factors) -> float:
+    """Return the order of all factors of a side together, of one group."""
+    return sum(factor.size for factor in side) / side[0].groups

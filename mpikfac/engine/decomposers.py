@@ -166,7 +166,7 @@ class Background:
 
     def __init__(self, device: torch.device) -> None:
         self._thread = ThreadPoolExecutor(1, "mpikfac")
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
 
     def start(self, make: Callable[[], Result]) -> Callable[[], Result]:
         """Run `make` on the thread; return a function to wait for the result or the error.
@@ -174,11 +174,11 @@ class Background:
         Tensors used by `make` must not change meanwhile.
         """
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         return self._thread.submit(self._run, make).result
 
     def _run(self, make: Callable[[], Result]) -> Result:
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        with self._stream or nullcontext():
             made = make()
             if self._stream:
                 self._stream.synchronize()

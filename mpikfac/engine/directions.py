@@ -296,19 +296,20 @@ class Directions(Part):
 
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
-        total = self.arena.flat.new_zeros(1)
+        sums, factors = [], []
         for layer in self._finite():
             products = self.arena[layer.name] * self.gradients.arena[layer.name]
-            for part, group in zip(layer.parts(products), self._groups[layer.name]):
-                total += part.sum() * self.optimizer.param_groups[group]["lr"] ** power
-        return total
+            groups = self._groups[layer.name]
+            parts = layer.parts(products) if len(set(groups)) > 1 else [products]
+            sums += [part.sum() for part in parts]
+            rates = [self.optimizer.param_groups[group]["lr"] for group in groups]
+            factors += [rate**power for rate in rates[: len(parts)]]
+        return weighted_sum(sums, factors, self.arena.flat)
 
     def _square(self) -> Tensor:
         """Return `sum <direction, direction>` `[1]` over the same layers."""
-        total = self.arena.flat.new_zeros(1)
-        for layer in self._finite():
-            total += self.arena[layer.name].square().sum()
-        return total
+        squares = [self.arena[layer.name].square().sum() for layer in self._finite()]
+        return weighted_sum(squares, [1.0] * len(squares), self.arena.flat)
 
     def _finite(self) -> list[Layer]:
         """Return the layers with directions in the arena and finite gradients.
@@ -327,6 +328,14 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 def _grafted(names: Collection[str]) -> bool:
     """Return whether a state of `names` has averages of grafting."""
     return any(name.startswith("graft/") for name in names)
+
+
+def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+    """Return the sum `[1]` of numbers times weights, 0 for no number, where `like` lies."""
+    if not numbers:
+        return like.new_zeros(1)
+    factors = torch.tensor(weights, dtype=like.dtype).to(like.device, non_blocking=True)
+    return (torch.stack(list(numbers)) * factors).sum(0, keepdim=True)
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

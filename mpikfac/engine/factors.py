@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpikfac.engine.flags import Flags
 from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.numerics import (
     Arena,
@@ -16,6 +17,8 @@ from mpikfac.numerics import (
     add_identity,
     add_triangle,
     all_finite,
+    copy_all,
+    finite,
     unfold_triangle,
 )
 from mpikfac.plan import Factor
@@ -40,32 +43,41 @@ class Running:
     average: Tensor
     weight: Tensor
 
-    def merge(self, decay: float) -> None:
-        """Take the batch's sum into the average, weighed by the number of examples.
 
-        The sum becomes the batch's mean. With a count of 0, the average does not change.
-        """
-        count, weight = self.count, self.weight
-        weight.mul_(decay).add_(count, alpha=1 - decay)
-        mean = self.total.div_(torch.where(count > 0, count, 1))
-        precise = self.average.to(mean.dtype)  # the average itself if dtypes are the same
-        precise.lerp_(mean, torch.where(count > 0, (1 - decay) * count / weight, 0))
-        self.average.copy_(precise)
+def merge(running: Sequence[Running], decay: float) -> None:
+    """Take the batch's sums into the averages, weighed by the numbers of examples.
+
+    A sum becomes the batch's mean. With a count of 0, the average does not change.
+    """
+    if not running:
+        return
+    counts = torch.cat([one.count for one in running])
+    weights = decay * torch.cat([one.weight for one in running]) + (1 - decay) * counts
+    copy_all(zip([one.weight for one in running], weights.split(1)))
+    shares = torch.where(counts > 0, (1 - decay) * counts / weights, 0).split(1)
+    for one, count, share in zip(running, torch.where(counts > 0, counts, 1).split(1), shares):
+        mean = one.total.div_(count)
+        precise = one.average.to(mean.dtype)  # the average itself if dtypes are the same
+        one.average.copy_(precise.lerp_(mean, share))
 
 
-def leave_out_broken(flat: Tensor, running: Iterable[Running]) -> list[str]:
-    """Return names of sums with NaN or infinity, and set the sums and the counts to 0.
+def leave_out_broken(
+    flat: Tensor, running: Sequence[Running], flags: Flags, tell: Callable[[list[str]], None]
+) -> None:
+    """Set sums with NaN or infinity to 0, and their counts; `tell` hears the names.
 
     Args:
         flat: the buffer of all sums.
+        flags: tells names later, so that the host need not wait now.
     """
-    if all_finite(flat):
-        return []
-    broken = [one for one in running if not one.total.isfinite().all()]
-    for one in broken:
-        one.total.zero_()
-        one.count.zero_()
-    return [one.name for one in broken]
+    if not running or (flat.is_cpu and all_finite(flat)):
+        tell([])
+        return
+    sound = finite([one.total for one in running])
+    torch._foreach_mul_([one.count for one in running], list(sound.to(flat.dtype).split(1)))
+    flat.nan_to_num_(0.0, 0.0, 0.0)
+    names = [one.name for one in running]
+    flags.keep(sound, lambda kept: tell([name for name, one in zip(names, kept) if not one]))
 
 
 class Factors(Part):
@@ -309,10 +321,10 @@ class Factors(Part):
 
     def _merge(self, decay: float) -> None:
         """Take the sums over a batch into the averages, weighed by numbers of examples."""
-        for one in self._running.values():
-            if self._identity:  # the identity weighs as much as the first batch
-                one.weight.copy_(torch.where(one.weight > 0, one.weight, one.count))
-            one.merge(decay)
+        running = list(self._running.values())
+        for one in running if self._identity else ():  # it weighs as much as the first batch
+            one.weight.copy_(torch.where(one.weight > 0, one.weight, one.count))
+        merge(running, decay)
 
     def _sum(self, share: int | None) -> None:
         """Add up the statistics of all ranks."""
@@ -334,10 +346,14 @@ class Factors(Part):
 
     def _check(self, step: int) -> None:
         """Leave the batch's factors with NaN or infinity out of the averages."""
-        broken = leave_out_broken(self.statistics.flat, self._running.values())
-        late, rank = self.plan.late, self.plan.rank
-        mine = [name for name in broken if late or self._factors[name].owner == rank]
-        self.site.nonfinite.note("statistics", mine, step, "their averages stay as they are")
+
+        def tell(broken: list[str]) -> None:
+            late, rank = self.plan.late, self.plan.rank
+            mine = [name for name in broken if late or self._factors[name].owner == rank]
+            self.site.nonfinite.note("statistics", mine, step, "their averages stay as they are")
+
+        running = list(self._running.values())
+        leave_out_broken(self.statistics.flat, running, self.site.flags, tell)
 
 
 def _item(factor: Factor) -> str:

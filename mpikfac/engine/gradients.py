@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ from mpikfac.comm import summed
 from mpikfac.engine.site import Site
 from mpikfac.engine.state import Block
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
-from mpikfac.numerics import Arena, Parts, all_finite, end_step, not_finite
+from mpikfac.numerics import Arena, Parts, all_finite, copy_all, end_step, not_finite
 from mpikfac.plan import check_count, lay_out
 
 
@@ -114,8 +115,7 @@ class Gradients:
 
     def keep(self) -> None:
         """Keep the present running statistics, for `discard` to go back to."""
-        for block in self.statistics:
-            block.keep()
+        copy_all(one for block in self.statistics for one in block.kept())
         self._counts.keep()
 
     def discard(self) -> None:
@@ -135,10 +135,11 @@ class Gradients:
             ValueError: a gradient was changed after the gradient was sent.
         """
         with self.site.trace.stage("read gradients"):
+            if self._beside is None:
+                copy_all(one for s in self.slots for one in s.block.gradients_to(s.parts))
+                return
             for slot in self.slots:
-                if self._beside is None:
-                    slot.block.read_gradient(slot.parts)
-                elif slot.block.name not in self._beside.ready_blocks:
+                if slot.block.name not in self._beside.ready_blocks:
                     self._send(slot)
                 else:
                     self._check_unchanged(slot)
@@ -169,7 +170,7 @@ class Gradients:
     def _send(self, slot: Slot) -> None:
         assert self._beside is not None
         name = slot.block.name
-        slot.block.read_gradient(slot.parts)
+        copy_all(slot.block.gradients_to(slot.parts))
         for parameter in slot.block.parameters:
             if parameter.grad is not None:
                 self._sent[id(parameter)] = parameter.grad._version
@@ -317,16 +318,23 @@ class Gradients:
         for slot in self.of_others:
             if isinstance(slot.block, Votes):
                 slot.parts[0][SKIP] = 0
-                slot.block.write_values(slot.parts)
+                copy_all(slot.block.values_from(slot.parts))
 
     def check(self, step: int) -> None:
         """Find the `broken` blocks; a rank's NaN is in the sum, and no message is needed.
+
+        The host reads all flags of the step, and the votes if the rank has the votes of all ranks.
 
         Raises:
             UserError: a gradient was not finite for too many steps in a row.
         """
         self.broken = ()
-        if not all_finite(self.arena.flat):
+        numbers = [self.arena.flat.sum(0, keepdim=True)]
+        if not self.owner_updates:
+            numbers.append(self.votes.counted(self.arena[self.votes.name]))
+        total, *votes = self.site.flags.read(torch.cat(numbers))
+        self.votes.heard = votes
+        if not math.isfinite(total):
             stepped = [slot.block.name for slot in self.slots if slot.steps]
             self.broken = not_finite({name: self.arena[name] for name in stepped})
         mine = [name for name in self.broken if self.plan.updaters[name] == self.plan.rank]
@@ -334,13 +342,15 @@ class Gradients:
 
     def write(self, slots: Iterable[Slot]) -> None:
         """Make the values of `slots` the gradients of the blocks stepped by the rank."""
+        written: list[tuple[Tensor, Tensor]] = []
         with self.site.trace.stage("write back"):
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
                     slot.block.leave()  # also parameters that were frozen since the last step
                 elif slot.steps:
-                    slot.block.write_gradient(slot.parts)
+                    written += slot.block.gradients_from(slot.parts)
+            copy_all(written)
 
     def update(self, optimizer: Optimizer) -> None:
         """Step the model: on every rank, or a block on the updater, with values sent to all.
@@ -355,26 +365,23 @@ class Gradients:
                 for parameter in slot.block.parameters:
                     parameter.grad = None
         self._counts.step()
-        for slot in self._changing:
-            slot.block.read_values(slot.parts)
+        copy_all(one for s in self._changing for one in s.block.values_to(s.parts))
         with self.site.trace.stage("optimizer"):
             optimizer.step()
         if self.owner_updates:
             self._publish_weights()
 
     def _publish_weights(self) -> None:
-        for slot in self.slots:
-            if slot.steps:
-                slot.block.read_values(slot.parts)
+        stepped = [slot for slot in self.slots if slot.steps]
+        copy_all(one for s in stepped for one in s.block.values_to(s.parts))
         if self._before:
             self.arena.flat -= self._before.flat
         self.grid.exchange(self._to_publish, self.arena.flat)
         if self._before:
             self.arena.flat += self._before.flat
-        for slot in self.slots:
-            # If changes were encoded, their sender too keeps the decoded ones.
-            if self._before or not slot.steps:
-                slot.block.write_values(slot.parts)
+        # If changes were encoded, their sender too keeps the decoded ones.
+        received = [slot for slot in self.slots if self._before or not slot.steps]
+        copy_all(one for s in received for one in s.block.values_from(s.parts))
 
     @property
     def owner_updates(self) -> bool:

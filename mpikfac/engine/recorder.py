@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -197,9 +197,7 @@ class Recorder(Part):
                 f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
             )
         unseen = [name for name in self._layers if name not in self._recorded | self._finished]
-        for name in self._layers:
-            if name not in self._finished:
-                self._finish_layer(name)
+        self._finish_layers([name for name in self._layers if name not in self._finished])
         self._finished.clear()
         self._check_counts()
         return unseen
@@ -221,10 +219,21 @@ class Recorder(Part):
             )
         self._uneven |= uneven.keys()
 
-    def _finish_layer(self, name: str) -> None:
-        """Turn a layer's sums into factors; without examples, the sums stay 0."""
-        self._finished.add(name)
-        self._recorded.discard(name)
+    def _finish_layers(self, names: Collection[str]) -> None:
+        """Turn the sums of layers into factors; without examples, the sums stay 0."""
+        self._finished.update(names)
+        self._recorded.difference_update(names)
+        found = [one for name in names for one in self._scales(name)]
+        if found:
+            torch._foreach_mul_([one.total for one, _, _ in found], [scale for _, scale, _ in found])
+            # Once for each factor: a factor may have several sums, of parts of a layer.
+            counted = {one.factor.counted: (one.count, batch) for one, _, batch in found}
+            counts, batches = map(list, zip(*counted.values()))
+            torch._foreach_zero_(counts)
+            torch._foreach_add_(counts, batches)
+
+    def _scales(self, name: str) -> Iterator[tuple[Sum, float, float]]:
+        """Yield the sums of a layer, the scales that make factors, and the number of examples."""
         normalization = self.estimator.normalization
         for sums in self._layers[name]:
             counts, sums.counts, sums.complete = sums.counts, Counts(), False
@@ -237,8 +246,7 @@ class Recorder(Part):
                 if side.quadratic and not self._of_loss:
                     scale /= batch**2  # sums are of gradients of examples' own losses
                 for one in side.sums:
-                    one.total.mul_(scale)
-                    one.count.fill_(batch)
+                    yield one, scale, float(batch)
 
     @property
     def of_gradients(self) -> list[str]:
@@ -317,7 +325,7 @@ class Recorder(Part):
                 self._add(sums, x, g, forward_pass)
             sums.complete = turn.last
             if self.factors.overlap and all(one.complete for one in self._layers[layer.name]):
-                self._finish_layer(layer.name)
+                self._finish_layers([layer.name])
                 self.factors.ready(layer.name)
 
     def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.engine.bases import Bases
-from mpikfac.engine.factors import Running, leave_out_broken
+from mpikfac.engine.factors import Running, leave_out_broken, merge
 from mpikfac.engine.site import Part, Site
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
@@ -114,8 +114,7 @@ class Scales(Part):
         if not self.averages:
             return
         self._check(step)
-        for one in self._running.values():
-            one.merge(decay)
+        merge(list(self._running.values()), decay)
         self.clear()
         self.bases.rescaled()
 
@@ -175,6 +174,9 @@ class Scales(Part):
 
     def _check(self, step: int) -> None:
         """Leave the batch's scales with NaN or infinity out of the averages."""
-        broken = leave_out_broken(self.sums.flat, self._running.values())
-        mine = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
-        self.site.nonfinite.note("scales", mine, step, "their averages stay as they are")
+
+        def tell(broken: list[str]) -> None:
+            mine = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
+            self.site.nonfinite.note("scales", mine, step, "their averages stay as they are")
+
+        leave_out_broken(self.sums.flat, list(self._running.values()), self.site.flags, tell)

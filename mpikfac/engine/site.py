@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Grid, handed_over
+from mpikfac.engine.flags import Flags
 from mpikfac.engine.nonfinite import Nonfinite
 from mpikfac.numerics import Arena
 from mpikfac.plan import Layout, RankPlan
@@ -25,6 +26,7 @@ class Site:
         grid: the communicators.
         dtype: of sums, gradients and directions.
         nonfinite: the counter of numbers that are not finite.
+        flags: facts on the device that the host reads together.
     """
 
     plan: RankPlan
@@ -33,6 +35,7 @@ class Site:
     dtype: torch.dtype
     device: torch.device
     nonfinite: Nonfinite
+    flags: Flags
 
     def arena(self, layout: Layout, dtype: torch.dtype | None = None) -> Arena:
         """Return an arena of zeros, by default in the dtype of sums."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mpikfac.numerics import (
+    Copies,
     Normalization,
     factor_scales,
     linear_input_sum,
@@ -204,30 +205,33 @@ class Layer:
 
     # -- gradients and values --------------------------------------------------------------------
 
-    def read_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Copy the gradients of weight and bias into the `parts` of a matrix; or 0."""
+    def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of the gradients into the `parts` of a matrix; set parts without to 0.
+
+        The caller makes the copies, of many layers at once.
+        """
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 part.zero_()
             else:
-                part.copy_(self.arranged(parameter.grad))
+                yield part, self.arranged(parameter.grad)
 
-    def write_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Set the gradients of weight and bias to the `parts` of a matrix."""
+    def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of the `parts` of a matrix into the gradients of weight and bias."""
         for part, parameter in zip(parts, self.parameters):
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
-            self.arranged(parameter.grad).copy_(part)
+            yield self.arranged(parameter.grad), part
 
-    def read_values(self, parts: Sequence[Tensor]) -> None:
-        """Copy weight and bias into the `parts` of a matrix."""
-        for part, parameter in zip(parts, self.parameters):
-            part.copy_(self.arranged(parameter.detach()))
+    def values_to(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of weight and bias into the `parts` of a matrix."""
+        for value, part in self.values_from(parts):
+            yield part, value
 
-    def write_values(self, parts: Sequence[Tensor]) -> None:
-        """Set weight and bias to the `parts` of a matrix."""
+    def values_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of the `parts` of a matrix into weight and bias."""
         for part, parameter in zip(parts, self.parameters):
-            self.arranged(parameter.detach()).copy_(part)
+            yield self.arranged(parameter.detach()), part
 
     def leave(self) -> None:
         """Set the gradients to None, so that the optimizer skips weight and bias."""

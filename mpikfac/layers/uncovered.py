@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from mpikfac.numerics import Copies
+
 VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
 CHANGED, MARK, SQUARED, SKIP = range(VOTES - 4, VOTES)  # votes of the library itself
 MARKS = 251  # a mark is less, so means of marks and of squares are exact enough in float32
@@ -50,26 +52,26 @@ class Other:
         """Return views of `matrix`, shaped as the tensors: `matrix` itself."""
         return [matrix]
 
-    def read_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Copy the gradient into the `parts` of a matrix; without a gradient, zeros."""
+    def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copy of the gradient into the `parts` of a matrix; set parts without to 0."""
         if self.tensor.grad is None:
             parts[0].zero_()
         else:
-            parts[0].copy_(self.tensor.grad)
+            yield parts[0], self.tensor.grad
 
-    def write_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Set the gradient to the `parts` of a matrix."""
+    def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copy of the `parts` of a matrix into the gradient."""
         if self.tensor.grad is None:
             self.tensor.grad = torch.empty_like(self.tensor)
-        self.tensor.grad.copy_(parts[0])
+        yield self.tensor.grad, parts[0]
 
-    def read_values(self, parts: Sequence[Tensor]) -> None:
-        """Copy the tensor into the `parts` of a matrix."""
-        parts[0].copy_(self.tensor.detach())
+    def values_to(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copy of the tensor into the `parts` of a matrix."""
+        yield parts[0], self.tensor.detach()
 
-    def write_values(self, parts: Sequence[Tensor]) -> None:
-        """Set the tensor's content to the `parts` of a matrix."""
-        self.tensor.detach().copy_(parts[0])
+    def values_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copy of the `parts` of a matrix into the tensor."""
+        yield self.tensor.detach(), parts[0]
 
     def leave(self) -> None:
         """Set the gradient to None, so that the optimizer skips the parameter."""
@@ -91,22 +93,22 @@ class Statistic(Other):
         self.count = count
         self._kept = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
-    def read_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Copy the statistic's value into the `parts` of a matrix."""
-        self.read_values(parts)
+    def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copy of the statistic's value into the `parts` of a matrix."""
+        return self.values_to(parts)
 
-    def write_gradient(self, parts: Sequence[Tensor]) -> None:
-        """Set the statistic to the `parts` of a matrix."""
-        self.write_values(parts)
+    def gradients_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of the `parts` of a matrix into the statistic, and for `leave`."""
+        return self.values_from(parts)
 
-    def write_values(self, parts: Sequence[Tensor]) -> None:
-        """Set the statistic to the `parts` of a matrix, and keep the value for `leave`."""
-        super().write_values(parts)
-        self.keep()
+    def values_from(self, parts: Sequence[Tensor]) -> Copies:
+        """Return the copies of the `parts` of a matrix into the statistic, and for `leave`."""
+        yield self.tensor, parts[0]
+        yield self._kept, parts[0]
 
-    def keep(self) -> None:
-        """Keep the present value for `leave`."""
-        self._kept.copy_(self.tensor)
+    def kept(self) -> Copies:
+        """Return the copy that keeps the present value for `leave`."""
+        yield self._kept, self.tensor
 
     def leave(self) -> None:
         """Set the statistic back to the value after the last step."""
@@ -155,20 +157,31 @@ class Votes(Statistic):
     """Send a few numbers of the rank with the gradients; after the step, hold means over ranks.
 
     Ranks share small facts as votes without an extra message.
+
+    Attributes:
+        heard: the `counted` means, if the host has read the means before `read`.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
+        self.heard: list[float] = []
 
     def leave(self) -> None:
         """Keep the votes: votes stay until sent."""
 
     def mark(self, values: object, changed: bool) -> None:
         """Vote on `values`, which all ranks must have alike, and on a change of the model."""
+        self.heard = []
         mark = zlib.crc32(repr(values).encode()) % MARKS
-        self.tensor[CHANGED : SQUARED + 1] = torch.tensor([changed, mark, mark**2])
+        values = torch.tensor([changed, mark, mark**2], dtype=self.tensor.dtype)
+        self.tensor[CHANGED : SQUARED + 1].copy_(values, non_blocking=True)
+
+    def counted(self, votes: Tensor) -> Tensor:
+        """Return the part of the means over ranks that `read` takes, a view `[3]`."""
+        return votes[CHANGED : SQUARED + 1]
 
     def read(self) -> tuple[bool, bool]:
         """Return whether any rank voted for a change, and whether all marks were equal."""
-        changed, mark, squared = self.tensor[CHANGED : SQUARED + 1].tolist()
+        heard, self.heard = self.heard or self.counted(self.tensor).tolist(), []
+        changed, mark, squared = heard
         return changed > 0, abs(squared - mark**2) < 0.1

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpikfac.numerics.adam import AdamSteps
-from mpikfac.numerics.arena import Arena, Parts
+from mpikfac.numerics.arena import Arena, Copies, Parts, copy_all
 from mpikfac.numerics.codecs import add_decoded, encode
-from mpikfac.numerics.finite import all_finite, not_finite
+from mpikfac.numerics.finite import all_finite, finite, not_finite
 from mpikfac.numerics.fisher import (
     FISHERS,
     LOSSES,
@@ -44,6 +44,7 @@ from mpikfac.numerics.quadratic import (
     lowest,
     slopes_and_curvatures,
 )
+from mpikfac.numerics.stacks import alike
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "AdamSteps",
     "Arena",
     "Batch",
+    "Copies",
     "Criterion",
     "Direction",
     "Fisher",
@@ -63,12 +65,15 @@ __all__ = [
     "add_decoded",
     "add_identity",
     "add_triangle",
+    "alike",
     "all_finite",
     "check_outputs",
+    "copy_all",
     "encode",
     "end_step",
     "exact",
     "factor_scales",
+    "finite",
     "from_left",
     "from_right",
     "inner_products",

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from mpikfac.plan import Layout
+
+Copies: TypeAlias = Iterator[tuple[Tensor, Tensor]]
+"""Tensors to copy: each time the tensor to fill, and the source."""
+
+
+def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Fill each first tensor from the second, in few calls.
+
+    A GPU copies many tensors by one kernel, if each tensor is stored like the tensor's source.
+    """
+    stored: dict[bool, list[tuple[Tensor, Tensor]]] = {}
+    for filled, source in copies:
+        plain = filled.is_contiguous() and source.is_contiguous() and filled.dtype == source.dtype
+        stored.setdefault(plain, []).append((filled, source))
+    for some in stored.values():
+        torch._foreach_copy_([filled for filled, _ in some], [source for _, source in some])
 
 
 class Arena(dict[str, Tensor]):

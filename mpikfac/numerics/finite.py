@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
 from torch import Tensor
 
 
 def all_finite(flat: Tensor) -> bool:
     """Return whether all of `flat` is finite, in a single pass; also False if the sum overflows."""
-    return bool(flat.sum().isfinite())
+    return math.isfinite(flat.sum())
 
 
-def not_finite(blocks: dict[str, Tensor]) -> list[str]:
+def finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether each of the tensors is finite, `[tensors]`, as `all_finite` does."""
+    return torch.stack([one.sum() for one in tensors]).isfinite()
+
+
+def not_finite(blocks: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the blocks that hold infinity or NaN."""
-    return [name for name, block in blocks.items() if not block.isfinite().all()]
+    if not blocks:
+        return []
+    sound = finite(list(blocks.values())).tolist()
+    doubtful = [name for name, known in zip(blocks, sound) if not known]
+    return [name for name in doubtful if not blocks[name].isfinite().all()]

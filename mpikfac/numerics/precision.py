@@ -15,10 +15,11 @@ R = TypeVar("R")
 
 def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
     """Wrap `function` to compute in the tensors' dtypes, even if called under autocast."""
+    gpu = str(torch.accelerator.current_accelerator() or "cpu")
 
     @wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
-        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+        with torch.autocast("cpu", enabled=False), torch.autocast(gpu, enabled=False):
             return function(*args, **kwargs)
 
     return called

@@ -73,10 +73,10 @@ def jacobian_product(
     """
     values = {name: p.detach() for name, p in model.named_parameters()}
     device = next(iter(values.values())).device
-    devices = [device] if device.type == "cuda" else []
+    devices = [] if device.type == "cpu" else [device]
     with (
         torch.no_grad(),
-        torch.random.fork_rng(devices),
+        torch.random.fork_rng(devices, device_type=device.type),
         sdpa_kernel(SDPBackend.MATH),  # the only attention with a forward mode
         torch.compiler.set_stance("force_eager"),  # compiled code has no forward mode
         forward_ad.dual_level(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.solvers.decompose import decomposed
+from mpikfac.solvers.decompose import decomposed, decomposed_together
 from mpikfac.solvers.eigen import Eigen, eigenbasis, products_of_values, values_in_basis
 from mpikfac.solvers.ekfac import Ekfac, squares_in_bases
 from mpikfac.solvers.inverse import Inverse, damped_inverse, error_of_inverse, tikhonov_share
@@ -29,6 +29,7 @@ __all__ = [
     "SolverName",
     "damped_inverse",
     "decomposed",
+    "decomposed_together",
     "eigenbasis",
     "error_of_inverse",
     "forms",

@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from mpikfac.numerics import all_finite, unfold_triangle
 from mpikfac.plan import Factor
 from mpikfac.solvers.solver import Solver
+
+
+def decomposed_together(
+    factors: Sequence[Factor], solver: Solver, packed: Tensor, added: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the blocks of factors of one order by name, and which factors are finite `[factors]`.
+
+    The factors are tried once, by a single call.
+
+    Args:
+        packed: the factors as triangles, `[factors, ...]`.
+        added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
+    """
+    whole = unfold_triangle(packed)
+    damping = 0.0 if added is None else added.flatten()
+    try:
+        made = solver.decompose(whole.flatten(0, -3), damping, factors[0].rank)
+    except ArithmeticError:
+        return {}, packed.new_zeros(len(factors), dtype=torch.bool)
+    kinds = {kind: blocks.unflatten(0, whole.shape[:-2]) for kind, blocks in made.items()}
+    blocks = {
+        name: kinds[kind][place]
+        for place, factor in enumerate(factors)
+        for name, kind, _ in factor.blocks
+    }
+    sums = [some.flatten(1).sum(1) for some in (packed, *kinds.values())]
+    return blocks, torch.stack(sums).isfinite().all(0)
 
 
 def decomposed(
@@ -24,7 +53,7 @@ def decomposed(
     more = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
     # How a factor is decomposed until that works: in which dtype, and how much more damped.
     attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, more)]
-    for dtype, times in dict.fromkeys(attempts):
+    for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)
         whole = precise if factor.solver.vector else unfold_triangle(precise)
         damping = 0.0 if added is None else added.to(dtype) * times

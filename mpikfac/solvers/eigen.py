@@ -121,8 +121,10 @@ def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
     means = []
     for own, basis in zip(values, vectors):
         order = basis.shape[own.dim() - 1]
-        shared = (order - own.shape[-1]) * own[..., :1]  # of low rank, the first one counts again
-        mean = (own.sum(-1, keepdim=True) + shared) / order
+        mean = own.sum(-1, keepdim=True)
+        if order > own.shape[-1]:  # of low rank, the first one counts again
+            mean = mean + (order - own.shape[-1]) * own[..., :1]
+        mean = mean / order
         means.append(damping_unit(mean).expand_as(own))
     return means
 
@@ -136,9 +138,16 @@ def _undamped(input_values: Side, output_values: Side, out: Tensor, scales: Tens
 
 def products_of_values(input_values: Side, output_values: Side, out: Tensor) -> None:
     """Write the products of both sides' values to `out` `[outputs, inputs]`."""
-    a = torch.cat(tuple(input_values), -1) if input_values else out.new_ones(out.shape[-1])
-    g = torch.cat(tuple(output_values), -1) if output_values else out.new_ones(out.shape[-2])
+    a = _whole(input_values, out, -1)
+    g = _whole(output_values, out, -2)
     torch.mul(g[..., :, None], a[..., None, :], out=out)
+
+
+def _whole(values: Side, out: Tensor, dim: int) -> Tensor:
+    """Return the values of all blocks of a side one after the other; ones for the identity."""
+    if len(values) == 1:
+        return values[0]
+    return torch.cat(tuple(values), -1) if values else out.new_ones(out.shape[dim])
 
 
 def precondition(
@@ -165,14 +174,12 @@ def eigenbasis(factor: Tensor) -> tuple[Tensor, Tensor]:
 
     Raises:
         ArithmeticError: LAPACK's iteration does not converge, as in float32 on factors with many
-            zero rows (inputs that are never active), or the factor is not finite.
+            zero rows (inputs that are never active).
     """
     try:
         values, vectors = torch.linalg.eigh(factor)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise ArithmeticError("the eigenvalues do not converge") from error
-    if not values.isfinite().all():  # LAPACK takes NaN for a number
-        raise ArithmeticError("the eigenvalues are not finite")
     return values.clamp_(min=0), vectors
 
 

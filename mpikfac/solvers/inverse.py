@@ -91,11 +91,10 @@ TOLERANCE = 1e-3  # of an inverse by blocks: relative error of the directions th
 def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
     """Return `(factor + damping I)^-1` `[n, n]`: by blocks if fast and accurate, or by Cholesky.
 
+    The inverse of a damped matrix that is not positive definite is NaN.
+
     Args:
         damping: a number for all matrices, or `[count]`.
-
-    Raises:
-        ArithmeticError: the damped matrix is not finite or not positive definite.
     """
     damped = damp(factor, damping)
     if damped.is_cpu and damped.dtype == torch.float32 and damped.dim() == 2 and len(damped) > LEAF:
@@ -103,9 +102,7 @@ def damped_inverse(factor: Tensor, damping: float | Tensor) -> Tensor:
         if error_of_inverse(damped, inverse) < TOLERANCE:  # not so if it is NaN
             return inverse
     root, failed = torch.linalg.cholesky_ex(damped)
-    if failed.any() or not root.diagonal(dim1=-2, dim2=-1).isfinite().all():
-        raise ArithmeticError("the damped factor is not finite or not positive definite")
-    return torch.cholesky_inverse(root)
+    return torch.cholesky_inverse(root).masked_fill_(failed[..., None, None] != 0, torch.nan)
 
 
 def damp(factor: Tensor, damping: float | Tensor) -> Tensor:

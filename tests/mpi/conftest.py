@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpikfac
+from support.problem import DEVICE
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
@@ -19,6 +20,11 @@ STDERR = pytest.StashKey[int]()
 
 
 HERE = Path(__file__).parent
+# Tests with models of their own lie on the host.
+ON_HOST = ("combinations", "damping", "inner", "kinds", "new_solver", "numbers", "parts", "scales")
+ON_HOST += ("state", "training")
+if DEVICE.type != "cpu":
+    collect_ignore = [f"test_{name}.py" for name in ON_HOST]
 
 
 @pytest.fixture

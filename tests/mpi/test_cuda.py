@@ -86,6 +86,6 @@ def test_later_steps_allocate_no_device_memory(comm, solver: str) -> None:
     device = mpikfac.device(comm, "cuda")
     kfac = trainer(comm, device, mpikfac.Strategy.comm_opt(comm.size), solver=solver)
     train(comm, kfac, device, 4)
-    before = torch.cuda.memory_stats()["num_device_alloc"]
+    before = torch.accelerator.memory_stats()["num_device_alloc"]
     train(comm, kfac, device, 4)
-    assert torch.cuda.memory_stats()["num_device_alloc"] == before
+    assert torch.accelerator.memory_stats()["num_device_alloc"] == before

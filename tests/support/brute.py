@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mpikfac import layers
+from mpikfac.numerics import copy_all
 
 
 def matrices(layer, gradients):
@@ -16,7 +17,7 @@ def matrices(layer, gradients):
     for parameter, gradient in zip(layer.parameters, gradients):
         parameter.grad = gradient
     matrix = torch.empty(layer.shape.gradient, dtype=layer.parameters[0].dtype)
-    layer.read_gradient(layer.parts(matrix))
+    copy_all(layer.gradients_to(layer.parts(matrix)))
     return matrix.view(layer.shape.groups, layer.shape.outputs, layer.shape.inputs)
 
 

@@ -1,4 +1,7 @@
-"""The tests' small training problem, in float64: 12 images of 2 x 8 x 8 at every step."""
+"""The tests' small training problem, in float64: 12 images of 2 x 8 x 8 at every step.
+
+The problem lies on the device that MPIKFAC_TEST_DEVICE names, by default on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +25,7 @@ SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
     "solver": "eigen",
 }
+DEVICE = torch.device(os.environ.get("MPIKFAC_TEST_DEVICE", "cpu"))
 STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of step
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
@@ -70,7 +75,7 @@ def network() -> nn.Module:
         nn.Conv2d(9, 4, 3, stride=2),
         nn.Flatten(),
         nn.Linear(36, 5),
-    ).double()
+    ).to(DEVICE, torch.float64)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -92,7 +97,8 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
     """Return the images and labels of all ranks together."""
     generator = torch.Generator().manual_seed(step)
     images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
-    return images, torch.randint(0, 5, (EXAMPLES,), generator=generator)
+    labels = torch.randint(0, 5, (EXAMPLES,), generator=generator)
+    return images.to(DEVICE), labels.to(DEVICE)
 
 
 def shards(step: int, ranks: int) -> list[tuple[Tensor, Tensor]]:
@@ -119,10 +125,9 @@ def label(value: object) -> str | None:
 
 
 def whole_state(trainer, comm) -> dict[str, Any]:
-    """Return the shares of all ranks as a single state."""
-    return {
-        n: value for share in comm.allgather(trainer.state_dict()) for n, value in share.items()
-    }
+    """Return the shares of all ranks as a single state, on the host."""
+    mine = {n: v.cpu() if torch.is_tensor(v) else v for n, v in trainer.state_dict().items()}
+    return {n: value for share in comm.allgather(mine) for n, value in share.items()}
 
 
 def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
@@ -164,5 +169,5 @@ def planned(kfac, step: int) -> collections.Counter[str]:
 
 
 def state(model: nn.Module) -> Tensor:
-    """Return all parameters and buffers as a vector."""
-    return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()])
+    """Return all parameters and buffers as a vector, on the host."""
+    return torch.cat([value.double().reshape(-1) for value in model.state_dict().values()]).cpu()

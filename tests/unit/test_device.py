@@ -10,7 +10,7 @@ from mpikfac.comm.job import cuda_aware
 @pytest.fixture
 def no_gpu(monkeypatch):
     """Return monkeypatch, on a machine without a GPU for torch."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     monkeypatch.delenv("MPIKFAC_CUDA_AWARE", raising=False)
     return monkeypatch
 
@@ -19,9 +19,10 @@ def no_gpu(monkeypatch):
 def two_gpus(monkeypatch):
     """Return the chosen GPUs, on a machine with two GPUs for torch."""
     chosen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
     return chosen
 
 
@@ -41,7 +42,12 @@ def test_a_gpu_that_is_not_there_is_refused(comm, no_gpu):
 def test_the_first_rank_of_a_node_takes_the_first_gpu(comm, two_gpus, kind, where):
     """Oracle: the local rank; torch's current device is set too."""
     assert mpikfac.device(comm, kind) == torch.device(where)
-    assert two_gpus == ([] if where == "cpu" else [torch.device(where)])
+    assert two_gpus == ([] if where == "cpu" else [0])
+
+
+def test_gpus_of_another_name_are_refused(comm, two_gpus):
+    with pytest.raises(ValueError, match="device='xpu' but torch finds a GPU of the name 'cuda'"):
+        mpikfac.device(comm, "xpu")
 
 
 @pytest.mark.parametrize(("override", "answer"), [("1", True), ("0", False), (None, False)])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mpikfac import layers
+from mpikfac.numerics import copy_all
 from mpikfac_apps.checking import reference
 from support.brute import matrices, own_gradients, rows, squares, vectors
 
@@ -174,7 +175,7 @@ def test_blocks_of_normalisations(make, shape):
     torch.testing.assert_close(layer.first_moment("A", prepared, g), u.sum(0))
     assert layer.scales("expand", BATCH, BATCH, False) == {"A": BATCH}
     matrix = torch.randn(layer.shape.gradient).double()
-    layer.write_gradient(layer.parts(matrix))
+    copy_all(layer.gradients_from(layer.parts(matrix)))
     read = torch.stack([parameter.grad.flatten() for parameter in layer.parameters], -1)
     assert torch.equal(read, matrix[:, 0])
 
@@ -185,9 +186,9 @@ def test_values_go_to_a_matrix_and_back(make, shape):
     layer, _, _ = case(make, shape)
     before = [parameter.detach().clone() for parameter in layer.parameters]
     matrix = torch.empty(layer.shape.gradient, dtype=torch.float64)
-    layer.read_values(layer.parts(matrix))
+    copy_all(layer.values_to(layer.parts(matrix)))
     assert matrix.square().sum().isclose(sum(value.square().sum() for value in before))
-    layer.write_values(layer.parts(2 * matrix))
+    copy_all(layer.values_from(layer.parts(2 * matrix)))
     assert all(torch.equal(p, 2 * value) for p, value in zip(layer.parameters, before))
 
 

@@ -10,6 +10,7 @@ from torch.nn.utils import parametrize, prune
 import mpikfac
 from mpikfac import LayerShape, layers
 from mpikfac.layers.convolution import moments
+from mpikfac.numerics import copy_all
 
 VOTES = ("(votes)", (layers.VOTES,))
 
@@ -82,20 +83,20 @@ def test_gradients_and_weights_as_matrices(make, bias):
     shape = layer.shape.outputs, layer.shape.inputs
     parts = [module.weight.detach().flatten(1)] + ([module.bias.detach()[:, None]] if bias else [])
     expected, matrix = torch.cat(parts, 1), torch.empty(shape)
-    layer.read_values(layer.parts(matrix))
+    copy_all(layer.values_to(layer.parts(matrix)))
     assert torch.equal(matrix, expected)
 
-    layer.read_gradient(layer.parts(matrix))
+    copy_all(layer.gradients_to(layer.parts(matrix)))
     assert not matrix.any()  # no gradient yet
     gradient = torch.randn(shape)
-    layer.write_gradient(layer.parts(gradient))
-    layer.read_gradient(layer.parts(matrix))
+    copy_all(layer.gradients_from(layer.parts(gradient)))
+    copy_all(layer.gradients_to(layer.parts(matrix)))
     assert torch.equal(matrix, gradient)
     assert torch.equal(module.weight.grad.flatten(1), gradient[:, : shape[1] - bias])
     assert not bias or torch.equal(module.bias.grad, gradient[:, -1])
 
-    layer.write_values(layer.parts(2 * expected))
-    layer.read_values(layer.parts(matrix))
+    copy_all(layer.values_from(layer.parts(2 * expected)))
+    copy_all(layer.values_to(layer.parts(matrix)))
     assert torch.equal(matrix, 2 * expected)
 
 

@@ -107,11 +107,9 @@ def test_an_iteration_is_the_same_every_time_and_leaves_torchs_generator_alone()
 @pytest.mark.parametrize(("order", "rank"), [(8, 5), (8, 2), (300, 20)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_neither_decomposed_nor_fits(order, rank, bad):
-    """Oracle: an error, NaN in all blocks, and a misfit beyond every tolerance."""
+    """Oracle: NaN in all blocks, and a misfit beyond every tolerance."""
     factor = torch.eye(order)
     factor[1, 1] = bad
-    with pytest.raises(ArithmeticError):
-        eigen.leading_eigenbasis(factor, rank)
     assert not eigen.values_in_basis(factor, torch.eye(order)[:, :rank])[1] <= 1e9
     layer = LayerShape("0", order, order, rank=rank)
     shape = make_plan([layer], 1, Strategy(), solver="eigen").factors["0.A"]

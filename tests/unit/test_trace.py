@@ -53,8 +53,8 @@ class FakeEvent:
 @pytest.fixture
 def gpu(monkeypatch) -> FakeGpu:
     gpu = FakeGpu()
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "Event", gpu.event)
+    monkeypatch.setattr("mpikfac.trace._on_device", lambda: True)
+    monkeypatch.setattr(torch, "Event", gpu.event)
     return gpu
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac.numerics import copy_all
 
 MODULES = (nn.MultiheadAttention, nn.RNNCellBase)
 
@@ -48,7 +49,7 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
     if not is_inside(layer):
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
-    layer.read_values(layer.parts(matrix))
+    copy_all(layer.values_to(layer.parts(matrix)))
     made = []
     for own, weight in zip(matrix.view(-1, *matrix.shape[-2:]), weights_of(layer)):
         linear = nn.Linear(weight.shape[1], len(weight), layer.bias).to(weight)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac.numerics import copy_all
 from mpikfac_apps.checking.inside import Use, is_inside, watched
 
 
@@ -94,7 +95,7 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
     matrix = torch.zeros(shape.groups, shape.outputs, shape.inputs).to(layer.parameters[0])
 
     def outputs() -> Tensor:
-        probe.write_values(probe.parts(matrix.view(shape.gradient)))
+        copy_all(probe.values_from(probe.parts(matrix.view(shape.gradient))))
         return output_vectors(layer, probe.module(x))
 
     rest, found = outputs(), []  # outputs of a frozen bias
@@ -148,7 +149,7 @@ def gradient_of(layer: mpikfac.Layer) -> Tensor:
     """Return the gradients of weight and bias as the layer's matrix `[groups, outputs, inputs]`."""
     shape = layer.shape
     matrix = torch.zeros(shape.gradient).to(layer.parameters[0])
-    layer.read_gradient(layer.parts(matrix))
+    copy_all(layer.gradients_to(layer.parts(matrix)))
     return matrix.view(shape.groups, shape.outputs, shape.inputs)
 
 

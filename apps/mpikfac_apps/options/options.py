@@ -233,7 +233,7 @@ class Options:
     shrink: bool = False
     log_every: int = bounded(10, ">= 1")
     trace_steps: int | None = bounded(None, ">= 1")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     threads: int | None = bounded(None, ">= 1")
     tensorboard: bool = False
 
