@@ -71,7 +71,8 @@ class Buffers:
         if flat.is_cpu:
             yield flat.numpy()
             return
-        host = self.like(torch.empty(0, dtype=flat.dtype), "host", flat.numel(), pinned=True)
+        kind = torch.empty(0, dtype=flat.dtype, device="cpu")
+        host = self.like(kind, "host", flat.numel(), pinned=True)
         with self._trace.stage(stage):
             host.copy_(flat)
         yield host.numpy()

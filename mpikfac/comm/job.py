@@ -27,8 +27,9 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 
-# The names of a GPU in the questions of Open MPI and MPICH whether MPI takes device buffers.
-SUPPORT = {"cuda": ("cuda",), "rocm": ("rocm", "hip"), "xpu": ("ze",)}
+# torch's kinds of GPU, with the kind's names in the functions of Open MPI and MPICH that tell
+# whether MPI takes device buffers. torch calls AMD's GPUs "cuda" too.
+KINDS = {"cuda": ("rocm", "hip") if torch.version.hip else ("cuda",), "xpu": ("ze",)}
 
 REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 
@@ -88,7 +89,7 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     Collective over: comm.
     """
     local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
-    found = torch.accelerator.current_accelerator(check_available=True)
+    found = _gpu()
     if kind == "cpu" or (kind == "auto" and found is None):
         return torch.device("cpu")
     if found is None:
@@ -105,17 +106,20 @@ def cuda_aware() -> bool:
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
-    if not torch.accelerator.is_available():  # MPI's answer is true wherever a driver loads
+    gpu = _gpu()
+    if gpu is None:  # MPI's answer is true wherever a driver loads
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
-    kind = "rocm" if torch.version.hip else str(torch.accelerator.current_accelerator())
-    for path in libraries:
-        for name in SUPPORT.get(kind, ()):
-            query = getattr(ctypes.CDLL(path), f"MPIX_Query_{name}_support", None)
-            if query is not None and query():
-                return True
-    return False
+    names = [f"MPIX_Query_{name}_support" for name in KINDS[gpu.type]]
+    queries = [getattr(ctypes.CDLL(path), name, None) for path in libraries for name in names]
+    return any(query is not None and query() for query in queries)
+
+
+def _gpu() -> torch.device | None:
+    """Return the kind of GPU that torch finds, if mpikfac knows the kind."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return found if found is not None and found.type in KINDS else None
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:

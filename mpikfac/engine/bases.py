@@ -149,7 +149,7 @@ class Bases(Part):
         added = self._added([t for t in tasks if t.factor.solver.damped], factors, damping, tell)
         packed |= {name: packed[name].double() for name, much in felt.items() if much}
         if self._curvature:
-            added |= {name: torch.tensor([1.0 * much]) for name, much in felt.items()}
+            added |= {name: torch.tensor([1.0 * much], device="cpu") for name, much in felt.items()}
             received = self._curvature.start(packed, added, share)
             self._made = lambda: self._looked_through(received())
         elif at_once:

@@ -246,7 +246,8 @@ class Directions(Part):
 
         Collective over: world.
         """
-        numbers = torch.zeros(1 + len(directions), len(directions), dtype=torch.float64)
+        shape = 1 + len(directions), len(directions)
+        numbers = torch.zeros(shape, dtype=torch.float64, device="cpu")
         if weight:  # a mean over no example is NaN
             try:
                 found = slopes_and_curvatures(model, batch, directions)
@@ -257,7 +258,7 @@ class Directions(Part):
                 ) from error
             numbers = torch.vstack(found).cpu() * weight / self.plan.grid.count
         mean = summed(self.site.grid.world, numbers.flatten().tolist())
-        numbers = torch.tensor(mean, dtype=torch.float64).view_as(numbers)
+        numbers = torch.tensor(mean, dtype=torch.float64, device="cpu").view_as(numbers)
         return numbers[0], numbers[1:]
 
     def _compare(self, slope: float, expected: float) -> None:

@@ -225,7 +225,8 @@ class Recorder(Part):
         self._recorded.difference_update(names)
         found = [one for name in names for one in self._scales(name)]
         if found:
-            torch._foreach_mul_([one.total for one, _, _ in found], [scale for _, scale, _ in found])
+            sums, scales, _ = zip(*found)
+            torch._foreach_mul_([one.total for one in sums], scales)
             # Once for each factor: a factor may have several sums, of parts of a layer.
             counted = {one.factor.counted: (one.count, batch) for one, _, batch in found}
             counts, batches = map(list, zip(*counted.values()))

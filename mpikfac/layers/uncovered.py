@@ -173,7 +173,7 @@ class Votes(Statistic):
         """Vote on `values`, which all ranks must have alike, and on a change of the model."""
         self.heard = []
         mark = zlib.crc32(repr(values).encode()) % MARKS
-        values = torch.tensor([changed, mark, mark**2], dtype=self.tensor.dtype)
+        values = torch.tensor([changed, mark, mark**2], dtype=self.tensor.dtype, device="cpu")
         self.tensor[CHANGED : SQUARED + 1].copy_(values, non_blocking=True)
 
     def counted(self, votes: Tensor) -> Tensor:

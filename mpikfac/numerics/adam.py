@@ -25,7 +25,7 @@ class AdamSteps(dict[str, Tensor]):
         shapes = [(name, tuple(gradients[name].shape)) for name in names]
         averages = Arena(lay_out([shapes]), gradients.flat.dtype, gradients.flat.device)
         # On the host: a division by a number of the host does not wait for a GPU.
-        weights = torch.zeros(len(names), dtype=gradients.flat.dtype)
+        weights = torch.zeros(len(names), dtype=gradients.flat.dtype, device="cpu")
         super().__init__(averages)
         self.update(zip(map(count_of, names), weights.split(1)))
         self._names, self._weights = names, weights

@@ -390,7 +390,15 @@ at::Tensor like(const at::Tensor& meta) {
 void compute(
     const c10::OperatorHandle& op, Stack arguments, const std::vector<int>& origins,
     const Stack& results) {
-  op.callBoxed(&arguments);
+  const std::string& name = op.schema().name();
+  if (name == "aten::native_batch_norm_backward" && arguments[2].toTensor().defined())
+    for (int saved : {5, 6})  // a device keeps these in float32, a CPU in the type of the weights
+      arguments[saved] = arguments[saved].toTensor().to(arguments[2].toTensor().scalar_type());
+  try {
+    op.callBoxed(&arguments);
+  } catch (const c10::Error& error) {  // the host is elsewhere by now
+    TORCH_CHECK(false, name, ": ", error.what_without_backtrace());
+  }
   for (size_t i = 0; i < results.size(); i++) {
     if (origins[i] >= 0) continue;
     std::vector<at::Tensor> made;
@@ -570,6 +578,61 @@ std::tuple<at::Tensor, at::Tensor> native_dropout(
   return {self * mask / (1 - p), mask};
 }
 
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell(
+    const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& cell,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  at::Tensor sum = input_gates + hidden_gates;
+  for (const auto& bias : {input_bias, hidden_bias})
+    if (bias && bias->defined()) sum = sum + *bias;
+  auto gates = sum.chunk(4, 1);
+  at::Tensor in = gates[0].sigmoid(), forget = gates[1].sigmoid(), out = gates[3].sigmoid();
+  at::Tensor change = gates[2].tanh(), next = forget * cell + in * change;
+  return {out * next.tanh(), next, at::cat({in, forget, change, out}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> lstm_cell_backward(
+    const std::optional<at::Tensor>& of_output, const std::optional<at::Tensor>& of_cell,
+    const at::Tensor& cell, const at::Tensor& next, const at::Tensor& gates, bool has_bias) {
+  auto parts = gates.chunk(4, 1);
+  at::Tensor in = parts[0], forget = parts[1], change = parts[2], out = parts[3];
+  at::Tensor squashed = next.tanh(), gradient = at::zeros_like(cell), of_out = gradient;
+  if (of_cell && of_cell->defined()) gradient = *of_cell;
+  if (of_output && of_output->defined()) {
+    of_out = *of_output * squashed;
+    gradient = gradient + *of_output * out * (1 - squashed * squashed);
+  }
+  at::Tensor of_gates = at::cat(
+      {gradient * change * in * (1 - in), gradient * cell * forget * (1 - forget),
+       gradient * in * (1 - change * change), of_out * out * (1 - out)}, 1);
+  return {of_gates, gradient * forget, has_bias ? of_gates.sum(0) : at::Tensor()};
+}
+
+std::tuple<at::Tensor, at::Tensor> gru_cell(
+    const at::Tensor& input_gates, const at::Tensor& hidden_gates, const at::Tensor& hidden,
+    const std::optional<at::Tensor>& input_bias, const std::optional<at::Tensor>& hidden_bias) {
+  auto with = [](const at::Tensor& gates, const std::optional<at::Tensor>& bias) {
+    return (bias && bias->defined() ? gates + *bias : gates).chunk(3, 1);
+  };
+  auto in = with(input_gates, input_bias), from = with(hidden_gates, hidden_bias);
+  at::Tensor reset = (in[0] + from[0]).sigmoid(), keep = (in[1] + from[1]).sigmoid();
+  at::Tensor fresh = (in[2] + reset * from[2]).tanh();
+  return {
+      (hidden - fresh) * keep + fresh, at::cat({reset, keep, fresh, hidden, from[2]}, 1)};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_backward(
+    const at::Tensor& gradient, const at::Tensor& kept, bool has_bias) {
+  auto parts = kept.chunk(5, 1);
+  at::Tensor reset = parts[0], keep = parts[1], fresh = parts[2], hidden = parts[3];
+  at::Tensor of_fresh = gradient * (1 - keep) * (1 - fresh * fresh);
+  at::Tensor of_keep = gradient * (hidden - fresh) * keep * (1 - keep);
+  at::Tensor of_reset = of_fresh * parts[4] * reset * (1 - reset);
+  at::Tensor of_input = at::cat({of_reset, of_keep, of_fresh}, 1);
+  at::Tensor of_hidden = at::cat({of_reset, of_keep, of_fresh * reset}, 1);
+  auto sum = [&](const at::Tensor& one) { return has_bias ? one.sum(0) : at::Tensor(); };
+  return {of_input, of_hidden, gradient * keep, sum(of_input), sum(of_hidden)};
+}
+
 // -- torch's view of the device ------------------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -722,6 +785,10 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("view", TORCH_FN(view));
   m.impl("_reshape_alias", TORCH_FN(reshape_alias));
   m.impl("unfold", TORCH_FN(unfold));
+  m.impl("_thnn_fused_lstm_cell", TORCH_FN(lstm_cell));
+  m.impl("_thnn_fused_lstm_cell_backward_impl", TORCH_FN(lstm_cell_backward));
+  m.impl("_thnn_fused_gru_cell", TORCH_FN(gru_cell));
+  m.impl("_thnn_fused_gru_cell_backward", TORCH_FN(gru_cell_backward));
   m.impl("native_dropout", TORCH_FN(native_dropout));
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_));
   // Without a device's own library, torch would take kernels apart that are one kernel there.

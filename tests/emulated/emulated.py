@@ -93,3 +93,17 @@ cuda.is_current_stream_capturing = lambda: False
 cuda.get_device_name = lambda device=None: "emulated device"
 cuda.manual_seed_all = cuda.manual_seed = _seed
 cuda.get_rng_state, cuda.set_rng_state = _random_state, _set_random_state
+cuda._exchange_device = torch._C._accelerator_exchangeDevice
+cuda._maybe_exchange_device = torch._C._accelerator_maybeExchangeDevice
+
+
+_reduce = torch.Tensor.__reduce_ex__
+
+
+def _reduced(self: torch.Tensor, protocol: int) -> Any:  # pickle cannot make storages here
+    if not self.is_cuda:
+        return _reduce(self, protocol)
+    return torch.Tensor.to, (self.detach().cpu(), self.device)
+
+
+torch.Tensor.__reduce_ex__ = _reduced  # type: ignore[method-assign]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import mpikfac
 from support.problem import DEVICE
@@ -20,11 +21,7 @@ STDERR = pytest.StashKey[int]()
 
 
 HERE = Path(__file__).parent
-# Tests with models of their own lie on the host.
-ON_HOST = ("combinations", "damping", "inner", "kinds", "new_solver", "numbers", "parts", "scales")
-ON_HOST += ("state", "training")
-if DEVICE.type != "cpu":
-    collect_ignore = [f"test_{name}.py" for name in ON_HOST]
+torch.set_default_device(DEVICE)  # where tests make models and data of their own
 
 
 @pytest.fixture

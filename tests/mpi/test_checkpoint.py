@@ -57,7 +57,7 @@ def share(state: dict, rank: int, ranks: int) -> dict:
 
 def same(a, b) -> bool:
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.cpu(), b.cpu())
     return type(a) is type(b) and a == b
 
 

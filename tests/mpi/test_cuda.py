@@ -18,6 +18,12 @@ STEPS, BATCH = 3, 12
 REDUCTIONS = ("everyone", "owners")
 
 
+@pytest.fixture(autouse=True)
+def _made_on_the_host():
+    with torch.device("cpu"):  # the same numbers on both devices
+        yield
+
+
 def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) -> mpikfac.KFAC:
     torch.manual_seed(0)
     model = nn.Sequential(

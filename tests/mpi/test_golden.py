@@ -40,7 +40,9 @@ class Net(nn.Module):
 
 
 def close(found: torch.Tensor, stored: np.ndarray) -> None:
-    torch.testing.assert_close(found, torch.from_numpy(np.array(stored)), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(
+        found.cpu(), torch.from_numpy(np.array(stored)), rtol=1e-9, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize(("world", "scaling", "solver", "clip"), CASES)
@@ -55,7 +57,7 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
     inputs = f"inputs/world{world}"
     net = Net().double()
     for name, parameter in net.named_parameters():
-        parameter.data = torch.from_numpy(stored[f"{inputs}/weights/{name}"])
+        parameter.data = torch.from_numpy(stored[f"{inputs}/weights/{name}"]).to(problem.DEVICE)
     kfac = problem.kfac(
         net,
         torch.optim.SGD(net.parameters(), lr=0.1),
@@ -67,7 +69,10 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
         normalization="kfac-pytorch" if scaling == "main" else "sc20",
         start="identity",
     )
-    x, y = (torch.from_numpy(stored[f"{inputs}/{name}"][:, sub.rank]) for name in "xy")
+    x, y = (
+        torch.from_numpy(stored[f"{inputs}/{name}"][:, sub.rank]).to(problem.DEVICE)
+        for name in "xy"
+    )
     for step in range(3):
         net.zero_grad()
         F.cross_entropy(net(x[step]), y[step]).backward()

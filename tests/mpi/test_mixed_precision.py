@@ -151,14 +151,15 @@ def test_bfloat16_models_stay_alike(comm, strategy):
         images, labels = problem.shards(number, comm.size)[comm.rank]
         one.optimizer.zero_grad()
         F.cross_entropy(one.model(images.bfloat16()).float(), labels).backward()
-        own = one.model[5].bias.grad.float()
+        own = one.model[5].bias.grad.float().cpu()
         one.step()
         state = problem.state(one.model)
         assert all(torch.equal(state, other) for other in comm.allgather(state))
         if strategy == "sgd":
             mean = torch.stack(comm.allgather(own)).double().mean(0).float()
-            torch.testing.assert_close(one.gradients.arena["5.bias"], mean, rtol=1e-6, atol=1e-8)
-            assert torch.equal(one.model[5].bias.grad, one.gradients.arena["5.bias"].bfloat16())
+            gradient = one.gradients.arena["5.bias"].cpu()
+            torch.testing.assert_close(gradient, mean, rtol=1e-6, atol=1e-8)
+            assert torch.equal(one.model[5].bias.grad.cpu(), gradient.bfloat16())
     assert state.isfinite().all()
     assert not torch.equal(state, first)
     assert {p.dtype for p in one.model.parameters()} == {torch.bfloat16}

@@ -65,17 +65,19 @@ def train_on_shards(kfac, comm, ranks, batches) -> None:
 def network() -> nn.Module:
     """Return Conv - fixed BatchNorm - in-place ReLU - strided Conv - Linear."""
     torch.manual_seed(1)
-    norm = nn.BatchNorm2d(9)
-    norm.running_mean.uniform_(-0.5, 0.5)
-    norm.running_var.uniform_(0.5, 2.0)
-    return nn.Sequential(
-        nn.Conv2d(2, 9, 3, padding=1, bias=False),
-        norm.eval(),
-        nn.ReLU(inplace=True),
-        nn.Conv2d(9, 4, 3, stride=2),
-        nn.Flatten(),
-        nn.Linear(36, 5),
-    ).to(DEVICE, torch.float64)
+    with torch.device("cpu"):  # the same numbers on any device
+        norm = nn.BatchNorm2d(9)
+        norm.running_mean.uniform_(-0.5, 0.5)
+        norm.running_var.uniform_(0.5, 2.0)
+        model = nn.Sequential(
+            nn.Conv2d(2, 9, 3, padding=1, bias=False),
+            norm.eval(),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(9, 4, 3, stride=2),
+            nn.Flatten(),
+            nn.Linear(36, 5),
+        )
+    return model.to(DEVICE, torch.float64)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -96,8 +98,9 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """Return the images and labels of all ranks together."""
     generator = torch.Generator().manual_seed(step)
-    images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
-    labels = torch.randint(0, 5, (EXAMPLES,), generator=generator)
+    with torch.device("cpu"):
+        images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).double()
+        labels = torch.randint(0, 5, (EXAMPLES,), generator=generator)
     return images.to(DEVICE), labels.to(DEVICE)
 
 

@@ -36,7 +36,7 @@ class ConvLayer(Layer):
         self._around = () if module.padding_mode == "zeros" else _padding(module)
         if self.transposed:
             # Large enough to keep a pixel after the cut by the padding.
-            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding))
+            image = torch.empty(1, 1, *(1 + 2 * int(p) for p in module.padding), device="cpu")
             _, self._window = self._spread(module, image, module.output_padding)
         else:
             zeros = ((0, 0),) * len(module.kernel_size) if self._around else _padding(module)

@@ -1,0 +1,72 @@
+"""Count, by kind of step, how often the host waits for the device, and the kernels."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from typing import NamedTuple
+
+import emulated
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac_apps.problems import models
+
+EVERY = {"factor_every": 2, "basis_every": 4}
+KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
+
+
+class Step(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        waits: of the host, by reason and line of the library.
+        kernels: started kernels.
+        of_model: kernels of the forward and backward pass, with the recorded statistics.
+    """
+
+    waits: Counter[str]
+    kernels: int
+    of_model: int
+
+
+def place() -> str:
+    """Return the line of the library that runs."""
+    for frame in reversed(traceback.extract_stack()):
+        if "/mpikfac/" in frame.filename:
+            return f"{frame.filename.rpartition('/mpikfac/')[2]}:{frame.lineno}"
+    return "outside"
+
+
+def steps_of(name: str, size: int, **settings: object) -> dict[str, Step]:
+    """Return the steps of K-FAC with a network and a batch of 4 images, by kind."""
+    comm = mpikfac.world()
+    device = mpikfac.device(comm, "cuda")
+    torch.manual_seed(0)
+    model = models.build(name, classes=10).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = mpikfac.KFAC(model, optimizer, comm, **EVERY, **settings)
+    images = torch.randn(4, 3, size, size).to(device)
+    labels = torch.randint(10, (4,)).to(device)
+    waits: Counter[str] = Counter()
+    kernels = 0
+
+    def tell(kind: str, name: str) -> None:
+        nonlocal kernels
+        if kind == "kernel":
+            kernels += 1
+        else:
+            waits[f"{name} in {place()}"] += 1
+
+    found = {}
+    for step in range(max(KINDS) + 1):
+        optimizer.zero_grad()
+        waits, kernels = Counter(), 0
+        with emulated.watched(tell):
+            F.cross_entropy(model(images), labels).backward()
+            of_model = kernels
+            kfac.step()
+        if step in KINDS:
+            found[KINDS[step]] = Step(waits, kernels, of_model)
+    return found
