@@ -471,6 +471,10 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
                               return made;
                             }));
   }
+  if (name.starts_with("aten::_foreach"))  // for others, torch counts before the device is asked
+    for (size_t i = 0; i < arguments.size(); i++)
+      if (const auto* alias = schema.arguments()[i].alias_info(); alias && alias->isWrite())
+        each(arguments[i], [](const at::Tensor& t) { t.unsafeGetTensorImpl()->bump_version(); });
   torch::jit::drop(*stack, schema.arguments().size());
   for (IValue& result : results) stack->push_back(std::move(result));
 }
@@ -570,6 +574,20 @@ at::Tensor& set_(
   own->set_storage_offset(offset);
   own->set_sizes_and_strides(size, stride);
   return self;
+}
+
+void foreach_copy_(at::TensorList filled, at::TensorList sources, bool non_blocking) {
+  bool mixed = false;
+  for (size_t i = 0; i < filled.size(); i++)
+    mixed |= filled[i].device() != sources[i].device();
+  if (mixed) {  // as a GPU does: one by one
+    for (size_t i = 0; i < filled.size(); i++) filled[i].copy_(sources[i], non_blocking);
+    return;
+  }
+  static auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("aten::_foreach_copy_", "");
+  Stack stack{filled, sources, non_blocking};
+  launch(op, &stack);
 }
 
 std::tuple<at::Tensor, at::Tensor> native_dropout(
@@ -795,7 +813,9 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const char* whole : {"convolution", "convolution_backward"})
     m.impl(whole, torch::CppFunction::makeFromBoxedFunction<&launch>());
   for (const auto& op : c10::Dispatcher::singleton().getAllOpNames())
-    if (op.name.starts_with("aten::_foreach"))
+    if (op.name == "aten::_foreach_copy_")
+      m.impl("_foreach_copy_", TORCH_FN(foreach_copy_));
+    else if (op.name.starts_with("aten::_foreach"))
       m.impl(
           c10::toString(op).c_str(), torch::CppFunction::makeFromBoxedFunction<&launch>());
 }

@@ -107,3 +107,15 @@ def _reduced(self: torch.Tensor, protocol: int) -> Any:  # pickle cannot make st
 
 
 torch.Tensor.__reduce_ex__ = _reduced  # type: ignore[method-assign]
+
+_clone = torch.UntypedStorage.clone
+
+
+def _cloned(self: torch.UntypedStorage) -> torch.UntypedStorage:  # for copy.deepcopy
+    if self.device.type != "cuda":
+        return _clone(self)
+    whole = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self, 0, (len(self),), (1,))
+    return whole.clone().untyped_storage()
+
+
+torch.UntypedStorage.clone = _cloned  # type: ignore[method-assign]

@@ -30,6 +30,13 @@ def comm():
     return WORLD
 
 
+@pytest.fixture
+def made_on_the_host():
+    """Let a test make tensors on the host, where the test names no device."""
+    with torch.device("cpu"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _time_limit(request):
     # A rank that waits inside MPI sees no signal: a thread prints the place and ends the process.
@@ -41,10 +48,16 @@ def _time_limit(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark three of four tests as slow, in turn: the fast tests differ with the number of ranks."""
+    """Mark all but every fourth test as slow: the fast tests differ with the number of ranks.
+
+    On a GPU, all but every eighth test: staged and direct runs have other fast tests.
+    """
     own = [item for item in items if item.path.is_relative_to(HERE)]
+    turns, turn = 4, WORLD.size % 4
+    if DEVICE.type != "cpu":
+        turns, turn = 8, turn + 4 * mpikfac.comm.cuda_aware()
     for number, item in enumerate(own):
-        if number % 4 != WORLD.size % 4:
+        if number % turns != turn:
             item.add_marker("slow")
 
 

@@ -8,6 +8,9 @@ import pytest
 
 import mpikfac
 from mpikfac_apps.planning import calibrate
+from support import problem
+
+pytestmark = pytest.mark.usefixtures("made_on_the_host")
 
 WORDS = """
 import torch
@@ -103,7 +106,7 @@ def test_where_groups_lie_is_noted(comm, quick, monkeypatch, ranks, size, distan
         assert comm.size < ranks  # nothing to lay out on fewer
         return
     monkeypatch.setattr(calibrate, "ELEMENTS", [256])
-    samples = calibrate.message_samples(comm, list(hosts), size, distance)
+    samples = calibrate.message_samples(comm, problem.DEVICE, list(hosts), size, distance)
     assert {(sample.nodes, sample.sharing) for sample in samples} == {placed}
     assert {sample.ranks for sample in samples} == {size}
 

@@ -12,16 +12,13 @@ from torch import nn
 import mpikfac
 from support import problem
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+    pytest.mark.usefixtures("made_on_the_host"),
+]
 
 STEPS, BATCH = 3, 12
 REDUCTIONS = ("everyone", "owners")
-
-
-@pytest.fixture(autouse=True)
-def _made_on_the_host():
-    with torch.device("cpu"):  # the same numbers on both devices
-        yield
 
 
 def trainer(comm, device: torch.device, strategy: mpikfac.Strategy, **settings) -> mpikfac.KFAC:

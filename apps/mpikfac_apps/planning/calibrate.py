@@ -4,7 +4,8 @@
 
 During every measurement all ranks do the same work, as in training: ranks may share cores, and
 communicators may share the link of a node. Foreign work changes the measurement: use an idle
-machine. The program runs on the CPU.
+machine. On GPUs, messages go as in training: directly if MPI takes device buffers, else through the
+host; MPIKFAC_CUDA_AWARE=0 measures the second way on any MPI.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -67,6 +69,7 @@ class CalibrateOptions:
             numbers.
         batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
             Predictions for numbers in between lie on a line.
+        device: the device of each rank; "auto" takes a GPU if a GPU exists.
     """
 
     out: Path = required()
@@ -74,6 +77,7 @@ class CalibrateOptions:
     input: tuple[int, ...] | None = read_by(counts, None)
     tokens: int | None = bounded(None, ">= 1")
     batch_per_rank: tuple[int, ...] = read_by(counts, "32")
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,18 +124,21 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
     Collective over: comm.
     """
     hosts = share_cores(comm, None)
+    device = mpikfac.device(comm, options.device)
     with mpikfac.comm.together(comm, "measuring"):
         networks = [
-            Network(name, batch, options.input, options.tokens)
+            Network(name, batch, options.input, options.tokens, device)
             for name in options.model
             for batch in options.batch_per_rank
         ]
     visit(comm, networks)
-    samples = [sample for kind in groups(comm) for sample in message_samples(comm, hosts, *kind)]
+    samples = [
+        sample for kind in groups(comm) for sample in message_samples(comm, device, hosts, *kind)
+    ]
     visit(comm, networks)
     orders = sorted({order for network in networks for order in network.orders})
-    inverse = ladder(comm, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
-    eigen = ladder(comm, orders, mpikfac.solvers.eigenbasis)
+    inverse = ladder(comm, device, orders, lambda a: mpikfac.solvers.damped_inverse(a, 0.03))
+    eigen = ladder(comm, device, orders, mpikfac.solvers.eigenbasis)
     visit(comm, networks)
     levels = [
         mpikfac.predict.level_of(s) for s in samples if s.primitive == "Allgatherv" and s.nodes == 1
@@ -147,7 +154,7 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
         samples=tuple(samples),
         decompositions={"inverse": inverse, "eigen": eigen},
         networks=tuple(network.seconds(comm) for network in networks),
-        about=environment(hosts, torch.device("cpu")),
+        about=environment(hosts, device) | _way(device),
     )
     return dataclasses.replace(machine, hidden=hidden_part(comm, machine, networks[0]))
 
@@ -163,7 +170,7 @@ def groups(comm: mpikfac.comm.Comm) -> Iterator[tuple[int, int]]:
 
 
 def message_samples(
-    comm: mpikfac.comm.Comm, hosts: list[str], size: int, distance: int
+    comm: mpikfac.comm.Comm, device: torch.device, hosts: list[str], size: int, distance: int
 ) -> list[mpikfac.predict.Sample]:
     """Return measurements of each collective, carried out by all groups of ranks at once.
 
@@ -188,7 +195,7 @@ def message_samples(
             size,
             nodes,
             sharing if nodes > 1 else 1,
-            curve(comm, grid, primitive, encoding(codec)),
+            curve(comm, device, grid, primitive, encoding(codec)),
             codec,
         )
         for primitive, codec in kinds
@@ -202,6 +209,7 @@ def encoding(codec: str | None) -> mpikfac.plan.Codec | None:
 
 def curve(
     comm: mpikfac.comm.Comm,
+    device: torch.device,
     grid: mpikfac.comm.Grid,
     primitive: str,
     codec: mpikfac.plan.Codec | None,
@@ -212,8 +220,8 @@ def curve(
     """
     points: list[tuple[float, float]] = []
     for elements in ELEMENTS:
-        size, work = collective(grid, primitive, elements, codec)
-        seconds = seconds_of(comm, work)
+        size, work = collective(device, grid, primitive, elements, codec)
+        seconds = seconds_of(comm, device, work)
         points.append((size, seconds / 2 if primitive == "Send" else seconds))
         if seconds > LONGEST:
             break
@@ -221,7 +229,11 @@ def curve(
 
 
 def collective(
-    grid: mpikfac.comm.Grid, primitive: str, elements: int, codec: mpikfac.plan.Codec | None
+    device: torch.device,
+    grid: mpikfac.comm.Grid,
+    primitive: str,
+    elements: int,
+    codec: mpikfac.plan.Codec | None,
 ) -> tuple[int, Callable[[], object]]:
     """Return the bytes of a collective over about `elements` elements, and the collective.
 
@@ -230,9 +242,10 @@ def collective(
     """
     group, ranks = grid.world, grid.world.size
     part = max(16, elements // ranks // 16 * 16)  # layouts are aligned
-    flat = torch.zeros(part * ranks)
-    if primitive == "Send":
-        return flat.nbytes, lambda: there_and_back(group, flat.numpy())
+    flat = torch.zeros(part * ranks, device=device)
+    if primitive == "Send":  # such messages are of curvature ranks, and go through the host
+        host = flat.cpu().numpy()
+        return flat.nbytes, lambda: there_and_back(group, host)
     spans = [(0, len(flat))]
     if primitive in ("Reduce_scatter", "Alltoall", "Allgatherv"):
         spans = [(part * rank, part * (rank + 1)) for rank in range(ranks)]
@@ -291,7 +304,10 @@ def hidden_part(
 
 
 def ladder(
-    comm: mpikfac.comm.Comm, orders: Sequence[int], work: Callable[[Tensor], object]
+    comm: mpikfac.comm.Comm,
+    device: torch.device,
+    orders: Sequence[int],
+    work: Callable[[Tensor], object],
 ) -> tuple[tuple[float, float], ...]:
     """Return orders and seconds of a computation on a factor; stop after the first long time.
 
@@ -301,9 +317,9 @@ def ladder(
     for order in orders:
         if points and points[-1][1] * (order / points[-1][0]) ** 3 > LONGEST:
             break
-        a = torch.randn(order, 2 * order)
+        a = torch.randn(order, 2 * order, device=device)
         factor = a @ a.T / (2 * order)
-        points.append((order, seconds_of(comm, lambda: work(factor))))  # noqa: B023 (used at once)
+        points.append((order, seconds_of(comm, device, partial(work, factor))))
     return tuple(points)
 
 
@@ -325,7 +341,12 @@ class Network:
     """
 
     def __init__(
-        self, name: str, batch: int, inputs: tuple[int, ...] | None, tokens: int | None
+        self,
+        name: str,
+        batch: int,
+        inputs: tuple[int, ...] | None,
+        tokens: int | None,
+        device: torch.device,
     ) -> None:
         self.name, self.batch = name, batch
         layers, _ = models.shapes_of(name)
@@ -341,6 +362,8 @@ class Network:
             usual = models.network(name)
             self._inputs = torch.randn(batch, *usual.image, generator=seeded)
             self._labels = torch.randint(usual.classes, (batch,), generator=seeded)
+        self._model.to(device)
+        self._inputs, self._labels = self._inputs.to(device), self._labels.to(device)
         self.orders = {factor.order for layer in layers for factor in layer.factors}
         self._plain: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
         self._factors: dict[str, list[dict[str, float]]] = {solver: [] for solver in SOLVERS}
@@ -375,10 +398,10 @@ class Network:
         for _ in range(TURNS):
             for (kfac, images, labels), found in zip(made, taken):
                 comm.Barrier()
-                start = time.perf_counter()
+                start = now(images.device)
                 for _ in range(STEPS):
                     timed_step(kfac, images, labels)
-                found.append(max(comm.allgather((time.perf_counter() - start) / STEPS)))
+                found.append(max(comm.allgather((now(images.device) - start) / STEPS)))
         for kfac, _, _ in made:
             kfac.close()
         return [median(found[1:]) for found in taken]
@@ -431,15 +454,30 @@ def timed_step(kfac: mpikfac.KFAC, images: Tensor, labels: Tensor) -> dict[str, 
     """Return seconds of the parts of a training step; "others": `KFAC.step` without two stages."""
     kfac.trace.clear()
     kfac.optimizer.zero_grad()
-    start = time.perf_counter()
+    start = now(images.device)
     loss = F.cross_entropy(kfac.model(images), labels)
-    middle = time.perf_counter()
+    middle = now(images.device)
     loss.backward()
-    end = time.perf_counter()
+    end = now(images.device)
     kfac.step()
+    finished = now(images.device)
     stages = {stage: kfac.trace.seconds[stage] for stage in ("precondition", "optimizer")}
-    others = time.perf_counter() - end - sum(stages.values())
+    others = finished - end - sum(stages.values())
     return {"forward": middle - start, "backward": end - middle, "others": others, **stages}
+
+
+def now(device: torch.device) -> float:
+    """Return the present second, after the device has finished all started work."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _way(device: torch.device) -> dict[str, str]:
+    """Return how messages of a GPU went: directly, or through the host."""
+    if device.type == "cpu":
+        return {}
+    return {"device buffers": "direct" if mpikfac.comm.cuda_aware() else "staged"}
 
 
 def _made(name: str) -> tuple[torch.nn.Module, mpikfac.layers.Kinds]:
@@ -452,7 +490,7 @@ def _made(name: str) -> tuple[torch.nn.Module, mpikfac.layers.Kinds]:
     return models.channels_last(model), mpikfac.KINDS
 
 
-def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:
+def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[], object]) -> float:
     """Return the median over repetitions of the slowest rank's seconds; ranks begin together.
 
     Collective over: comm.
@@ -460,10 +498,10 @@ def seconds_of(comm: mpikfac.comm.Comm, work: Callable[[], object]) -> float:
 
     def slowest(times: int) -> float:
         comm.Barrier()
-        start = time.perf_counter()
+        start = now(device)
         for _ in range(times):
             work()
-        return max(comm.allgather((time.perf_counter() - start) / times))
+        return max(comm.allgather((now(device) - start) / times))
 
     work()
     first = slowest(1)
