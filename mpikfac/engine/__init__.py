@@ -6,9 +6,8 @@ from mpikfac.engine.bases import Bases
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
 from mpikfac.engine.factors import Factors
-from mpikfac.engine.flags import Flags
 from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.nonfinite import Nonfinite
+from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.engine.recorder import Recorder
 from mpikfac.engine.scales import Scales
 from mpikfac.engine.site import Part, Site

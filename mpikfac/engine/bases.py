@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from mpikfac.engine.decomposers import Background, Curvature
-from mpikfac.engine.eigenvalues import Factors, beside, mean_eigenvalues
 from mpikfac.engine.site import Part, Site
 from mpikfac.numerics import alike, copy_all, not_finite, unfold_triangle
 from mpikfac.plan import Factor, PlannedLayer
-from mpikfac.solvers import Held, Means, Solver, decomposed, decomposed_together
+from mpikfac.solvers import (
+    Held,
+    Means,
+    Solver,
+    beside,
+    decomposed,
+    decomposed_together,
+    mean_eigenvalues,
+)
 
 Blocks = dict[str, Tensor]
 # Errors of eigenvalues, relative to the damping.
@@ -395,6 +402,6 @@ def _tell_marked(
     tell([name for name, mark in zip(names, marks) if mark])
 
 
-def _order(side: Factors) -> float:
+def _order(side: tuple[Factor, ...]) -> float:
     """Return the order of all factors of a side together, of one group."""
     return sum(factor.size for factor in side) / side[0].groups

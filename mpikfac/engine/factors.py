@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.engine.flags import Flags
+from mpikfac.engine.nonfinite import Flags
 from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.numerics import (
     Arena,
@@ -18,7 +18,7 @@ from mpikfac.numerics import (
     add_triangle,
     all_finite,
     copy_all,
-    finite,
+    each_finite,
     unfold_triangle,
 )
 from mpikfac.plan import Factor
@@ -73,7 +73,7 @@ def leave_out_broken(
     if not running or (flat.is_cpu and all_finite(flat)):
         tell([])
         return
-    sound = finite([one.total for one in running])
+    sound = each_finite([one.total for one in running])
     torch._foreach_mul_([one.count for one in running], list(sound.to(flat.dtype).split(1)))
     flat.nan_to_num_(0.0, 0.0, 0.0)
     names = [one.name for one in running]

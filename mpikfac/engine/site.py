@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Grid, handed_over
-from mpikfac.engine.flags import Flags
-from mpikfac.engine.nonfinite import Nonfinite
+from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.numerics import Arena
 from mpikfac.plan import Layout, RankPlan
 from mpikfac.trace import Trace

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpikfac.numerics.adam import AdamSteps
-from mpikfac.numerics.arena import Arena, Copies, Parts, copy_all
+from mpikfac.numerics.arena import Arena, Copies, Parts, alike, copy_all
 from mpikfac.numerics.codecs import add_decoded, encode
-from mpikfac.numerics.finite import all_finite, finite, not_finite
+from mpikfac.numerics.finite import all_finite, each_finite, not_finite
 from mpikfac.numerics.fisher import (
     FISHERS,
     LOSSES,
@@ -44,7 +44,6 @@ from mpikfac.numerics.quadratic import (
     lowest,
     slopes_and_curvatures,
 )
-from mpikfac.numerics.stacks import alike
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
@@ -69,11 +68,11 @@ __all__ = [
     "all_finite",
     "check_outputs",
     "copy_all",
+    "each_finite",
     "encode",
     "end_step",
     "exact",
     "factor_scales",
-    "finite",
     "from_left",
     "from_right",
     "inner_products",

@@ -14,7 +14,7 @@ def all_finite(flat: Tensor) -> bool:
     return math.isfinite(flat.sum())
 
 
-def finite(tensors: Sequence[Tensor]) -> Tensor:
+def each_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether each of the tensors is finite, `[tensors]`, as `all_finite` does."""
     return torch.stack([one.sum() for one in tensors]).isfinite()
 
@@ -23,6 +23,6 @@ def not_finite(blocks: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the blocks that hold infinity or NaN."""
     if not blocks:
         return []
-    sound = finite(list(blocks.values())).tolist()
+    sound = each_finite(list(blocks.values())).tolist()
     doubtful = [name for name, known in zip(blocks, sound) if not known]
     return [name for name in doubtful if not blocks[name].isfinite().all()]

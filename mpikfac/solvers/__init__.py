@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpikfac.solvers.decompose import decomposed, decomposed_together
 from mpikfac.solvers.eigen import Eigen, eigenbasis, products_of_values, values_in_basis
+from mpikfac.solvers.eigenvalues import beside, mean_eigenvalues
 from mpikfac.solvers.ekfac import Ekfac, squares_in_bases
 from mpikfac.solvers.inverse import Inverse, damped_inverse, error_of_inverse, tikhonov_share
 from mpikfac.solvers.rank_one import RankOne
@@ -27,6 +28,7 @@ __all__ = [
     "RankOne",
     "Solver",
     "SolverName",
+    "beside",
     "damped_inverse",
     "decomposed",
     "decomposed_together",
@@ -34,6 +36,7 @@ __all__ = [
     "error_of_inverse",
     "forms",
     "make_plan",
+    "mean_eigenvalues",
     "named_solver",
     "products_of_values",
     "solvers_by_name",
