@@ -11,6 +11,7 @@ layers: on the rank that owns the layer, and the largest count on the remaining 
 from __future__ import annotations
 
 import collections
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -58,11 +59,15 @@ def entered(kind: str, layers: int, solver: str) -> tuple[list[Call], int]:
     strategy = mpikfac.Strategy.hybrid(comm.size, workers=max(1, comm.size // 2))
     kfac = mpikfac.KFAC(model, optimizer, comm, strategy, basis_every=1, solver=solver)
     calls: list[Call] = []
+    begun: set[types.FrameType] = set()  # a generator goes on in the frame that it began in
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         code = frame.f_code
-        # Readers do not go to comprehensions and lambdas.
-        if event == "call" and LIBRARY in Path(code.co_filename).parents and code.co_name[0] != "<":
+        if event != "call" or frame in begun or LIBRARY not in Path(code.co_filename).parents:
+            return
+        if code.co_flags & inspect.CO_GENERATOR:
+            begun.add(frame)
+        if code.co_name[0] != "<":  # readers do not go to comprehensions and lambdas
             calls.append((str(Path(code.co_filename).relative_to(LIBRARY)), code.co_name))
 
     x = torch.randn(4, 8, 6, 8)

@@ -245,10 +245,10 @@ class Bases(Part):
         wanted = [side for t in tasks for side in ((t.factor,), t.side, t.other) if side]
         means = mean_eigenvalues(wanted, packed, self.site.dtype)
         added: Blocks = {}
-        kinds: dict[tuple[str, bool], list[Task]] = {}
+        kinds: dict[tuple[Solver, bool], list[Task]] = {}
         for task in tasks:
             both = task.factor.solver.both and bool(task.other)
-            kinds.setdefault((task.solver.name, both), []).append(task)
+            kinds.setdefault((task.solver, both), []).append(task)
         for (_, both), some in kinds.items():
             own = torch.cat([means[t.factor,] for t in some])
             ratio = None
@@ -301,7 +301,7 @@ class Bases(Part):
             kinds: dict[object, list[Task]] = {}
             for task in (of[name] for name in names):
                 factor = task.factor
-                kinds.setdefault((task.solver.name, factor.rank, factor.groups), []).append(task)
+                kinds.setdefault((task.solver, factor.rank, factor.groups), []).append(task)
             for some in kinds.values():
                 own = [task.factor.name for task in some]
                 more = torch.stack([added[n] for n in own]) if own[0] in added else None

@@ -68,7 +68,7 @@ using Task = std::function<void()>;
 
 struct Queue {
   std::deque<Task> tasks;
-  uint64_t issued = 0, done = 0;
+  uint64_t issued = 0, done = 0, work = 0;  // work: the place of the last task that is no event
 };
 // By device and number of the stream. Objects of the device are never destroyed: a process may end
 // while tasks and tensors are left.
@@ -101,10 +101,16 @@ void run(Queue& queue, uint64_t upto = UINT64_MAX) {
   Locked l(lock);
   run(queue, std::min(upto, queue.issued), ended);
 }
-uint64_t put(Queue& queue, Task task) {
+uint64_t put(Queue& queue, Task task, bool work = true) {
   Locked l(lock);
   queue.tasks.push_back(std::move(task));
-  return ++queue.issued;
+  queue.issued++;
+  if (work) queue.work = queue.issued;
+  return queue.issued;
+}
+double now() {
+  auto time = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration<double>(time).count();
 }
 void run_all(int device) {
   for (auto& [key, queue] : queues)
@@ -697,10 +703,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       const c10::EventFlag) const override {
     if (!*event) *event = new Event;
     auto mark = std::make_shared<Mark>(Mark{&of(stream), 0});
-    mark->place = put(*mark->queue, [mark = mark.get(), kept = std::weak_ptr<Mark>(mark)] {
-      auto now = std::chrono::steady_clock::now().time_since_epoch();
-      if (kept.lock()) mark->seconds = std::chrono::duration<double>(now).count();
-    });
+    Locked l(lock);
+    // A stream without work reaches the event at once, even if the host hears of it later.
+    if (mark->queue->done >= mark->queue->work) mark->seconds = now();
+    auto reach = [mark = mark.get(), kept = std::weak_ptr<Mark>(mark)] {
+      if (kept.lock() && mark->seconds < 0) mark->seconds = now();
+    };
+    mark->place = put(*mark->queue, reach, false);
     event_at(*event) = mark;
   }
   void block(void* event, const Stream& stream) const override {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_an_event_is_complete_once_its_stream_is_there(counting):
     assert not event.query()
     event.synchronize()
     assert event.query() and numbers_of(counting) == list(range(10))
+
+
+def test_a_stream_without_work_reaches_an_event_at_once():
+    """Oracle: the host's clock, between two events that nobody waits for."""
+    torch.accelerator.synchronize()
+    start, end = (torch.Event(CUDA, enable_timing=True) for _ in range(2))
+    start.record()
+    began = time.monotonic()
+    time.sleep(0.02)
+    slept = time.monotonic() - began
+    end.record()
+    end.synchronize()
+    assert start.elapsed_time(end) >= 1e3 * slept
 
 
 def test_too_little_memory_is_one_clear_error():

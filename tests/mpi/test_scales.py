@@ -218,5 +218,5 @@ def test_curvature_ranks_change_no_bit(comm):
             F.cross_entropy(kfac.model(images), labels).backward()
             kfac.step()
         kfac.close()
-        ends.append(torch.cat([problem.state(kfac.model), kfac.scales.averages.flat]))
+        ends.append(torch.cat([problem.state(kfac.model), kfac.scales.averages.flat.cpu()]))
     assert torch.equal(*ends)
