@@ -4,8 +4,10 @@
 
 SGD takes 5,000 updates, AdamW, Muon and SOAP 1,500, and K-FAC 330 and 660. Every optimizer has
 three learning rates, which fall linearly to 0. The best learning rate with seed 0 then gets two
-further seeds. Test errors, by updates and seconds, are kept in `autoencoders.json` beside this
-file. Runs in the file are not repeated. `--known` prints the table of the known runs.
+further seeds. The measure is the error of the training images, as in the literature, or with
+`--measure test_error` the error of the test images. Errors, by updates and seconds, are kept in
+`autoencoders.json` beside this file. Runs in the file are not repeated. `--known` prints the table
+of the known runs.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ WAYS = {  # optimizer, updates and learning rates
     "K-FAC, 330": (KFAC, 330, ("0.0005", "0.001", "0.002")),
     "K-FAC, 660": (KFAC, 660, ("0.0005", "0.001", "0.002")),
 }
+MEASURES = ("train_error", "test_error")  # errors of an epoch's steps; errors after the epoch
 Line = dict[str, float]
 
 
@@ -63,6 +66,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, default=Path("data"), help="cifar-10-batches-bin")
     parser.add_argument("--out", type=Path, default=Path("runs/autoencoders"))
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
+    parser.add_argument("--measure", default=MEASURES[0], choices=MEASURES)
     parser.add_argument("--ranks", default="1")
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
     options = parser.parse_args()
@@ -78,7 +82,7 @@ def main() -> int:
 def lines_of(
     options: argparse.Namespace, problem: str, way: str, rate: str, seed: int
 ) -> list[Line]:
-    """Return updates, seconds and test errors of a run; train only if the run is missing."""
+    """Return updates, seconds and errors of a run; train only if the run is missing."""
     known = read()
     name = f"{problem}, {way}, lr {rate}, seed {seed}"
     if name not in known and not options.known:
@@ -87,7 +91,7 @@ def lines_of(
         settings = {**COMMON, **shown, **given, "lr": rate, "epochs": str(updates // per_epoch)}
         optimizer = settings.pop("optimizer")
         metrics = launch(options, name, optimizer, settings, seed, shown=error_of)
-        kept = ("step", "seconds", "test_error")
+        kept = ("step", "seconds", *MEASURES)
         known = read() | {name: [{key: line[key] for key in kept} for line in tests(metrics)]}
         RESULTS.write_text(json.dumps(known, sort_keys=True) + "\n")
     return known.get(name, [])
@@ -116,7 +120,7 @@ def best_rate(options: argparse.Namespace, problem: str, way: str) -> str:
     finals = {}
     for rate in WAYS[way][2]:
         if lines := lines_of(options, problem, way, rate, SEEDS[0]):
-            finals[rate] = lines[-1]["test_error"]
+            finals[rate] = lines[-1][options.measure]
     return min(finals, key=lambda rate: finals[rate], default="")
 
 
@@ -129,14 +133,16 @@ def report(options: argparse.Namespace, problem: str) -> None:
         found = [lines_of(options, problem, way, rate, seed) for seed in SEEDS]
         if any(found):
             runs[way] = rate, [lines for lines in found if lines]
-    print(f"\n{problem}: test errors at the end, by seed; updates and seconds of K-FAC until then")
+    measure = options.measure
+    print(f"\n{problem}: {measure} at the end, by seed; updates and seconds of K-FAC until then")
     for way, (rate, seeds) in runs.items():
-        finals = [lines[-1]["test_error"] for lines in seeds]
+        finals = [lines[-1][measure] for lines in seeds]
         level = statistics.mean(finals)
         cells = [way, rate, ", ".join(f"{final:.3f}" for final in finals), f"{level:.3f}"]
         cells.append(f"{seeds[0][-1]['step']:.0f} in {mean(seeds, -1, 'seconds'):.1f} s")
         for other in ("K-FAC, 330", "K-FAC, 660"):
-            cells.append(until(runs[other][1], level) if other in runs and other != way else "")
+            known = other in runs and other != way
+            cells.append(until(runs[other][1], measure, level) if known else "")
         print(f"| {' | '.join(cells)} |")
 
 
@@ -145,9 +151,9 @@ def mean(seeds: list[list[Line]], place: int, key: str) -> float:
     return statistics.mean(lines[place][key] for lines in seeds)
 
 
-def until(seeds: list[list[Line]], level: float) -> str:
-    """Return the mean updates and seconds until the test error is at most `level`."""
-    first = [next((line for line in run if line["test_error"] <= level), None) for run in seeds]
+def until(seeds: list[list[Line]], measure: str, level: float) -> str:
+    """Return the mean updates and seconds until the error is at most `level`."""
+    first = [next((line for line in run if line[measure] <= level), None) for run in seeds]
     reached = [line for line in first if line]
     if len(reached) < len(seeds):
         return f"{len(reached)} of {len(seeds)} seeds"
