@@ -11,7 +11,7 @@ set -uo pipefail
 case ${1-} in
     "" | --device) chosen=(-m "not slow") minutes=35 ;;
     --all) chosen=() minutes=75 ;; # CI stops a change after 90 minutes
-    *) echo "usage: bash jobs/test.sh [--all | --device]" >&2 && exit 2 ;;
+    *) echo "usage: bash jobs/test.sh, with nothing, --all or --device" >&2 && exit 2 ;;
 esac
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

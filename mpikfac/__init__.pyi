@@ -24,6 +24,7 @@ from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
+from .plan import Exchange as Exchange
 from .plan import LayerShape as LayerShape
 from .plan import Refresh as Refresh
 from .plan import Strategy as Strategy

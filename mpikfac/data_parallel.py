@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -14,15 +15,19 @@ from mpikfac.engine import (
     Flags,
     Gradients,
     Nonfinite,
+    Replicas,
     Site,
     check_optimizer,
     common_type,
     describe,
+    fitting,
     group_settings,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
+    of_copies,
+    of_rank,
 )
 from mpikfac.layers import Votes, find_uncovered, take_model
 from mpikfac.plan import Strategy, plan_for
@@ -35,7 +40,9 @@ class DataParallel:
     The baseline for comparisons with K-FAC, with the same arena and collectives.
 
     Args:
-        parts: see `Strategy`.
+        strategy: what ranks exchange, and how: `exchange`, `transport` and `update` of a strategy;
+            choices about factors and decompositions have no effect. None: ranks average gradients
+            by a single sum.
 
     Collective over: world. The model becomes rank 0's.
 
@@ -44,6 +51,7 @@ class DataParallel:
 
     Attributes:
         steps: completed steps.
+        combined: see `KFAC`.
         votes: see `KFAC`.
         nonfinite: see `KFAC`.
         intact: see `KFAC`.
@@ -55,14 +63,14 @@ class DataParallel:
         model: nn.Module,
         optimizer: Optimizer,
         comm: Comm,
-        parts: int | None = None,
+        strategy: Strategy | None = None,
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer)
         self.model, self._optimizer = model, optimizer
         self.trace = trace or Trace()
         self.steps, self.intact = 0, True
-        self._comm, self._strategy = Team(comm).trains, Strategy.mem_opt(parts=parts)
+        self._comm, self._strategy = Team(comm).trains, _first_order(strategy or Strategy())
         self.nonfinite = Nonfinite(comm.rank)
         self._votes: Votes | None = None
         self._assemble()
@@ -83,12 +91,19 @@ class DataParallel:
         self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=dtype.itemsize)
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
-        grid = Grid(comm, 1, self.trace)
+        per_node = self._strategy.transport.ranks_per_node
+        grid = Grid(comm, 1, self.trace, per_node)
         site = Site(
             self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite, Flags()
         )
         self.gradients = Gradients(site, model, [], blocks)
+        self.replicas = Replicas(site, self.gradients)
         self._stepped = self.gradients.stepped(model)
+
+    @property
+    def combined(self) -> bool:
+        """Whether all ranks hold the same model, and votes are of all ranks; see `KFAC`."""
+        return not self.replicas.differ
 
     @property
     def optimizer(self) -> Optimizer:
@@ -117,18 +132,20 @@ class DataParallel:
             ValueError: see `KFAC.step`.
             UserError: see `KFAC.step`.
         """
-        scaler = self.gradients.checked(scaler)
+        scaler, alone = (
+            self.gradients.checked(scaler),
+            self.plan.strategy.exchange.alone(self.steps),
+        )
         if not self.gradients.parts:
             self.gradients.look(self._in_force())
             self.gradients.read()
         if examples is not None:
             self.gradients.weigh(examples)
         if scaler is None:
-            self.gradients.reduce()
-        elif not self.gradients.reduce_scaled(scaler):
+            self.gradients.reduce(alone)
+        elif not self.gradients.reduce_scaled(scaler, alone=alone):
             self.gradients.skip()
-            self.steps += 1
-            self._follow_votes()
+            self._end(alone)
             return
         self.gradients.check(self.steps)
         if max_norm is not None:
@@ -136,8 +153,20 @@ class DataParallel:
         self.gradients.write(self.gradients.slots)
         self.intact = False
         self.gradients.update(self.optimizer)
+        self._end(alone)
+
+    def _end(self, alone: bool) -> None:
+        """End the step: combine copies of the model when due, and follow votes."""
+        self.replicas.differ |= alone
+        if self.plan.strategy.exchange.due(self.steps):
+            self.replicas.combine()
         self.steps, self.intact = self.steps + 1, True
-        self._follow_votes()
+        if self.combined:
+            self._follow_votes()
+
+    def combine(self) -> None:
+        """Combine the copies of the model now, if copies may differ; see `KFAC.combine`."""
+        self.replicas.combine()
 
     def _in_force(self) -> dict[str, object]:
         """Return the numbers of the step, which are equal on all ranks."""
@@ -149,9 +178,11 @@ class DataParallel:
         if not alike:
             agree(self._comm, self._in_force())
         if changed:
+            older = self.replicas
             self.detach()
             self.gradients.grid.free()
             self._assemble()
+            self.replicas.take_over(older)
 
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""
@@ -173,12 +204,14 @@ class DataParallel:
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's share of the state, by name: model, optimizer and number of steps."""
+        self.replicas.check_combined()
         state = model_state(self.model, self.optimizer, self._stepped)
-        return state | {"trainer/steps": self.steps}
+        state |= {"trainer/steps": self.steps} | self.replicas.state_dict()
+        return of_copies(state, self._comm.rank) if self._strategy.exchange.of_copies else state
 
     def missing(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state that `names` lack."""
-        return missing_state(self.model, names)
+        return missing_state(self.model, names) | self.replicas.complete(names).difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the rank's part of `state`; on all ranks, or on none.
@@ -189,8 +222,18 @@ class DataParallel:
             UserError: see `KFAC.load_state_dict`.
         """
         with together(self.gradients.grid.world, "loading state", untrusted=True):
+            state = of_rank(state, self._comm.rank)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
+            kept = fitting(state, self.replicas.needed(state.keys()), rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
+        self.replicas.forget()
+        self.replicas.load_state_dict(kept, kept.keys())
         self.steps, self.intact = int(found["trainer/steps"]), True
+
+
+def _first_order(strategy: Strategy) -> Strategy:
+    """Return the choices of a strategy that are not about factors and decompositions."""
+    transport = dataclasses.replace(strategy.transport, reduce_at="factors", packing="triangle")
+    return Strategy(update=strategy.update, transport=transport, exchange=strategy.exchange)

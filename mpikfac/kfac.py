@@ -29,6 +29,7 @@ from mpikfac.engine import (
     Nonfinite,
     Part,
     Recorder,
+    Replicas,
     Scales,
     Site,
     check_joins,
@@ -44,6 +45,8 @@ from mpikfac.engine import (
     missing_state,
     model_state,
     needed_state,
+    of_copies,
+    of_rank,
     report_others,
 )
 from mpikfac.errors import UserError
@@ -228,6 +231,7 @@ class KFAC:
     def _build(self, site: Site, team: Team) -> None:
         """Make the parts of a step, in order."""
         self.gradients = Gradients(site, self.model, self.layers, self.others)
+        self.replicas = Replicas(site, self.gradients)
         self._stepped = self.gradients.stepped(self.model)
         at_identity = self.estimator.start == "identity"
         self.factors = Factors(site, self.estimator.factor_dtype or site.dtype, at_identity)
@@ -259,6 +263,14 @@ class KFAC:
     def optimizer(self) -> Optimizer:
         """The optimizer that was given; another optimizer needs another `KFAC`."""
         return self._optimizer
+
+    @property
+    def combined(self) -> bool:
+        """Whether all ranks hold the same model, and votes are of all ranks.
+
+        False only between two exchanges of weights.
+        """
+        return not self.replicas.differ
 
     @property
     def kl_scale(self) -> Tensor:
@@ -314,15 +326,17 @@ class KFAC:
             UserError: ranks disagree on the model, learning rates or settings.
         """
         scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss)
+        alone = self.plan.strategy.exchange.alone(self.steps)
         if not self.gradients.parts:
             self._read_gradients()
         weight = 1.0 if examples is None else self.gradients.weigh(examples)
-        if scaler is not None and not self._reduce_scaled(scaler):
+        if scaler is not None and not self._reduce_scaled(scaler, alone):
             self._skip()
+            self._end(alone)
             return
         self._refresh_curvature()
         if scaler is None:
-            self.gradients.reduce()
+            self.gradients.reduce(alone)
         self.gradients.check(self.steps)
         if max_norm is not None:
             self.gradients.clip(max_norm)
@@ -334,8 +348,30 @@ class KFAC:
             with self.recorder.pausing():
                 self.directions.descend(self.model, batch, weight, self.steps)
         self.gradients.update(self.optimizer)
+        self._end(alone)
+
+    def _end(self, alone: bool) -> None:
+        """End the step: combine copies of the model when due, and follow votes."""
+        self.replicas.differ |= alone
+        if self.plan.strategy.exchange.due(self.steps):
+            self.replicas.combine()
         self._begin(self.steps + 1)
-        self._follow_votes()
+        if self.combined:
+            self._follow_votes()
+
+    def combine(self) -> None:
+        """Combine the copies of the model now, if copies may differ.
+
+        With `exchanged="weights"`, ranks hold different copies of the model between two exchanges.
+        Call `combine` before a test of the model, and before `state_dict`. Steps go on as if the
+        exchange had been due.
+
+        Collective over: world.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        self.replicas.combine()
 
     @without_autocast
     def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
@@ -421,6 +457,7 @@ class KFAC:
         if scaler is not None and scaler.is_enabled():
             if not all_finite(self.gradients.arena.flat):  # nor on any other rank
                 self._skip()
+                self._end(alone=False)
                 return
             self._unscale_statistics(scaler)
         self._refresh_curvature()
@@ -540,9 +577,9 @@ class KFAC:
             self._publish_bases()
         self.factors.discard()
 
-    def _reduce_scaled(self, scaler: GradScaler) -> bool:
+    def _reduce_scaled(self, scaler: GradScaler, alone: bool) -> bool:
         """Average gradients of a scaled loss, before anything else; return whether to go on."""
-        return self.gradients.reduce_scaled(scaler, self._unscale_statistics(scaler))
+        return self.gradients.reduce_scaled(scaler, self._unscale_statistics(scaler), alone)
 
     def _unscale_statistics(self, scaler: GradScaler) -> bool:
         """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
@@ -558,8 +595,6 @@ class KFAC:
             part.clear()
         self.gradients.skip()
         self.directions.expected.zero_()
-        self._begin(self.steps + 1)
-        self._follow_votes()
 
     def _average_statistics(self) -> None:
         """Average the batch's factors, and the batch's scales, over ranks and over time."""
@@ -655,12 +690,14 @@ class KFAC:
                 "K-FAC and make it anew"
             )
         factors, directions, stepped = self.factors, self.directions, self._stepped
+        replicas = self.replicas
         factors.state_dict()  # settles; with reduce_at="bases", averages move to their owners
         self.detach()
         self.grid.free()
         self._assemble(self.plan.strategy)
         self.factors.take_over(factors)
         self.directions.take_over(directions)
+        self.replicas.take_over(replicas)
         hand_over_state(self.grid.world, self.model, self.optimizer, stepped, self._stepped)
         self._begin(self.steps)
         log.info("step %d: the trained parameters have changed; taken up", self.steps)
@@ -718,7 +755,7 @@ class KFAC:
 
     def _forget(self) -> None:
         """Forget statistics and bases, and start averages anew."""
-        for part in self._parts:
+        for part in (*self._parts, self.replicas):
             part.forget()
         self.grid.encoded.forget()
 
@@ -745,17 +782,27 @@ class KFAC:
         everything needed to resume exactly, also between two decompositions. Losses of encoding are
         dropped, as in a restart.
 
+        With `exchanged="weights"`, the optimizer's state of each rank.
+
         Collective over: world with `reduce_at="bases"` or `overlap`, else none.
+
+        Raises:
+            ValueError: ranks hold different copies of the model; `combine` comes first.
         """
+        self.replicas.check_combined()
         self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = {n: value for part in self._parts for n, value in part.state_dict().items()}
-        return state | {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
+        state |= {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
+        state |= self.replicas.state_dict()
+        rank, exchange = self._team.trains.rank, self.plan.strategy.exchange
+        return of_copies(state, rank) if exchange.of_copies else state
 
     def missing(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state that `names` lack."""
         own = {name.removeprefix(OWN) for name in names if name.startswith(OWN)}
         whole = {OWN + name for part in self._parts for name in part.complete(own)}
+        whole |= self.replicas.complete(names)
         return missing_state(self.model, names) | whole.difference(names)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -772,17 +819,19 @@ class KFAC:
                 or cannot be read.
         """
         with together(self.grid.world, "loading state", untrusted=True):
+            state = of_rank(state, self._team.trains.rank)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}
-            kept = fitting(state, own, rounded=True)
+            kept = fitting(state, own | self.replicas.needed(state.keys()), rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
         self._forget()
         for part in self._parts:
             part.load_state_dict({n.removeprefix(OWN): v for n, v in kept.items()}, names)
+        self.replicas.load_state_dict(kept, names)
         self._begin(int(found["trainer/steps"]))
 
     def _own_names(self, state: Mapping[str, Any]) -> set[str]:

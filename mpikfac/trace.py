@@ -21,6 +21,7 @@ COMMUNICATION = (
     "publish gradients",
     "clip",
     "publish weights",
+    "exchange weights",
 )
 """Stages that communicate; all other stages only compute."""
 

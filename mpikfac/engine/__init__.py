@@ -5,11 +5,9 @@ from __future__ import annotations
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
-from mpikfac.engine.factors import Factors
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.nonfinite import Flags, Nonfinite
-from mpikfac.engine.recorder import Recorder
-from mpikfac.engine.scales import Scales
+from mpikfac.engine.replicas import Replicas, of_copies, of_rank
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
     check_optimizer,
@@ -26,6 +24,7 @@ from mpikfac.engine.state import (
     needed_state,
     report_others,
 )
+from mpikfac.engine.statistics import Factors, Recorder, Scales
 
 __all__ = [
     "Bases",
@@ -37,6 +36,7 @@ __all__ = [
     "Nonfinite",
     "Part",
     "Recorder",
+    "Replicas",
     "Scales",
     "Site",
     "check_joins",
@@ -52,6 +52,8 @@ __all__ = [
     "missing_state",
     "model_state",
     "needed_state",
+    "of_copies",
+    "of_rank",
     "report_others",
     "serve",
 ]

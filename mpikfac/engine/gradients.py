@@ -55,6 +55,7 @@ class Gradients:
     """
 
     others: Sequence[Other] = ()
+    _alone = False  # whether the present average is of this rank alone
 
     def __init__(
         self, site: Site, model: nn.Module, layers: Sequence[Layer], others: Sequence[Other]
@@ -184,14 +185,20 @@ class Gradients:
         self._counts.collect()
         self._take_back()
 
-    def reduce(self) -> None:
+    def reduce(self, alone: bool = False) -> None:
         """Average the arena over ranks: everywhere, or a block on the updater only.
 
-        Collective over: world.
+        Collective over: world, or none if `alone`.
+
+        Args:
+            alone: the rank steps a copy of the model, and the rank's own gradient is the average.
 
         Raises:
             ValueError: parts of the batch are missing.
         """
+        self._alone = alone
+        if alone:
+            return
         ranks = self.plan.grid.count
         if self.parts:
             self.grid.sum_in_order(self.parts.take(), self.arena.flat, "reduce gradients")
@@ -216,7 +223,9 @@ class Gradients:
             ValueError: the ranks have no example, or sums are sent before the weight is known.
         """
         check_count("examples", examples, 0)
-        transport = self.plan.strategy.transport
+        transport, exchange = self.plan.strategy.transport, self.plan.strategy.exchange
+        if exchange.of_copies:
+            raise ValueError(f"examples={examples} needs exchanged='gradients', not 'weights'")
         if transport.overlap or transport.parts is not None:
             raise ValueError(
                 f"examples={examples} needs overlap=False and parts=None, not "
@@ -278,13 +287,14 @@ class Gradients:
             )
         return scaler
 
-    def reduce_scaled(self, scaler: GradScaler, finite: bool = True) -> bool:
+    def reduce_scaled(self, scaler: GradScaler, finite: bool = True, alone: bool = False) -> bool:
         """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
 
         A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
-        every part of the sum tells all ranks. The scaler hears the same on all ranks.
+        every part of the sum tells all ranks. The scaler hears the same on all ranks, or with
+        `alone` on each rank the rank's own.
 
-        Collective over: world.
+        Collective over: as `reduce`.
         """
         collected, scale = self.parts.collected, scaler.get_scale()
         for block in self.blocks:
@@ -292,7 +302,7 @@ class Gradients:
                 collected[..., self.arena.span(block.name)] /= scale
         if not (finite and all_finite(collected)):
             self._spoil(collected)
-        self.reduce()
+        self.reduce(alone)
         flat = self.arena.flat
         mine = self.arena.segment(self.plan.rank) if self.owner_updates else flat
         usable = bool(mine.isfinite().all())
@@ -337,7 +347,7 @@ class Gradients:
         if not math.isfinite(total):
             stepped = [slot.block.name for slot in self.slots if slot.steps]
             self.broken = not_finite({name: self.arena[name] for name in stepped})
-        mine = [name for name in self.broken if self.plan.updaters[name] == self.plan.rank]
+        mine = [n for n in self.broken if self._alone or self.plan.updaters[n] == self.plan.rank]
         self.site.nonfinite.note("gradient", mine, step, "left as they are in this step")
 
     def write(self, slots: Iterable[Slot]) -> None:

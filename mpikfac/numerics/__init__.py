@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mpikfac.numerics.adam import AdamSteps
 from mpikfac.numerics.arena import Arena, Copies, Parts, alike, copy_all
 from mpikfac.numerics.codecs import add_decoded, encode
 from mpikfac.numerics.finite import all_finite, each_finite, not_finite
@@ -44,6 +43,7 @@ from mpikfac.numerics.quadratic import (
     lowest,
     slopes_and_curvatures,
 )
+from mpikfac.numerics.steps import AdamSteps, nesterov
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
@@ -81,6 +81,7 @@ __all__ = [
     "linear_output_sum",
     "linear_output_vector",
     "lowest",
+    "nesterov",
     "not_finite",
     "of_coordinates",
     "product",

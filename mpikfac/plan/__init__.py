@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
-from mpikfac.plan.catalogue import NAMED, Named, named
-from mpikfac.plan.combinations import STRATEGY, AtLeast, Combination, OneOf, Same, check, shown
+from mpikfac.plan.choices import (
+    NAMED,
+    STRATEGY,
+    AtLeast,
+    Combination,
+    Exchange,
+    Named,
+    OneOf,
+    Outer,
+    Refresh,
+    Same,
+    Strategy,
+    Transport,
+    Wires,
+    check,
+    check_count,
+    divisors,
+    named,
+    one_of,
+    shown,
+)
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
@@ -28,7 +47,6 @@ from mpikfac.plan.shapes import (
     forward_only,
     usual_rule,
 )
-from mpikfac.plan.strategy import Refresh, Strategy, Transport, Wires, check_count, divisors, one_of
 
 __all__ = [
     "ALIGNMENT",
@@ -41,6 +59,7 @@ __all__ = [
     "AtLeast",
     "Codec",
     "Combination",
+    "Exchange",
     "Factor",
     "FactorShape",
     "Form",
@@ -49,6 +68,7 @@ __all__ = [
     "Message",
     "Named",
     "OneOf",
+    "Outer",
     "Plan",
     "PlannedLayer",
     "RankPlan",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from mpikfac.plan.choices import Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.roles import Factor, PlannedLayer
 from mpikfac.plan.shapes import count_of
-from mpikfac.plan.strategy import Strategy
 
 Named = tuple[str, Shape]
 
@@ -29,6 +29,7 @@ class Layouts:
         scale_sums: a batch's scales, each a sum beside its number of examples.
         gradients: all gradients: model order, or updater by updater if owners update.
         directions: preconditioned gradients: column by column, or the rank's own if owners update.
+        copies: the rank's copy of the model, if ranks exchange weights; else nothing.
     """
 
     statistics: Layout
@@ -40,6 +41,7 @@ class Layouts:
     scale_sums: Layout
     gradients: Layout
     directions: Layout
+    copies: Layout
 
 
 def of_statistics(

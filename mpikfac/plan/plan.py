@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from mpikfac.plan.choices import Strategy, one_of
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
 from mpikfac.plan.rank import Itemsizes, RankPlan
@@ -24,7 +25,6 @@ from mpikfac.plan.roles import (
     with_roles,
 )
 from mpikfac.plan.shapes import Form, LayerShape, check_layers
-from mpikfac.plan.strategy import Strategy, one_of
 
 
 @dataclass(frozen=True)

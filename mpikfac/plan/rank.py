@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from mpikfac.plan import layouts
+from mpikfac.plan.choices import Outer, Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
 from mpikfac.plan.messages import (
@@ -22,7 +23,6 @@ from mpikfac.plan.messages import (
 )
 from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid
 from mpikfac.plan.shapes import count_of
-from mpikfac.plan.strategy import Strategy
 
 Kinds = Mapping[str, Hashable]
 """The message of a stage that each block belongs to, by name; other blocks are left out."""
@@ -155,6 +155,13 @@ class RankPlan:
         owner = self.owner_updates and self.grid.count > 1
         return owner and self.strategy.transport.wires.gradient_wire is not None
 
+    @cached_property
+    def exchanges_changes(self) -> bool:
+        """Whether changes of copies of the model travel, and not weights: see `Outer`, `Wires`."""
+        exchange, wires = self.strategy.exchange, self.strategy.transport.wires
+        plain = exchange.outer == Outer() and wires.gradient_wire is None
+        return exchange.of_copies and not plain
+
     # -- where numbers lie -----------------------------------------------------------------------
 
     @cached_property
@@ -173,6 +180,7 @@ class RankPlan:
             scale_sums=lay_out([layouts.counted(scales)]),
             gradients=self._gradients(),
             directions=self._directions(),
+            copies=self._gradients() if self.strategy.exchange.of_copies else lay_out([]),
         )
 
     def _bases(self) -> Layout:
@@ -210,6 +218,9 @@ class RankPlan:
             name.replace("_", " "): layout.size * each.get(name, numbers)
             for name, layout in vars(self.layouts).items()
         }
+        # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
+        momentum = self.strategy.exchange.outer.outer_momentum > 0
+        sizes["copies"] *= 1 + self.exchanges_changes + momentum
         if count := self.parts:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
         if kept := self._kept_for_wires():
@@ -226,6 +237,7 @@ class RankPlan:
             (self.reduce_gradients(), found.gradients),
             (self.publish_directions(), found.directions),
             (self.publish_weights(), found.gradients),
+            (self.exchange_weights(), found.copies),
         ):
             if any(message.codec and message.codec.feedback for message in messages):
                 kept += layout.size
@@ -298,6 +310,17 @@ class RankPlan:
             message
             for codec, some in self._encoded_and_others(kinds, -1)
             for message in self._sums("reduce gradients", self.layouts.gradients, some, codec)
+        ]
+
+    def exchange_weights(self) -> list[Message]:
+        """Return the sums of all copies of the model, or of changes since the last exchange."""
+        if not self.strategy.exchange.of_copies:
+            return []
+        kinds = {layer.name: -1 for layer in self.layers}
+        return [
+            message
+            for codec, some in self._encoded_and_others(kinds, -1)
+            for message in self._sums("exchange weights", self.layouts.copies, some, codec)
         ]
 
     def publish_directions(self) -> list[Message]:

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from mpikfac.plan.choices import Strategy
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import IN_NODE, Seat, seat
 from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
-from mpikfac.plan.strategy import Strategy
 
 
 class Block(NamedTuple):

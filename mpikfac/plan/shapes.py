@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
-from mpikfac.plan.combinations import Choices, Combination, check
+from mpikfac.plan.choices import Choices, Combination, check
 from mpikfac.plan.layout import Shape, triangle_shape
 
 

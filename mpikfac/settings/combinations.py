@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.plan import Combination, OneOf
+from mpikfac.plan import Combination, OneOf, Same
 
 SETTINGS: tuple[Combination, ...] = (
     Combination(
@@ -28,6 +28,12 @@ SETTINGS: tuple[Combination, ...] = (
         ("quadratic",),
         {"relative": False},
         "the quadratic model has the same damping for all parameters",
+    ),
+    Combination(
+        "exchanged",
+        ("weights",),
+        {"workers": Same("ranks"), "adapted": None, "length": OneOf(("own", "adam", "sgd"))},
+        "between two exchanges, a rank preconditions all layers without further messages",
     ),
     Combination(
         "basis_dtype",

@@ -32,7 +32,7 @@ AS_THEY_ARE = Combination(
 class Ekfac(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
 
-    `engine.scales` keeps the estimates.
+    `engine.statistics.scales` keeps the estimates.
     """
 
     form: ClassVar[Form] = Form(

@@ -31,7 +31,9 @@ def network(momentum=0.1):
 def trainer(comm, optimizer, momentum=0.1, **choices):
     model = network(momentum)
     if optimizer == "sgd":
-        return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=PARTS)
+        return mpikfac.DataParallel(
+            model, problem.sgd_all(model), comm, Strategy().changed(parts=PARTS)
+        )
     strategy = Strategy().changed(**choices, parts=PARTS)
     return problem.kfac(model, problem.sgd_all(model), comm, strategy, **SETTINGS)
 

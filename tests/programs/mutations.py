@@ -117,14 +117,14 @@ TABLE = (
     # -- averages over time
     Mistake(
         "decay: a new factor has the weight of the old average",
-        "engine/factors.py",
+        "engine/statistics/factors.py",
         "(1 - decay) * count / weight",
         "decay * count / weight",
         "tests/unit/test_kfac.py",
     ),
     Mistake(
         "decay: the correction of the bias of early averages is lost",
-        "engine/factors.py",
+        "engine/statistics/factors.py",
         "(1 - decay) * count / weight",
         "1 - decay",
         "tests/unit/test_kfac.py",
@@ -257,7 +257,7 @@ TABLE = (
     ),
     Mistake(
         "non-finite: a batch without usable statistics ages the average",
-        "engine/factors.py",
+        "engine/statistics/factors.py",
         "        one.total.zero_()\n        one.count.zero_()",
         "        one.total.zero_()",
         "tests/mpi/test_numbers.py",
@@ -265,7 +265,7 @@ TABLE = (
     ),
     Mistake(
         "EKFAC: scales shrink with the number of examples",
-        "engine/scales.py",
+        "engine/statistics/scales.py",
         "count**2 if of_loss",
         "count if of_loss",
         "tests/unit/test_scales.py",
@@ -344,14 +344,14 @@ TABLE = (
     ),
     Mistake(
         "attention: statistics of all groups go to the first group",
-        "engine/recorder.py",
+        "engine/statistics/recorder.py",
         "(planned.shape.groups, -1))[layer.group]",
         "(planned.shape.groups, -1))[0]",
         "tests/unit/test_inner.py",
     ),
     Mistake(
         "attention: statistics are sent before all groups are recorded",
-        "engine/recorder.py",
+        "engine/statistics/recorder.py",
         "all(one.complete for one in",
         "any(one.complete for one in",
         "tests/mpi/test_inner.py",

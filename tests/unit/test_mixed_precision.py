@@ -325,7 +325,9 @@ def test_parts_of_a_batch_are_scaled_together(comm, parts):
         if parts:
             return trainer(comm, network(), strategy=Strategy().changed(parts=2), factor_every=1)
         model = network()
-        return mpikfac.DataParallel(model, problem.sgd_all(model), comm, parts=2)
+        return mpikfac.DataParallel(
+            model, problem.sgd_all(model), comm, Strategy().changed(parts=2)
+        )
 
     expected = run(made(), None)
     assert_equal(run(made(), scaler()), expected)

@@ -146,7 +146,8 @@ class Run:
         self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
             if options.optimizer != "kfac":
-                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, options.parts)
+                strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
+                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
             else:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
                 shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))

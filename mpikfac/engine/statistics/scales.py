@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mpikfac.engine.bases import Bases
-from mpikfac.engine.factors import Running, leave_out_broken, merge
 from mpikfac.engine.site import Part, Site
+from mpikfac.engine.statistics.factors import Running, leave_out_broken, merge
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
 from mpikfac.plan import count_of

@@ -8,11 +8,12 @@ Placement and transport do not change the numbers of an estimator, but compresse
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from mpikfac.plan.combinations import STRATEGY, check
+from mpikfac.plan.choices.checks import check_count, check_divides, check_size, divisors, one_of
+from mpikfac.plan.choices.combinations import STRATEGY, check
+from mpikfac.plan.choices.exchange import Exchange
 
 Wire = Literal["bfloat16", "int8"]
 Value = TypeVar("Value")
@@ -123,7 +124,7 @@ class Refresh:
     def __post_init__(self) -> None:
         check_count("delay", self.delay, 0)
         check_count("stagger", self.stagger, 1)
-        _check_size("tolerance", self.tolerance)
+        check_size("tolerance", self.tolerance)
         check_count("curvature_ranks", self.curvature_ranks, 0)
 
 
@@ -132,7 +133,7 @@ class Strategy:
     """How K-FAC is distributed over ranks and over time.
 
     `changed` and the constructors below take the names of all fields, also of the fields inside of
-    `refresh` and `transport`: `Strategy.comm_opt(ranks, delay=1, overlap=True)`.
+    `refresh`, `transport` and `exchange`: `Strategy.comm_opt(ranks, delay=1, overlap=True)`.
 
     Attributes:
         workers: the number of ranks that precondition a layer, the gradient workers of the layer;
@@ -152,6 +153,7 @@ class Strategy:
             itself, so no decomposition is sent [SPD-KFAC, Shi et al. 2021]; 0 for no factors.
         refresh: when factors are decomposed, and by whom.
         transport: when numbers travel, and in which messages.
+        exchange: what ranks exchange to train one model, and when.
     """
 
     workers: int = 1
@@ -162,6 +164,7 @@ class Strategy:
     replicate_below: int = 0
     refresh: Refresh = field(default_factory=Refresh)
     transport: Transport = field(default_factory=Transport)
+    exchange: Exchange = field(default_factory=Exchange)
 
     def __post_init__(self) -> None:
         check_count("workers", self.workers, 1)
@@ -247,46 +250,3 @@ def _changed(value: Value, choices: dict[str, Any]) -> Value:
     parts = {n: _changed(part, choices) for n, part in found.items() if is_dataclass(part)}
     own = {name: choice for name, choice in choices.items() if name in found}
     return replace(value, **parts | own)  # type: ignore[type-var]
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors of a number, ascending: the counts of workers for so many ranks."""
-    return [d for d in range(1, number + 1) if number % d == 0]
-
-
-def check_divides(name: str, count: int, ranks: int) -> None:
-    """Return if the ranks fall into groups of `count`.
-
-    Raises:
-        ValueError: the ranks do not; the text calls the count `name`.
-    """
-    if count < 1 or ranks % count:
-        raise ValueError(
-            f"{name}={count} must divide the number of ranks ({ranks}); "
-            f"try one of {divisors(ranks)}"
-        )
-
-
-def one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Return if `value` is allowed.
-
-    Raises:
-        ValueError: the value is not allowed; the text calls the value `name` and lists all allowed.
-    """
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} must be one of {', '.join(map(repr, allowed))}")
-
-
-def check_count(name: str, value: object, least: int) -> None:
-    """Return if `value` is a whole number of at least `least`.
-
-    Raises:
-        ValueError: the value is not; the text calls the value `name`.
-    """
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
-
-
-def _check_size(name: str, value: Any) -> None:
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r} must be a finite number of at least 0")

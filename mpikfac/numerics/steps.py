@@ -1,4 +1,4 @@
-"""Take Adam's steps without momentum, of many gradients in few calls."""
+"""Take first-order steps of many gradients in few calls: Adam's without momentum, Nesterov's."""
 
 from __future__ import annotations
 
@@ -51,3 +51,14 @@ class AdamSteps(dict[str, Tensor]):
         torch._foreach_sqrt_(steps)
         torch._foreach_add_(steps, EPSILON)
         return list(torch._foreach_div(self._gradients, steps))
+
+
+def nesterov(gradients: list[Tensor], momenta: list[Tensor], momentum: float) -> None:
+    """Make gradients the directions of SGD with Nesterov's momentum, in place.
+
+    Args:
+        momenta: a tensor for each gradient, zero at first: `momentum * momenta + gradients`.
+    """
+    torch._foreach_mul_(momenta, momentum)
+    torch._foreach_add_(momenta, gradients)
+    torch._foreach_add_(gradients, momenta, alpha=momentum)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpikfac.engine.factors import Factors
 from mpikfac.engine.site import Part
+from mpikfac.engine.statistics.factors import Factors
 from mpikfac.layers import Attached, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpikfac.plan.strategy import Strategy, one_of
+from mpikfac.plan.choices.checks import one_of
+from mpikfac.plan.choices.strategy import Strategy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,165 @@
+"""The rank's copy of the model, and the step that combines the copies of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mpikfac.engine.gradients import Gradients, slots_in
+from mpikfac.engine.site import Part, Site, take_over
+from mpikfac.errors import UserError
+from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
+from mpikfac.plan import lay_out
+
+MOMENTUM = "exchange/momentum/"
+OWN = "copies/{}/"  # of a rank
+APART = ("optimizer/state/", "kfac/graft/")  # items that differ between the copies of ranks
+
+
+class Replicas(Part):
+    """The copies of the model, which ranks step alone and combine every few steps.
+
+    The mean of all copies takes the place of every copy; with an outer step, the mean change since
+    the last exchange is the gradient of the step. Running statistics and votes become means.
+
+    Attributes:
+        differ: whether copies may differ between ranks.
+    """
+
+    differ = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        """Take the present weights, equal on all ranks, as the weights of the last exchange."""
+        self.site, self.outer = site, site.plan.strategy.exchange.outer
+        layout, nothing = site.plan.layouts.copies, lay_out([])
+        self.arena = site.arena(layout)
+        self._before = site.arena(layout if site.plan.exchanges_changes else nothing)
+        self._momentum = site.arena(layout if self.outer.outer_momentum else nothing)
+        self._slots = slots_in(self.arena, gradients.blocks, site)
+        trained = [slot.block for slot in self._slots if slot.block.parameters]
+        self._trained = [block.name for block in trained]
+        self._last = slots_in(self._before, trained, site)
+        self._messages = site.plan.exchange_weights()
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the present weights as the weights of the last exchange."""
+        copy_all(one for s in self._last for one in s.block.values_to(s.parts))
+        self.differ = False
+
+    def check_combined(self) -> None:
+        """Return if all ranks hold the same model.
+
+        Raises:
+            ValueError: copies may differ, and no copy is the state of the run.
+        """
+        if self.differ:
+            raise ValueError(
+                "ranks hold different copies of the model; call combine() before state_dict()"
+            )
+
+    def combine(self) -> None:
+        """Combine the copies of all ranks, if copies may differ.
+
+        Collective over: world.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        if not self.differ:
+            return
+        flat = self.arena.flat
+        copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
+        if self._before:
+            flat -= self._before.flat
+        flat /= self.site.plan.grid.count
+        self.site.grid.exchange(self._messages, flat)
+        if not all_finite(flat):
+            raise UserError(
+                "the weights of a rank are not finite; try a smaller learning rate, or exchange "
+                "weights more often"
+            )
+        if self._before:
+            self._step_from_before()
+        copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
+        self.keep()
+
+    def _step_from_before(self) -> None:
+        """Turn the mean change into new weights by the outer step."""
+        changes = self._of_trained(self.arena)
+        if self._momentum:
+            nesterov(changes, self._of_trained(self._momentum), self.outer.outer_momentum)
+        torch._foreach_mul_(changes, self.outer.outer_lr)
+        self.arena.flat += self._before.flat
+
+    def _of_trained(self, arena: Arena) -> list[torch.Tensor]:
+        return [arena[name] for name in self._trained]
+
+    def take_over(self, older: Replicas) -> None:
+        """Take the momentum of blocks that keep name and shape.
+
+        Collective over: world.
+        """
+        take_over(older._momentum, self._momentum, self.site.grid)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget the momentum of the outer step."""
+        self._momentum.flat.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the momentum of the outer step, by name."""
+        return {MOMENTUM + name: block for name, block in self._momentum.items()}
+
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Return the names of the momentum, if `names` hold a part of the momentum."""
+        own = {MOMENTUM + name for name in self._momentum}
+        return own if own & set(names) else set()
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the items of the momentum among `names`."""
+        found = self.state_dict()
+        return {name: block for name, block in found.items() if name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the momentum, after `forget`; the present weights are those of the last exchange."""
+        for name, block in self._momentum.items():
+            if MOMENTUM + name in state:
+                block.copy_(state[MOMENTUM + name])
+        self.keep()
+
+
+class _Renamed(Mapping[str, Any]):
+    """A state under other names; items are read on first access, as in the state."""
+
+    def __init__(self, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._state, self._names = state, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._state[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return a rank's share of the state, with names of the rank for what differs between copies.
+
+    Items of rank 0 keep their names, and are the items of a state of a single model.
+    """
+    own = OWN.format(rank) if rank else ""
+    return {own * name.startswith(APART) + name: value for name, value in state.items()}
+
+
+def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Return the state of the rank's copy of the model; of rank 0's copy if the rank has none."""
+    own = OWN.format(rank)
+    names = {name: name for name in state if not name.startswith(OWN.partition("{")[0])}
+    names |= {name.removeprefix(own): name for name in state if name.startswith(own)}
+    return _Renamed(state, names)

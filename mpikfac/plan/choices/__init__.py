@@ -1,0 +1,42 @@
+"""The choices of how training is distributed, as values; their needs; and named values."""
+
+from __future__ import annotations
+
+from mpikfac.plan.choices.catalogue import NAMED, Named, named
+from mpikfac.plan.choices.checks import check_count, check_divides, divisors, one_of
+from mpikfac.plan.choices.combinations import (
+    STRATEGY,
+    AtLeast,
+    Choices,
+    Combination,
+    OneOf,
+    Same,
+    check,
+    shown,
+)
+from mpikfac.plan.choices.exchange import Exchange, Outer
+from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
+
+__all__ = [
+    "NAMED",
+    "STRATEGY",
+    "AtLeast",
+    "Choices",
+    "Combination",
+    "Exchange",
+    "Named",
+    "OneOf",
+    "Outer",
+    "Refresh",
+    "Same",
+    "Strategy",
+    "Transport",
+    "Wires",
+    "check",
+    "check_count",
+    "check_divides",
+    "divisors",
+    "named",
+    "one_of",
+    "shown",
+]

@@ -1,0 +1,196 @@
+"""Ranks that exchange weights in the place of gradients, with first-order steps and with K-FAC."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import DataParallel, Strategy
+from support import problem
+
+RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
+
+
+def quadratic(rank):
+    """Return matrix and target of a rank's loss `|A w - b|^2 / 2`."""
+    random = np.random.default_rng(rank)
+    return random.normal(size=(8, SIZE)), random.normal(size=8)
+
+
+def trained(comm, strategy, steps):
+    """Return the weights after each step of SGD on the ranks' losses."""
+    model = nn.Linear(SIZE, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    trainer = DataParallel(model.to(problem.DEVICE), optimizer, comm, strategy)
+    matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(comm.rank))
+    weights = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        ((model(matrix)[:, 0] - target).square().sum() / 2).backward()
+        trainer.step()
+        weights.append(model.weight.detach().cpu().numpy()[0].copy())
+    return weights
+
+
+def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0):
+    """Return the weights of all ranks after each step: the rules in numpy, rank by rank.
+
+    The rules of local SGD [Lin et al. 2020] and DiLoCo [Douillard et al. 2023].
+    """
+    losses = [quadratic(rank) for rank in range(ranks)]
+    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
+    before, outer, found = w[0].copy(), np.zeros(SIZE), []
+    for step in range(steps):
+        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
+        if step < begin or every == 1:
+            g[:] = g.mean(0)
+        v = MOMENTUM * v + g
+        w = w - RATE * v
+        if step < begin:
+            before = w[0].copy()
+        elif every > 1 and (step + 1 - begin) % every == 0:
+            change = before - w.mean(0)
+            outer = outer_momentum * outer + change
+            before = before - outer_lr * (change + outer_momentum * outer)
+            w[:] = before
+        found.append(w.copy())
+    return found
+
+
+RULES = {
+    "local SGD": {"exchange_every": 3},
+    "post-local SGD": {"exchange_every": 2, "exchange_from": 3},
+    "DiLoCo": {"exchange_every": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "a longer outer step": {"exchange_every": 2, "outer_lr": 1.3},
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_step_follows_the_rule(comm, name):
+    """Oracle: the rule in numpy."""
+    given = dict(RULES[name])
+    strategy = Strategy.mem_opt(exchanged="weights", **given)
+    every, begin = given.pop("exchange_every"), given.pop("exchange_from", 0)
+    right = expected(comm.size, 9, every, begin, **given)
+    for found, of_ranks in zip(trained(comm, strategy, 9), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
+def test_an_exchange_at_every_step_is_the_average_of_gradients(comm):
+    """Oracle: synchronous SGD, bit for bit; on a single rank any number of steps."""
+    every = 4 if comm.size == 1 else 1
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=every)
+    pairs = zip(trained(comm, strategy, 5), trained(comm, None, 5))
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_messages_are_the_plans(comm, every):
+    """Oracle: the plan: bytes of an exchange, and none between two exchanges."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=every)
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    planned = sum(m.bytes for m in trainer.plan.of(comm.rank).exchange_weights())
+    for step in range(2 * every):
+        trainer.trace.clear()
+        problem.run(trainer, comm, [step])
+        due = (step + 1) % every == 0
+        assert trainer.combined == due
+        assert sum(trainer.trace.sent.values()) == planned * due
+        assert (planned > 0) == (comm.size > 1)
+
+
+def kfac_of(comm, strategy, **settings):
+    model = problem.network()
+    chosen = {**problem.SETTINGS, "length": "own", **settings}
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
+
+
+def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
+    """Oracle: a copy of the model on the rank, whose step is preconditioned by dense solves.
+
+    Factors are averaged over ranks at each step; gradients are not.
+    """
+    ranks = comm.size
+    strategy = Strategy.comm_opt(ranks, exchanged="weights", exchange_every=2)
+    settings = {"factor_every": 1, "basis_every": 1, "kl_clip": None}
+    kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
+    optimizer = problem.sgd(alone)
+    for step in range(4):
+        for model in (kfac.model, alone):
+            model.zero_grad()
+            images, labels = problem.shards(step, ranks)[comm.rank]
+            F.cross_entropy(model(images), labels).backward()
+        kfac.step()
+        for layer in kfac.layers:
+            module = alone.get_submodule(layer.name)
+            precondition(module, *factors_of(kfac, layer), damping=problem.SETTINGS["damping"])
+        optimizer.step()
+        if step % 2:
+            average(comm, alone)
+        torch.testing.assert_close(problem.state(kfac.model), problem.state(alone))
+
+
+def factors_of(kfac, layer):
+    """Return both averages of a layer as matrices."""
+    whole = kfac.factors.whole()
+    return [mpikfac.numerics.unfold_triangle(whole[f"{layer.name}.{side}"]) for side in "AG"]
+
+
+def precondition(module, a, g, damping):
+    """Set a module's gradient to the solution of `(G (x) A + damping I) x = gradient`."""
+    bias = [module.bias.grad[:, None]] if module.bias is not None else []
+    weight = module.weight.grad
+    matrix = torch.cat([weight.flatten(1), *bias], 1)
+    curvature = torch.kron(g, a) + damping * torch.eye(matrix.numel()).to(a)
+    solved = torch.linalg.solve(curvature, matrix.flatten()).view(matrix.shape)
+    count = weight[0].numel()
+    weight.copy_(solved[:, :count].reshape(weight.shape))
+    if bias:
+        module.bias.grad.copy_(solved[:, -1])
+
+
+def average(comm, model):
+    """Average the parameters over ranks."""
+    for parameter in model.parameters():
+        every = comm.allgather(parameter.detach().cpu())
+        parameter.data.copy_(torch.stack(every).mean(0))
+
+
+@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
+def test_a_loaded_state_goes_on_as_the_run(comm, kind):
+    """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
+    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+
+    def make():
+        if kind == "K-FAC":
+            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
+        model = problem.network()
+        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+
+    first = make()
+    problem.run(first, comm, range(4))
+    state = copy.deepcopy(problem.whole_state(first, comm))
+    second = make()
+    second.load_state_dict(state)
+    ends = [problem.run(trainer, comm, range(4, 8)) for trainer in (first, second)]
+    assert torch.equal(*ends)
+
+
+def test_copies_are_no_state_of_the_run(comm):
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=4)
+    model = problem.network()
+    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    problem.run(trainer, comm, [0])
+    with pytest.raises(ValueError, match="call combine"):
+        trainer.state_dict()
+    trainer.combine()
+    states = comm.allgather(problem.state(model).cpu())
+    assert trainer.state_dict() and all(torch.equal(states[0], other) for other in states)
