@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import cast
 
 import torch
@@ -83,30 +84,36 @@ class Grid:
             self._exchange(messages, flat.view(torch.int16))  # MPI knows 16-bit integers
             return
         check_summable(flat)
-        self._exchange_rounded([m for m in messages if m.codec and m.primitive in SUMS], flat)
+        # In order: with two levels, what is encoded between nodes is first added up inside.
+        for exchange, neighbours in groupby(messages, self._way):
+            exchange(list(neighbours), flat)
+
+    def _way(self, message: Message) -> Callable[[Sequence[Message], Tensor], None]:
+        if not message.codec:
+            return self._exchange
+        return self._exchange_rounded if message.primitive in SUMS else self._exchange_encoded
+
+    def _exchange_encoded(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Send encoded numbers: MPI copies bytes."""
         for message in messages:
-            if message.codec and message.primitive not in SUMS:
-                comm = self._teams[message.over]
-                with self.trace.stage(message.stage, comm.name, message.bytes):
-                    self.encoded.exchange(comm, message, flat)
-        self._exchange([message for message in messages if not message.codec], flat)
+            comm = self._teams[message.over]
+            with self.trace.stage(message.stage, comm.name, message.bytes):
+                self.encoded.exchange(comm, message, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Sum in bfloat16: MPI adds up a rounded copy."""
-        if not messages:
-            return
+        spans = [slice(*span) for message in messages for span in message.spans]
         with self.trace.stage(messages[0].stage):
-            rounded = flat.to(torch.bfloat16)
+            rounded = torch.empty_like(flat, dtype=torch.bfloat16)
+            for span in spans:
+                rounded[span] = flat[span]
         self._exchange(messages, rounded.view(torch.int16))
         with self.trace.stage(messages[0].stage):
-            for message in messages:
-                for start, stop in message.spans:
-                    flat[start:stop] = rounded[start:stop]
+            for span in spans:
+                flat[span] = rounded[span]
 
     def _exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Send uncompressed numbers, of a type that MPI knows."""
-        if not messages:
-            return
         summed = any(message.primitive not in COPIES for message in messages)
         with self._buffers.of(flat, messages[0].stage, summed) as buffer:
             for message in messages:

@@ -4,7 +4,7 @@ With two levels, the ranks of a node first add up sums that leave the node, and 
 come to the node on to each other. Members of a team sit on nodes, node by node, and equally many on
 every node. The members of a node form a team, and the members with the same place in their nodes
 form a team. A collective of the whole team becomes a few collectives of the smaller teams: the plan
-says what crosses the network, whatever MPI does.
+says what crosses the network, whatever MPI does. Encoded messages are encoded between nodes only.
 """
 
 from __future__ import annotations
@@ -260,10 +260,11 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
         return message(whole.stage, primitive, over, spans, places, itemsize, seat.place, root)
 
     def between(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        over = BETWEEN_NODES.format(whole.over)
-        return message(whole.stage, primitive, over, spans, seat.nodes, itemsize, seat.node, root)
+        over, codec = BETWEEN_NODES.format(whole.over), whole.codec
+        own, nodes = seat.node, seat.nodes
+        return message(whole.stage, primitive, over, spans, nodes, itemsize, own, root, codec)
 
-    if primitive == "Allreduce":
+    if primitive in ("Allreduce", *EVERYWHERE.values()):
         shards = _cut(*spans[0], places)
         mine = between(primitive, [shards[seat.place]])
         return [inside("Reduce_scatter", shards), mine, inside("Allgatherv", shards)]
@@ -273,10 +274,12 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
         first = [inside(primitive, spans, place)]
         then = [between(primitive, spans, node)] if place == seat.place else []
         return first + then if primitive == "Reduce" else then + first
-    return [*(inside(primitive, s) for s in on_each_node), between(primitive, at_my_place)]
+    added = "Reduce_scatter" if whole.codec else primitive
+    return [*(inside(added, s) for s in on_each_node), between(primitive, at_my_place)]
 
 
 def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """Return `count` neighbouring spans, as equal as possible."""
-    edges = [start + (stop - start) * k // count for k in range(count + 1)]
-    return list(zip(edges, edges[1:]))
+    """Return `count` neighbouring aligned spans, as equal as possible."""
+    blocks = (stop - start) // ALIGNMENT
+    edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
+    return list(zip(edges, [*edges[1:], stop]))

@@ -33,6 +33,14 @@ PLACEMENTS = {
     "late": {"workers": RANKS, "reduce_at": "bases"},
     "late to owners, staggered": {"reduce_at": "bases", "stagger": 3, **OWNERS},
 }
+if RANKS == 4:  # as two nodes of two
+    PLACEMENTS |= {
+        "in nodes": {"ranks_per_node": 2, "workers": RANKS},
+        "in nodes, one worker": {"ranks_per_node": 2, "workers": 1},
+        "in nodes, to owners": {"ranks_per_node": 2, **OWNERS},
+        "in nodes, apart": {**{"ranks_per_node": 2, "fusion": 1, "workers": 2}, "colocate": False},
+        "in nodes, late": {"ranks_per_node": 2, "reduce_at": "bases", "stagger": 3, **OWNERS},
+    }
 WIRES = {**ALL, "top-k": ALL["int8"] | {"gradient_wire": "top-k", "top_share": 0.1}}
 STRATEGIES = {
     f"{place}, {wire}": Strategy().changed(**PLACEMENTS[place], **WIRES[wire])

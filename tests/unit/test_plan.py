@@ -353,8 +353,8 @@ def mib(elements):
             "basis_wire='int8' needs parts=None, not 4",
         ),
         (
-            lambda: changed(gradient_wire="int8", ranks_per_node=2),
-            "needs ranks_per_node=None, not 2",
+            lambda: changed(gradient_wire="int8", update="owner", sums="alltoall"),
+            "needs sums='reduce', not 'alltoall'",
         ),
         (lambda: Strategy(balance="n"), "balance='n' must be one of 'compute', 'memory'"),
         (lambda: Strategy.hybrid(4), "give either workers (None) or fraction (None)"),

@@ -109,7 +109,7 @@ def _fits(need: object, value: Any, choices: Choices) -> bool:
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))
 
 
-_PLAIN = {"parts": None, "overlap": False, "ranks_per_node": None, "sums": "reduce"}
+_ENCODED = {"parts": None, "overlap": False, "sums": "reduce"}
 _COMPRESSED = "compressed messages are sent by all ranks at once, as one buffer"
 
 STRATEGY: tuple[Combination, ...] = (
@@ -184,8 +184,8 @@ STRATEGY: tuple[Combination, ...] = (
         "gradients are averaged from the first step on",
         default=0,
     ),
-    Combination("factor_wire", None, _PLAIN, _COMPRESSED),
-    Combination("basis_wire", None, _PLAIN, _COMPRESSED),
-    Combination("gradient_wire", None, _PLAIN, _COMPRESSED),
+    Combination("factor_wire", None, _ENCODED, _COMPRESSED),
+    Combination("basis_wire", None, _ENCODED, _COMPRESSED),
+    Combination("gradient_wire", None, _ENCODED, _COMPRESSED),
 )
 """The needs of the choices of a `Strategy`."""

@@ -1,0 +1,112 @@
+"""Compressed sums step by step, in one level and in two, against a few lines of numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import mpikfac
+from mpikfac import Strategy, Trace
+from mpikfac.comm import Grid
+from mpikfac.plan import Codec, divisors, lay_out
+from mpikfac.plan.messages import in_two_levels, seat, sums
+from support import problem
+
+RANKS = mpikfac.world().size
+STEPS, SIZES = 5, (160, 96)
+SIZE = sum(SIZES)
+FEEDBACK = [Codec("top-k", 0.1, feedback=True), Codec("int8", feedback=True), Codec("bfloat16")]
+
+
+def numbers():
+    """Return the numbers that ranks add up, `[steps, ranks, elements]`."""
+    return np.random.default_rng(3).standard_normal((STEPS, RANKS, SIZE))
+
+
+def cut(start, stop, count):
+    """Return spans of blocks of 16 numbers, as equal as possible."""
+    edges = [start + (stop - start) // 16 * k // count * 16 for k in range(count)]
+    return [slice(*span) for span in zip(edges, [*edges[1:], stop])]
+
+
+def largest(values, share):
+    """Return where the largest numbers lie."""
+    return np.argsort(-np.abs(values))[: int(np.ceil(share * len(values)))]
+
+
+def in_eighths(values):
+    """Return numbers in 8 bits: blocks of 16 in units of 1/64 of the largest's power of two."""
+    blocks = np.float32(values).reshape(-1, 16)
+    unit = 2.0 ** (np.frexp(np.abs(blocks).max(1, keepdims=True))[1] - 7)
+    return (np.clip(np.round(blocks / unit), -127, 127) * unit).reshape(-1)
+
+
+def summed_by_hand(codec, per_node):
+    """Yield the sums: plain inside nodes, of the nodes' encoded numbers between nodes."""
+    nodes = RANKS // per_node
+    lost = np.zeros((nodes, SIZE))
+    for step in numbers().reshape(STEPS, nodes, per_node, SIZE).sum(2):
+        total = np.zeros(SIZE)
+        lost += step
+        for shard in cut(0, SIZE, per_node):
+            if codec.name == "bfloat16":
+                parts = torch.from_numpy(lost[:, shard]).bfloat16()
+                total[shard] = parts.sum(0).double().numpy()  # of two nodes
+                lost[:, shard] = 0
+            for node in range(nodes) if codec.name == "top-k" else ():
+                places = largest(lost[node, shard], codec.share)
+                total[shard][places] += lost[node, shard][places]
+                lost[node, shard][places] = 0
+            if codec.name == "int8":
+                sent = np.array([in_eighths(one) for one in lost[:, shard]])
+                lost[:, shard] -= sent
+                again = in_eighths(sent.sum(0))
+                length = -(-len(again) // 16 // nodes) * 16  # of the part that a node adds up
+                for node in range(nodes):
+                    mine = slice(node * length, (node + 1) * length)
+                    lost[node, shard][mine] += (sent.sum(0) - again)[mine]
+                total[shard] = again
+        yield total
+
+
+def in_levels(messages, per_node):
+    """Return the rank's messages, in two levels where there are two."""
+    at = seat(range(RANKS), mpikfac.world().rank, per_node)
+    return in_two_levels(messages, at, 8) if at else messages
+
+
+@pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
+@pytest.mark.parametrize("per_node", divisors(RANKS)[:-1])
+@pytest.mark.parametrize("codec", FEEDBACK, ids=str)
+def test_sums_of_encoded_numbers_step_by_step(comm, codec, per_node):
+    """Oracle: numpy, with the residuals of every node; the bytes of the plan."""
+    if codec.name == "bfloat16" and RANKS // per_node > 2:
+        pytest.skip("MPI chooses the order of more than two parts")
+    layout = lay_out([[(f"{k}", (size,)) for k, size in enumerate(SIZES)]])
+    found = in_levels(sums("stage", layout, lambda name: 0, RANKS, 8, None, codec), per_node)
+    grid = Grid(comm, 1, Trace(), per_node)
+    for step, expected in zip(numbers(), summed_by_hand(codec, per_node)):
+        flat = torch.from_numpy(step[comm.rank].copy())
+        grid.trace.clear()
+        grid.exchange(found, flat)
+        np.testing.assert_allclose(flat.numpy(), expected, rtol=0, atol=1e-12)
+        assert grid.trace.sent["stage"] == sum(message.bytes for message in found)
+    over = "world between nodes" if per_node > 1 else "world"
+    assert {m.over for m in found if m.codec} == {over}
+
+
+@pytest.mark.skipif(RANKS != 4, reason="two nodes of two ranks")
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
+def test_inside_nodes_numbers_travel_as_they_are(comm, wire):
+    """Oracle: the plan; a message between nodes is smaller, and no message inside is encoded."""
+    plain = Strategy(RANKS).changed(ranks_per_node=2)
+    model, sent = problem.network(), {}
+    for strategy in (plain, plain.changed(gradient_wire=wire)):
+        kfac = problem.kfac(model, problem.sgd(model), comm, strategy)
+        found = kfac.plan.of(comm.rank).reduce_gradients()
+        assert all(m.codec is None for m in found if m.over == "world in node")
+        sent[strategy] = sum(m.wire for m in found if m.over == "world between nodes")
+        kfac.detach()
+    first, second = sent.values()
+    assert second < first
