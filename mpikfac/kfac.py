@@ -790,9 +790,9 @@ class KFAC:
             ValueError: ranks hold different copies of the model; `combine` comes first.
         """
         self.replicas.check_combined()
-        self.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = {n: value for part in self._parts for n, value in part.state_dict().items()}
+        self.grid.encoded.forget()  # now that no message is on its way
         state |= {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
         state |= self.replicas.state_dict()
         rank, exchange = self._team.trains.rank, self.plan.strategy.exchange

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, synchronize
 from mpikfac.comm.mpi import MPI
+from mpikfac.comm.outbox import PAUSE
 from mpikfac.plan import PIECE, Message
 
 
@@ -21,7 +23,7 @@ def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
 BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
 
 
-def _op(message: Message) -> MPI.Op:
+def op_of(message: Message) -> MPI.Op:
     """Return the operation that adds; MPI knows no bfloat16 and takes the bits for integers."""
     return BFLOAT16_SUM if message.codec else MPI.SUM
 
@@ -29,12 +31,12 @@ def _op(message: Message) -> MPI.Op:
 def _allreduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
     ((start, stop),) = message.spans
     for piece in pieces(buffer, start, stop, PIECE):
-        comm.Allreduce(MPI.IN_PLACE, piece, _op(message))
+        comm.Allreduce(MPI.IN_PLACE, piece, op_of(message))
 
 
 def _reduce(comm: MPI.Intracomm, buffer: Any, message: Message, _: Buffers) -> None:
     for span in message.spans:
-        _reduce_to(message.root, comm, buffer, span, _op(message))
+        _reduce_to(message.root, comm, buffer, span, op_of(message))
 
 
 def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
@@ -42,12 +44,12 @@ def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers:
     if sum(counts) <= PIECE:
         start, stop = message.spans[comm.rank]
         own = buffers.like(buffer, "sum", stop - start)
-        comm.Reduce_scatter(buffers.joined(buffer, message.spans), own, counts, _op(message))
+        comm.Reduce_scatter(buffers.joined(buffer, message.spans), own, counts, op_of(message))
         buffer[start:stop] = own
         synchronize(buffer)
     else:
         for owner, span in enumerate(message.spans):
-            _reduce_to(owner, comm, buffer, span, _op(message))
+            _reduce_to(owner, comm, buffer, span, op_of(message))
 
 
 def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffers) -> None:
@@ -135,3 +137,41 @@ def sum_in_order(comm: MPI.Intracomm, parts: Tensor, total: Tensor) -> None:
             comm.Send(piece.numpy(), dest=comm.rank + 1)
     for piece in pieces(total, 0, len(total), PIECE):
         comm.Bcast(piece.numpy(), root=last)
+
+
+class Patient:
+    """Call collectives on a thread beside the computation: sleep until MPI is done.
+
+    The methods are MPI's: blocking collectives would take a core from the computation.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """Call the collectives of `comm`."""
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    def Allreduce(self, sent: Any, received: Any, op: MPI.Op = MPI.SUM) -> None:
+        """Add up on all members."""
+        _sleep_until(self._comm.Iallreduce(sent, received, op))
+
+    def Reduce(self, sent: Any, received: Any, op: MPI.Op, root: int) -> None:
+        """Add up on member `root`."""
+        _sleep_until(self._comm.Ireduce(sent, received, op, root))
+
+    def Allgather(self, sent: Any, received: Any) -> None:
+        """Give equal parts of all members to all members."""
+        _sleep_until(self._comm.Iallgather(sent, received))
+
+    def Alltoall(self, sent: Any, received: Any) -> None:
+        """Give every member a part of equal parts."""
+        _sleep_until(self._comm.Ialltoall(sent, received))
+
+    def Alltoallv(self, sent: Any, received: Any) -> None:
+        """Give every member a part."""
+        _sleep_until(self._comm.Ialltoallv(sent, received))
+
+
+def _sleep_until(done: MPI.Request) -> None:
+    """Wait for the request, calling MPI every `PAUSE` seconds."""
+    while not done.Test():
+        time.sleep(PAUSE)

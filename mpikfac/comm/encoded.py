@@ -27,10 +27,10 @@ class Encoded:
             the next message.
     """
 
-    def __init__(self, direct: bool) -> None:
-        """Begin without residuals; `direct`: MPI takes device buffers."""
+    def __init__(self, direct: bool, lost: dict[str, Tensor] | None = None) -> None:
+        """Begin with the residuals `lost`; `direct`: MPI takes device buffers."""
         self._direct = direct
-        self.lost: dict[str, Tensor] = {}
+        self.lost = {} if lost is None else lost
 
     def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
         """Send the message's spans of `flat`.
@@ -120,7 +120,7 @@ class Encoded:
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
         """Return a span of `flat` as bytes; with feedback, the error is kept as a residual."""
         part = slice(*span)
-        if not codec.feedback:
+        if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
         if stage not in self.lost:
             self.lost[stage] = torch.zeros_like(flat)

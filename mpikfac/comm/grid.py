@@ -150,7 +150,8 @@ class Grid:
         """
         check_summable(flat)
         if self._progress is None:
-            self._progress = ProgressThread(self.world, self.trace, flat.device)
+            lost = self.encoded.lost
+            self._progress = ProgressThread(self.world, self.trace, flat.device, lost)
         return self._progress.overlapped(messages, layout, flat, urgency)
 
     def free(self) -> None:

@@ -8,18 +8,20 @@ buffers.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import Buffers
+from mpikfac.comm.buffers import Buffers, synchronize
+from mpikfac.comm.collectives import SUMS, Patient, op_of
+from mpikfac.comm.encoded import Encoded
 from mpikfac.comm.mpi import MPI
-from mpikfac.comm.outbox import PAUSE, Outbox
+from mpikfac.comm.outbox import Outbox
 from mpikfac.plan import Layout, Message
 from mpikfac.trace import Trace
 
@@ -87,13 +89,17 @@ class ProgressThread:
         ValueError: MPI does not allow threads to call MPI.
     """
 
-    def __init__(self, world: MPI.Intracomm, trace: Trace, device: torch.device) -> None:
-        """Start the thread; `device` holds the arenas."""
+    def __init__(
+        self, world: MPI.Intracomm, trace: Trace, device: torch.device, lost: dict[str, Tensor]
+    ) -> None:
+        """Start the thread; `device` holds the arenas, and `lost` the residuals of encoding."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
+        self._patient = cast(MPI.Intracomm, Patient(self.comm))  # the collectives of sums
         self._trace = trace
         self._buffers = Buffers(trace, direct=False)
+        self._encoded = Encoded(direct=False, lost=lost)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
         self._outbox = Outbox(self._in_common)
@@ -129,7 +135,7 @@ class ProgressThread:
         mine = bytearray(self._numbered)
         for number in numbers:
             mine[number] = 1
-        _sleep_until(self.comm.Iallreduce(MPI.IN_PLACE, mine, op=MPI.BAND))
+        self._patient.Allreduce(MPI.IN_PLACE, mine, MPI.BAND)
         return [number for number, everywhere in enumerate(mine) if everywhere]
 
     def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
@@ -137,6 +143,8 @@ class ProgressThread:
         ready = None if flat.is_cpu else torch.Event(flat.device)
         if ready is not None:
             ready.record()
+        if message.codec and message.primitive not in SUMS:
+            return [partial(self._send_encoded, message, flat, ready)]
         ((start, stop),) = message.spans
         return [
             partial(
@@ -145,24 +153,37 @@ class ProgressThread:
             for offset in range(start, stop, SMALL_PIECE)
         ]
 
+    def _send_encoded(self, message: Message, flat: Tensor, ready: torch.Event | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        with (
+            self._stream or nullcontext(),
+            self._trace.stage(message.stage, message.over, message.bytes),
+        ):
+            self._encoded.exchange(self._patient, message, flat)
+            synchronize(flat)
+
     def _send_piece(self, message: Message, piece: Tensor, ready: torch.Event | None) -> None:
         if ready is not None:
             ready.synchronize()
-        comm, root = self.comm, message.root
+        with self._stream or nullcontext():
+            if not message.codec:
+                self._sum(message, piece)
+                return
+            rounded = piece.to(torch.bfloat16)
+            self._sum(message, rounded.view(torch.int16))
+            piece.copy_(rounded)
+            synchronize(piece)
+
+    def _sum(self, message: Message, numbers: Tensor) -> None:
+        """Add up with MPI, which takes bfloat16 for integers."""
         with (
-            self._stream or nullcontext(),
-            self._buffers.on_host(piece, message.stage) as buffer,
-            self._trace.stage(message.stage, message.over, piece.nbytes),
+            self._buffers.on_host(numbers, message.stage) as buffer,
+            self._trace.stage(message.stage, message.over, numbers.nbytes),
         ):
             if message.primitive == "Allreduce":
-                _sleep_until(comm.Iallreduce(MPI.IN_PLACE, buffer))
-            elif comm.rank == root:
-                _sleep_until(comm.Ireduce(MPI.IN_PLACE, buffer, root=root))
+                self._patient.Allreduce(MPI.IN_PLACE, buffer, op_of(message))
+            elif self.comm.rank == message.root:
+                self._patient.Reduce(MPI.IN_PLACE, buffer, op_of(message), message.root)
             else:
-                _sleep_until(comm.Ireduce(buffer, None, root=root))
-
-
-def _sleep_until(done: MPI.Request) -> None:
-    """Wait for the request, calling MPI every `PAUSE` seconds."""
-    while not done.Test():
-        time.sleep(PAUSE)
+                self._patient.Reduce(buffer, None, op_of(message), message.root)

@@ -239,7 +239,8 @@ class RankPlan:
             (self.publish_weights(), found.gradients),
             (self.exchange_weights(), found.copies),
         ):
-            if any(message.codec and message.codec.feedback for message in messages):
+            # A rank that sends nothing encoded, such as no root of any Bcast, loses nothing.
+            if any(m.codec and m.codec.feedback and m.bytes for m in messages):
                 kept += layout.size
         return kept
 

@@ -33,6 +33,11 @@ PLACEMENTS = {
     "late": {"workers": RANKS, "reduce_at": "bases"},
     "late to owners, staggered": {"reduce_at": "bases", "stagger": 3, **OWNERS},
 }
+PLACEMENTS |= {
+    "overlapped": {"workers": RANKS, "overlap": True, "fusion": 1},
+    "overlapped, to owners": {"overlap": True, "fusion": (1, 2), **OWNERS},
+    "overlapped, factors late": {"overlap": True, "fusion": 1, "reduce_at": "bases"},
+}
 if RANKS == 4:  # as two nodes of two
     PLACEMENTS |= {
         "in nodes": {"ranks_per_node": 2, "workers": RANKS},
@@ -67,6 +72,7 @@ def test_ranks_stay_equal_to_the_last_bit_and_send_what_is_planned(comm, name):
     for step in range(7):  # all kinds of step, with every share of a staggered refresh
         kfac.trace.clear()
         found = problem.run(kfac, comm, [step])
+        kfac.factors.settle()  # sends the last factors, if overlapped
         assert found.isfinite().all()
         assert same_everywhere(comm, found)
         assert +Counter(kfac.trace.sent) == problem.planned(kfac, step)
@@ -179,7 +185,7 @@ def test_votes_and_running_statistics_stay_exact(comm):
         torch.testing.assert_close(norm.running_mean, before + mean, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("place", ["everywhere", "owners"])
+@pytest.mark.parametrize("place", ["everywhere", "owners", "overlapped"])
 @pytest.mark.parametrize("wire", WIRES)
 def test_a_run_goes_on_from_a_checkpoint_to_the_last_bit(comm, wire, place):
     """Oracle: the run that wrote the checkpoint, which also drops encoding losses."""
