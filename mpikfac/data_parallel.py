@@ -88,7 +88,9 @@ class DataParallel:
         blocks.append(self._votes)
         self.votes = self._votes.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
-        self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=dtype.itemsize)
+        means = [block.name for block in blocks if not block.parameters]
+        size = dtype.itemsize
+        self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=size, means=means)
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node

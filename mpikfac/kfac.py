@@ -226,7 +226,8 @@ class KFAC:
         check_layers([*SETTINGS, *needs], shapes, choices)
         others = [(other.name, tuple(other.tensor.shape)) for other in self.others]
         kept = (self.estimator.factor_dtype or dtype).itemsize, (run.dtype or dtype).itemsize
-        return plan_for(shapes, ranks, strategy, others, forms, dtype.itemsize, *kept)
+        means = [other.name for other in self.others if not other.parameters]
+        return plan_for(shapes, ranks, strategy, others, forms, dtype.itemsize, *kept, means)
 
     def _build(self, site: Site, team: Team) -> None:
         """Make the parts of a step, in order."""
@@ -757,7 +758,7 @@ class KFAC:
         """Forget statistics and bases, and start averages anew."""
         for part in (*self._parts, self.replicas):
             part.forget()
-        self.grid.encoded.forget()
+        self.grid.forget()
 
     def _check_agreement(self, comm: Comm) -> None:
         agree(
@@ -792,7 +793,7 @@ class KFAC:
         self.replicas.check_combined()
         state = model_state(self.model, self.optimizer, self._stepped)
         kept = {n: value for part in self._parts for n, value in part.state_dict().items()}
-        self.grid.encoded.forget()  # now that no message is on its way
+        self.grid.forget()  # now that no message is on its way
         state |= {"trainer/steps": self.steps} | {OWN + n: v for n, v in kept.items()}
         state |= self.replicas.state_dict()
         rank, exchange = self._team.trains.rank, self.plan.strategy.exchange

@@ -15,6 +15,7 @@ from mpikfac.comm.encoded import Encoded
 from mpikfac.comm.job import check_nodes, cuda_aware
 from mpikfac.comm.mpi import MPI
 from mpikfac.comm.overlap import OverlappedSums, ProgressThread
+from mpikfac.comm.robust import Combiner
 from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
 from mpikfac.trace import Trace
 
@@ -29,6 +30,7 @@ class Grid:
         column: the gradient workers of a layer group; bases are published in the column.
         row: a rank of every column; preconditioned gradients are published in the row.
         encoded: sends compressed messages, and keeps the errors of the compression.
+        combiner: combines vectors of ranks by a robust rule, and keeps earlier results.
 
     Raises:
         UserError: ranks do not share a node as `ranks_per_node` demands.
@@ -48,6 +50,7 @@ class Grid:
             self._teams |= self._two_levels(self.world.rank // ranks_per_node)
         self.trace = trace
         direct = cuda_aware()
+        self.combiner = Combiner(trace)
         self.encoded = Encoded(direct)
         self._buffers = Buffers(trace, direct)
         self._progress: ProgressThread | None = None
@@ -89,6 +92,8 @@ class Grid:
             exchange(list(neighbours), flat)
 
     def _way(self, message: Message) -> Callable[[Sequence[Message], Tensor], None]:
+        if message.rule:
+            return self._exchange_combined
         if not message.codec:
             return self._exchange
         return self._exchange_rounded if message.primitive in SUMS else self._exchange_encoded
@@ -99,6 +104,10 @@ class Grid:
             comm = self._teams[message.over]
             with self.trace.stage(message.stage, comm.name, message.bytes):
                 self.encoded.exchange(comm, message, flat)
+
+    def _exchange_combined(self, messages: Sequence[Message], flat: Tensor) -> None:
+        """Combine the vectors of ranks by a robust rule."""
+        self.combiner.exchange(self._teams[messages[0].over], messages, flat)
 
     def _exchange_rounded(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Sum in bfloat16: MPI adds up a rounded copy."""
@@ -153,6 +162,11 @@ class Grid:
             lost = self.encoded.lost
             self._progress = ProgressThread(self.world, self.trace, flat.device, lost)
         return self._progress.overlapped(messages, layout, flat, urgency)
+
+    def forget(self) -> None:
+        """Forget losses of encoding, and results of earlier steps, as a restart does."""
+        self.encoded.forget()
+        self.combiner.forget()
 
     def free(self) -> None:
         """End the thread, and free all communicators; no message may follow.

@@ -18,7 +18,7 @@ from mpikfac.engine.site import Site
 from mpikfac.engine.state import Block
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, Parts, all_finite, copy_all, end_step, not_finite
-from mpikfac.plan import check_count, lay_out
+from mpikfac.plan import RankPlan, check_count, lay_out
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,14 @@ def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
     steps = site.plan.steps
     found = (b for b in blocks if b.name in arena)
     return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in found]
+
+
+def share_out(arena: Arena, plan: RankPlan) -> None:
+    """Divide by the number of ranks what messages add up; a rule takes numbers as they are."""
+    if plan.strategy.exchange.robust.combine == "mean":
+        arena.flat /= plan.grid.count
+    else:
+        torch._foreach_div_([arena[name] for name in plan.means], plan.grid.count)
 
 
 class Gradients:
@@ -207,8 +215,7 @@ class Gradients:
         if self._beside is not None:
             self._beside.wait()
             return
-        if ranks > 1:
-            self.arena.flat /= ranks
+        share_out(self.arena, self.plan)
         self.grid.exchange(self._to_reduce, self.arena.flat)
 
     def weigh(self, examples: int) -> float:
@@ -323,7 +330,7 @@ class Gradients:
         Collective over: world.
         """
         self.discard()
-        self.grid.encoded.forget()
+        self.grid.forget()
         self.grid.exchange([m for m in self._to_publish if not m.codec], self.arena.flat)
         for slot in self.of_others:
             if isinstance(slot.block, Votes):

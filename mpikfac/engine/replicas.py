@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpikfac.engine.gradients import Gradients, slots_in
+from mpikfac.engine.gradients import Gradients, share_out, slots_in
 from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
@@ -74,7 +74,7 @@ class Replicas(Part):
         copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
         if self._before:
             flat -= self._before.flat
-        flat /= self.site.plan.grid.count
+        share_out(self.arena, self.site.plan)
         self.site.grid.exchange(self._messages, flat)
         if not all_finite(flat):
             raise UserError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mpikfac.numerics.arena import Arena, Copies, Parts, alike, copy_all
-from mpikfac.numerics.codecs import add_decoded, encode
 from mpikfac.numerics.finite import all_finite, each_finite, not_finite
 from mpikfac.numerics.fisher import (
     FISHERS,
@@ -14,6 +13,7 @@ from mpikfac.numerics.fisher import (
     exact,
     sampled,
 )
+from mpikfac.numerics.messages import BY_COORDINATE, BY_VECTOR, add_decoded, combined, encode
 from mpikfac.numerics.moments import (
     NORMALIZATIONS,
     Normalization,
@@ -47,6 +47,8 @@ from mpikfac.numerics.steps import AdamSteps, nesterov
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
+    "BY_COORDINATE",
+    "BY_VECTOR",
     "FISHERS",
     "LOSSES",
     "NORMALIZATIONS",
@@ -67,6 +69,7 @@ __all__ = [
     "alike",
     "all_finite",
     "check_outputs",
+    "combined",
     "copy_all",
     "each_finite",
     "encode",

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from mpikfac.plan.choices import Robust
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
@@ -25,7 +26,7 @@ PIECE = 2**22
 
 @dataclass(frozen=True)
 class Codec:
-    """An encoding that sends numbers in fewer bytes; `numerics.codecs` encodes.
+    """An encoding that sends numbers in fewer bytes; `numerics.messages` encodes.
 
     Attributes:
         name: "bfloat16"; "int8", 16 numbers with a common exponent; "top-k", the largest numbers.
@@ -75,6 +76,7 @@ class Message:
         bytes: the bytes of `size` that the rank hands to MPI.
         wire: bytes sent by the rank if the collective is a ring.
         codec: the encoding; None for plain numbers.
+        rule: the rule that combines the numbers of ranks; None for sums and copies.
     """
 
     stage: str
@@ -86,6 +88,7 @@ class Message:
     bytes: int
     wire: int
     codec: Codec | None = None
+    rule: Robust | None = None
 
 
 def sums(
@@ -118,6 +121,27 @@ def sums(
     if codec and not codec.summable:
         return [to("Alltoall", _parts(layout, [span], ranks)) for span in spans]
     return [to("Reduce", [(span.start, span.stop)], span.segment) for span in spans]
+
+
+def combinations(
+    stage: str, layout: Layout, kind: Kind, ranks: int, own: int, itemsize: int, rule: Robust
+) -> list[Message]:
+    """Return messages to combine an arena of one segment by a rule; the rank is rank `own`.
+
+    Each rank gets a shard of all vectors, and sends the result to all. In between, rules by vector
+    need the sum of the shards' inner products, in float64.
+    """
+    found: list[Message] = []
+    for span in layout.spans(kind) if ranks > 1 else ():
+        if span.kind is None:
+            continue
+        shards = _cut(span.start, span.stop, ranks)
+        found.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
+        if rule.by_vector:
+            products = (ranks + rule.has_centre) ** 2
+            found.append(message(stage, "Allreduce", "world", [(0, products)], ranks, 8))
+        found.append(message(stage, "Allgatherv", "world", shards, ranks, itemsize, own))
+    return [replace(one, rule=rule) for one in found]
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:

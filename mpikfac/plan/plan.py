@@ -34,6 +34,7 @@ class Plan:
     Attributes:
         layers: covered layers in model order.
         others: names and shapes of uncovered tensors that travel with the gradients.
+        means: names of `others` of which ranks always take the mean: running statistics, votes.
         forms: descriptions of solvers: the run's solver, then solvers named by layers.
         itemsize: bytes of a number, but for numbers of running averages and of decompositions.
         columns_of: column of every layer.
@@ -44,6 +45,7 @@ class Plan:
 
     layers: tuple[LayerShape, ...]
     others: tuple[tuple[str, Shape], ...]
+    means: tuple[str, ...]
     ranks: int
     strategy: Strategy
     forms: tuple[Form, ...]
@@ -64,6 +66,7 @@ class Plan:
             strategy=self.strategy,
             layers=self.covered,
             others=self.others,
+            means=self.means,
             updaters=self.updaters,
             itemsizes=itemsizes,
             solvers=self.all_solvers,
@@ -151,6 +154,7 @@ def plan_for(
     itemsize: int = 4,
     factor_itemsize: int | None = None,
     basis_itemsize: int | None = None,
+    means: Iterable[str] = (),
 ) -> Plan:
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
@@ -160,6 +164,7 @@ def plan_for(
         itemsize: bytes of an element.
         factor_itemsize: bytes of an element of running averages; `itemsize` if None.
         basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
+        means: names of `others` of which ranks always take the mean: running statistics, votes.
 
     Raises:
         ValueError: a choice that cannot work; the text names the needs.
@@ -177,6 +182,7 @@ def plan_for(
     return Plan(
         layers=tuple(layers),
         others=others,
+        means=tuple(means),
         ranks=ranks,
         strategy=strategy,
         forms=tuple(form for form in forms if form.name in used),

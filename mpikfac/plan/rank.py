@@ -15,6 +15,7 @@ from mpikfac.plan.messages import (
     Codec,
     Message,
     across,
+    combinations,
     gathers,
     in_order,
     in_two_levels,
@@ -44,6 +45,7 @@ class RankPlan:
         grid: all ranks as rows and columns.
         layers: the covered layers.
         others: names and shapes of uncovered tensors that travel with the gradients.
+        means: names of `others` of which ranks always take the mean.
         updaters: rank to step a layer or uncovered parameter if update="owner".
         solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
     """
@@ -53,6 +55,7 @@ class RankPlan:
     strategy: Strategy
     layers: tuple[PlannedLayer, ...]
     others: tuple[tuple[str, Shape], ...]
+    means: tuple[str, ...]
     updaters: Mapping[str, int]
     itemsizes: Itemsizes
     solvers: str
@@ -305,6 +308,8 @@ class RankPlan:
 
     def reduce_gradients(self) -> list[Message]:
         """Return the sums of all gradients."""
+        if self.strategy.exchange.robust.combine != "mean":
+            return self._combinations("reduce gradients", self.layouts.gradients)
         apart = self.strategy.transport.overlap
         kinds = {layer.name: layer.fused if apart else -1 for layer in self.layers}
         return [
@@ -317,6 +322,8 @@ class RankPlan:
         """Return the sums of all copies of the model, or of changes since the last exchange."""
         if not self.strategy.exchange.of_copies:
             return []
+        if self.strategy.exchange.robust.combine != "mean":
+            return self._combinations("exchange weights", self.layouts.copies)
         kinds = {layer.name: -1 for layer in self.layers}
         return [
             message
@@ -370,6 +377,15 @@ class RankPlan:
             primitive = None
         found = sums(stage, layout, kinds.get, ranks, itemsize, primitive, codec)
         return self._in_levels(found, self.grid.team(self.rank, "world"), itemsize)
+
+    def _combinations(self, stage: str, layout: Layout) -> list[Message]:
+        """Return the messages of a robust rule, and the sums of the tensors to average."""
+        means = dict.fromkeys(self.means, 0)
+        trained = dict.fromkeys(layout.shapes.keys() - means.keys(), 0)
+        members = self.grid.count, self.rank
+        rule, itemsize = self.strategy.exchange.robust, self.itemsizes.numbers
+        found = combinations(stage, layout, trained.get, *members, itemsize, rule)
+        return found + self._sums(stage, layout, means, None)
 
     def _gathers(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
+from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, combined
+from mpikfac.plan import Robust
 from support import problem
 
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
@@ -194,3 +197,81 @@ def test_copies_are_no_state_of_the_run(comm):
     trainer.combine()
     states = comm.allgather(problem.state(model).cpu())
     assert trainer.state_dict() and all(torch.equal(states[0], other) for other in states)
+
+
+# -- robust rules ---------------------------------------------------------------------------------
+
+ROBUST = [
+    Robust("median"),
+    Robust("geometric-median"),
+    Robust("centred-clip", clip_radius=2.0),
+    Robust("trimmed-mean", liars=1),
+    Robust("krum", liars=0),
+]
+ROBUST = [rule for rule in ROBUST if rule.combine != "krum" or mpikfac.world().size >= 3]
+ROBUST = [rule for rule in ROBUST if rule.liars == 0 or mpikfac.world().size >= 3]
+
+
+def by_rule(rule, vectors, centre):
+    """Return what a rule makes of the vectors of all ranks, on one process."""
+    rows = torch.tensor(vectors)
+    if rule.combine in BY_COORDINATE:
+        return BY_COORDINATE[rule.combine](rows, rule).numpy()
+    if rule.has_centre:
+        rows = torch.cat([torch.tensor(centre)[None], rows])
+    return combined(rows, BY_VECTOR[rule.combine](rows @ rows.T, rule)).numpy()
+
+
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+def test_gradients_are_combined_by_the_rule(comm, rule):
+    """Oracle: the rule, which tests/unit/test_robust.py checks, of all gradients on one process."""
+    ranks = comm.size
+    strategy = Strategy.mem_opt(**dataclasses.asdict(rule))
+    w, v, centre = np.ones(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    for found in trained(comm, strategy, 6):
+        losses = [quadratic(rank) for rank in range(ranks)]
+        g = np.array([a.T @ (a @ w - b) for a, b in losses])
+        centre = by_rule(rule, g, centre) if ranks > 1 else g[0]
+        v = MOMENTUM * v + centre
+        w = w - RATE * v
+        np.testing.assert_allclose(found, w, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+def test_messages_of_a_rule_are_the_plans(comm, rule):
+    """Oracle: the plan, message by message."""
+    model = problem.network()
+    trainer = DataParallel(
+        model,
+        problem.sgd_all(model),
+        comm,
+        Strategy.mem_opt(**dataclasses.asdict(rule)),
+        mpikfac.Trace(events=True),
+    )
+    problem.run(trainer, comm, [0])
+    planned = trainer.plan.of(comm.rank).reduce_gradients()
+    events = [(e.name, e.over, e.bytes) for e in trainer.trace.events if e.over]
+    assert events == [(m.stage, m.over, m.bytes) for m in planned]
+
+
+@pytest.mark.skipif(mpikfac.world().size < 3, reason="two ranks cannot tell which of them is wrong")
+@pytest.mark.parametrize("wrong", [-100.0, np.nan])
+def test_a_wrong_rank_does_not_lead_training_astray(comm, wrong):
+    """Oracle: K-FAC whose ranks all have the right gradient of one batch."""
+    rule = {"combine": "median"}
+
+    def trained(strategy, wrong):
+        kfac = kfac_of(comm, strategy, kl_clip=None)
+        for step in range(4):
+            images, labels = problem.shards(step, 1)[0]
+            kfac.optimizer.zero_grad()
+            F.cross_entropy(kfac.model(images), labels).backward()
+            if comm.rank == 1:
+                for parameter in kfac.model.parameters():
+                    parameter.grad *= wrong
+            kfac.step()
+        return problem.state(kfac.model)
+
+    ranks = comm.size
+    ends = trained(Strategy.comm_opt(ranks, **rule), wrong), trained(Strategy.comm_opt(ranks), 1.0)
+    torch.testing.assert_close(*ends)

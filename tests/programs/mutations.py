@@ -197,7 +197,7 @@ TABLE = (
     ),
     Mistake(
         "codecs: numbers are rounded towards 0",
-        "numerics/codecs.py",
+        "numerics/messages/codecs.py",
         ".round_().clamp_(-127, 127)",
         ".trunc_().clamp_(-127, 127)",
         "tests/property/test_codecs.py",

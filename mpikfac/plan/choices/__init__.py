@@ -14,11 +14,12 @@ from mpikfac.plan.choices.combinations import (
     check,
     shown,
 )
-from mpikfac.plan.choices.exchange import Exchange, Outer
+from mpikfac.plan.choices.exchange import RULES, Exchange, Outer, Robust
 from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
 
 __all__ = [
     "NAMED",
+    "RULES",
     "STRATEGY",
     "AtLeast",
     "Choices",
@@ -28,6 +29,7 @@ __all__ = [
     "OneOf",
     "Outer",
     "Refresh",
+    "Robust",
     "Same",
     "Strategy",
     "Transport",

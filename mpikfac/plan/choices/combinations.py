@@ -184,6 +184,23 @@ STRATEGY: tuple[Combination, ...] = (
         "gradients are averaged from the first step on",
         default=0,
     ),
+    Combination(
+        "combine",
+        None,
+        {
+            **{"update": "everyone", "parts": None, "overlap": False},
+            **{"ranks_per_node": None, "gradient_wire": None},
+        },
+        "a rule takes the plain vectors of all ranks at once",
+        default="mean",
+    ),
+    Combination(
+        "liars",
+        None,
+        {"combine": OneOf(("trimmed-mean", "krum"))},
+        "the other rules have no number of wrong ranks",
+        default=0,
+    ),
     Combination("factor_wire", None, _ENCODED, _COMPRESSED),
     Combination("basis_wire", None, _ENCODED, _COMPRESSED),
     Combination("gradient_wire", None, _ENCODED, _COMPRESSED),

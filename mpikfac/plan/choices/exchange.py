@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from mpikfac.plan.choices.checks import check_count, one_of
 
@@ -31,6 +31,59 @@ class Outer:
             raise ValueError(f"outer_momentum={self.outer_momentum!r} must be from 0 to below 1")
 
 
+Rule = Literal["mean", "median", "trimmed-mean", "krum", "geometric-median", "centred-clip"]
+RULES: tuple[Rule, ...] = get_args(Rule)
+
+
+@dataclass(frozen=True)
+class Robust:
+    """How the numbers of ranks become common numbers, although some ranks may be wrong.
+
+    Attributes:
+        combine: "mean": the mean of all ranks. "median": of each coordinate. "trimmed-mean": of
+            each coordinate, without the `liars` smallest and largest numbers [Yin et al. 2018].
+            "krum": the vector nearest to its neighbours [Blanchard et al. 2017].
+            "geometric-median": the point with the least sum of distances. "centred-clip": the
+            result of the step before, and the mean of the ranks' differences from the result, with
+            no difference longer than `clip_radius` [Karimireddy et al. 2021].
+        liars: the number of ranks that may be wrong, for "trimmed-mean" and "krum".
+        clip_radius: the longest difference, for "centred-clip".
+    """
+
+    combine: Rule = "mean"
+    liars: int = 0
+    clip_radius: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("combine", self.combine, RULES)
+        check_count("liars", self.liars, 0)
+        if not self.clip_radius > 0:
+            raise ValueError(f"clip_radius={self.clip_radius!r} must be above 0")
+
+    @property
+    def by_vector(self) -> bool:
+        """Whether the rule takes the inner products of the ranks' vectors."""
+        return self.combine in ("krum", "geometric-median", "centred-clip")
+
+    @property
+    def has_centre(self) -> bool:
+        """Whether the rule takes the result of the step before."""
+        return self.combine == "centred-clip"
+
+    def check_ranks(self, ranks: int) -> None:
+        """Return if the right ranks are enough to tell the wrong ranks.
+
+        Raises:
+            ValueError: there are too few ranks.
+        """
+        least = {"trimmed-mean": 2 * self.liars + 1, "krum": 2 * self.liars + 3}
+        if ranks < least.get(self.combine, 1):
+            raise ValueError(
+                f"combine={self.combine!r} with liars={self.liars} needs at least "
+                f"{least[self.combine]} ranks, not {ranks}"
+            )
+
+
 @dataclass(frozen=True)
 class Exchange:
     """What ranks exchange to train one model, and when.
@@ -44,12 +97,14 @@ class Exchange:
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
         outer: the step that combines copies of the model.
+        robust: how numbers of ranks become common numbers.
     """
 
     exchanged: Literal["gradients", "weights"] = "gradients"
     exchange_every: int = 1
     exchange_from: int = 0
     outer: Outer = field(default_factory=Outer)
+    robust: Robust = field(default_factory=Robust)
 
     def __post_init__(self) -> None:
         one_of("exchanged", self.exchanged, ("gradients", "weights"))

@@ -1,0 +1,109 @@
+"""Combine vectors of ranks so that a few wrong ranks do little harm.
+
+A rule takes each coordinate by itself, or gives each rank a weight. Weights follow from the inner
+products of the ranks' vectors alone, `[ranks, ranks]`. So ranks that hold shards of all vectors
+only have to add up their inner products.
+
+Vectors that are not finite get the weight 0, and are the largest in each coordinate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mpikfac.plan import Robust
+
+STEPS = 100  # of an iteration, at most
+PRECISION = 1e-12  # of weights, where an iteration ends
+
+
+def combined(vectors: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of `vectors` `[ranks, n]`, without vectors of weight 0."""
+    kept = weights != 0
+    return weights[kept].to(vectors.dtype) @ vectors[kept]
+
+
+# -- by coordinate -------------------------------------------------------------------------------
+
+
+def median(vectors: Tensor, _: Robust) -> Tensor:
+    """Return the median of each coordinate: of an even number of ranks, the middle two's mean."""
+    middle = (len(vectors) - 1) // 2
+    return vectors.sort(0).values[middle : len(vectors) - middle].mean(0)
+
+
+def trimmed_mean(vectors: Tensor, rule: Robust) -> Tensor:
+    """Return the mean of each coordinate without the `liars` smallest and largest [Yin 2018]."""
+    return vectors.sort(0).values[rule.liars : len(vectors) - rule.liars].mean(0)
+
+
+# -- by vector -----------------------------------------------------------------------------------
+
+
+def krum(products: Tensor, rule: Robust) -> Tensor:
+    """Return weight 1 for the vector nearest to its neighbours [Blanchard et al. 2017].
+
+    Neighbours are all other vectors but the `liars + 1` farthest.
+    """
+    ranks = len(products)
+    nearest = _distances(products).sort(1).values[:, 1 : ranks - rule.liars - 1]
+    return torch.zeros(ranks).double().index_fill(0, nearest.sum(1).argmin(), 1.0)
+
+
+def geometric_median(products: Tensor, _: Robust) -> Tensor:
+    """Return the weights of the point with the least sum of distances, by Weiszfeld's iteration."""
+    usable = products.diagonal().isfinite()
+    products = products.where(usable & usable[:, None], 0.0)
+    weights = usable.double() / usable.sum()
+    least = PRECISION * products.diagonal().amax().sqrt()
+    for _step in range(STEPS):
+        nearer = usable / _distances_from(products, weights).sqrt().clamp(min=least)
+        before, weights = weights, nearer / nearer.sum()
+        if (weights - before).abs().max() < PRECISION:
+            break
+    return weights
+
+
+def centred_clip(products: Tensor, rule: Robust) -> Tensor:
+    """Return the weights of `centre + mean(clip(vector - centre))` [Karimireddy et al. 2021].
+
+    The first vector is the centre: the result of the step before.
+    """
+    usable = products.diagonal().isfinite()
+    products = products.where(usable & usable[:, None], 0.0)
+    centre = torch.zeros(len(products)).double()
+    centre[0] = 1.0
+    far = _distances_from(products, centre).sqrt()
+    shares = usable * (rule.clip_radius / far.clamp(min=1e-300)).clamp(max=1.0)
+    shares[0] = 0.0
+    shares /= len(products) - 1
+    return shares + (1 - shares.sum()) * centre
+
+
+def _distances(products: Tensor) -> Tensor:
+    """Return squared distances `[ranks, ranks]`; infinite to vectors that are not finite."""
+    squares = products.diagonal()
+    distances = (squares + squares[:, None] - 2 * products).clamp_(min=0)
+    return distances.where(distances.isfinite(), torch.inf).fill_diagonal_(0)
+
+
+def _distances_from(products: Tensor, weights: Tensor) -> Tensor:
+    """Return squared distances of all vectors from the weighted sum of the vectors."""
+    along = products @ weights
+    return (products.diagonal() - 2 * along + weights @ along).clamp_(min=0)
+
+
+BY_COORDINATE: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
+    "median": median,
+    "trimmed-mean": trimmed_mean,
+}
+"""Rules from vectors `[ranks, n]` to a vector `[n]`."""
+BY_VECTOR: Mapping[str, Callable[[Tensor, Robust], Tensor]] = {
+    "krum": krum,
+    "geometric-median": geometric_median,
+    "centred-clip": centred_clip,
+}
+"""Rules from inner products `[ranks, ranks]` to weights `[ranks]`, all in float64."""
