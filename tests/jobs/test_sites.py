@@ -121,9 +121,10 @@ def test_installing_builds_mpi4py_with_the_site_s_compiler(tmp_path):
 
 
 def edited(script: str) -> str:
-    """Return a job script with the page's lines at the end of the script's block."""
+    """Return a job script with the page's commands at the end of the script's block."""
     (lines,) = re.findall(rf"```bash\n# into {re.escape(script)}:\n(.*?)```", PAGE, re.DOTALL)
-    return (ROOT / script).read_text().replace(END, lines + END)
+    commands = [line for line in lines.splitlines(keepends=True) if not line.startswith("#")]
+    return (ROOT / script).read_text().replace(END, "".join(commands) + END)
 
 
 def test_the_page_s_lines_for_slurm(tmp_path):
