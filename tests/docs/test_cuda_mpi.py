@@ -54,3 +54,17 @@ def test_the_variables_of_mpikfac_are_read(monkeypatch):
     for value in ("0", "1"):
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", value)
         assert comm.cuda_aware() == (value == "1")
+
+
+def test_the_named_tests_exist():
+    """Oracle: the functions of the test files; every fault planted on the device is named."""
+    tests = PAGE.parents[1] / "tests"
+    there = {name for path in tests.rglob("test_*.py") for name in defined(path)}
+    named = set(re.findall(r"`(test_\w+)`", PAGE.read_text()))
+    assert named <= there
+    assert len(named & set(defined(tests / "emulated" / "test_device.py"))) == 8
+
+
+def defined(path: Path) -> list[str]:
+    """Return the names of a file's tests."""
+    return re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -57,3 +58,44 @@ def test_a_start_without_a_launcher_is_refused_in_one_line(tmp_path):
     assert found.stderr == (
         "bind_gpu.sh: no launcher says the local rank; start it under mpirun or srun\n"
     )
+
+
+def bound_without_nvidia(tmp_path: Path, **environment: str) -> str:
+    """Return what the wrapper shows to local rank 5 where there is no nvidia-smi."""
+    seen = [
+        "ROCR_VISIBLE_DEVICES",
+        "ZE_AFFINITY_MASK",
+        "HIP_VISIBLE_DEVICES",
+        "CUDA_VISIBLE_DEVICES",
+    ]
+    shown = " ".join(f"{name}=${{{name}-none}}" for name in seen)
+    tools = tmp_path / "tools"
+    tools.mkdir(exist_ok=True)
+    for name in ("sh", "tr", "awk"):
+        (tools / name).unlink(missing_ok=True)
+        (tools / name).symlink_to(str(shutil.which(name)))
+    found = subprocess.run(
+        [str(BIND), "sh", "-c", f'echo "{shown}"'],
+        env={"PATH": str(tools), "SLURM_LOCALID": "5"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stderr
+    return found.stdout.strip()
+
+
+def test_gpus_of_amd_and_intel_have_variables_of_their_own(tmp_path):
+    """Oracle: by hand. HIP counts from 0 among the GPUs that ROCR_VISIBLE_DEVICES leaves."""
+    eight = "0,1,2,3,4,5,6,7"
+    found = bound_without_nvidia(tmp_path, ROCR_VISIBLE_DEVICES=eight, HIP_VISIBLE_DEVICES=eight)
+    none = "HIP_VISIBLE_DEVICES=none CUDA_VISIBLE_DEVICES=none"
+    assert found == f"ROCR_VISIBLE_DEVICES=5 ZE_AFFINITY_MASK=none {none}"
+    found = bound_without_nvidia(tmp_path, ZE_AFFINITY_MASK="0.0,0.1,1.0,1.1")
+    assert found == f"ROCR_VISIBLE_DEVICES=none ZE_AFFINITY_MASK=0.1 {none}"
+
+
+def test_on_nodes_of_nvidia_only_cuda_s_variable_counts(tmp_path):
+    """Oracle: four GPUs; Slurm may set the variables of all makers."""
+    others = {"ROCR_VISIBLE_DEVICES": "0,1", "ZE_AFFINITY_MASK": "0,1"}
+    assert bound(tmp_path, SLURM_LOCALID="3", **others).stdout == "3\n"

@@ -47,7 +47,7 @@ def test_every_script_has_one_block_to_edit(script):
     assert subprocess.run(["bash", "-n", str(script)], timeout=240).returncode == 0
     before, _, rest = script.read_text().partition("# ---- edit from here ----\n")
     _, _, after = rest.partition("# ---- to here ----\n")
-    assert "common.sh; set_up" in before
+    assert "bash -c '. jobs/common.sh; " in before
     assert after
     assert not any(line.startswith(("#SBATCH", "#PBS", "#BSUB")) for line in after.splitlines())
 
