@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpikfac.engine.decomposers import Background, Curvature
 from mpikfac.engine.site import Part, Site
-from mpikfac.numerics import alike, copy_all, not_finite, unfold_triangle
+from mpikfac.numerics import alike, copy_all, each_finite, not_finite, unfold_triangle
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.solvers import (
     Held,
@@ -295,7 +295,7 @@ class Bases(Part):
             return {}, set()
         made: Blocks = {}
         tried: list[str] = []
-        sound: list[Tensor] = []
+        sums: list[Tensor] = []
         of = {task.factor.name: task for task in tasks if not task.factor.solver.vector}
         for names in alike({name: packed[name] for name in of}):
             kinds: dict[object, list[Task]] = {}
@@ -307,12 +307,18 @@ class Bases(Part):
                 more = torch.stack([added[n] for n in own]) if own[0] in added else None
                 stack = torch.stack([packed[name] for name in own])
                 factors = [task.factor for task in some]
-                blocks, finite = decomposed_together(factors, some[0].solver, stack, more)
-                made |= blocks
-                tried += own
-                sound.append(finite)
-        known = torch.cat(sound).tolist() if sound else []
-        return made, {name for name, one in zip(tried, known) if one}
+                dtype = self.arena.flat.dtype
+                blocks = decomposed_together(factors, some[0].solver, stack, more, dtype)
+                if blocks:
+                    made |= blocks
+                    tried += own
+                    sums.append(stack.flatten(1).sum(1))
+        if not made:
+            return {}, set()
+        looked = [torch.cat(sums).isfinite(), each_finite(list(made.values()))]
+        names = [*tried, *(self._factor_of[name] for name in made)]
+        doubtful = {name for name, one in zip(names, torch.cat(looked).tolist()) if not one}
+        return made, set(tried) - doubtful
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
         """Return the changed blocks of a factor: all, or few if the older blocks still fit."""

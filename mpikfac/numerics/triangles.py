@@ -9,6 +9,9 @@ takes slices only, no index tensors. All functions also take a stack of matrices
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 from torch import Tensor
 
 
@@ -36,9 +39,16 @@ def unfold_triangle(packed: Tensor) -> Tensor:
     matrix = packed.new_empty(*packed.shape[:-2], order, order)
     matrix[..., half:, :half] = lower_left
     matrix[..., :half, half:] = lower_left.mT
-    matrix[..., :half, :half] = first.tril() + first.tril(-1).mT
-    matrix[..., half:, half:] = second.triu() + second.triu(1).mT
+    lower, rest = _lower(half, packed.device), order - half
+    torch.where(lower, first, first.mT, out=matrix[..., :half, :half])
+    torch.where(lower[:rest, :rest], second.mT, second, out=matrix[..., half:, half:])
     return matrix
+
+
+@cache
+def _lower(order: int, device: torch.device) -> Tensor:
+    """Return where the lower triangle of a matrix is, `[n, n]`."""
+    return torch.ones(order, order, dtype=torch.bool, device=device).tril()
 
 
 def triangle_trace(packed: Tensor) -> Tensor:

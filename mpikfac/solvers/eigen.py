@@ -105,15 +105,14 @@ def relatively_damped_denominators(
     Means come from `mean_eigenvalues`: if a side has blocks, a block of the product is damped in
     units of the block's mean.
     """
-    means = torch.empty_like(out)
-    products_of_values(input_means, output_means, means)
+    a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
     _undamped(input_values, output_values, out, scales)
-    out.add_(means, alpha=damping)
+    out.addcmul_(g[..., :, None], a[..., None, :], value=damping)
 
 
 def damping_unit(mean: Tensor) -> Tensor:
     """Return the unit of relative damping: the mean eigenvalue, or 1 for a factor of zeros."""
-    return torch.where(mean > 0, mean, 1.0)
+    return mean + (mean <= 0)
 
 
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
