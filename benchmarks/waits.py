@@ -16,10 +16,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("solvers", nargs="+")
-    parser.add_argument("--size", type=int, default=16, help="pixels of a side of the images")
+    parser.add_argument("--size", type=int, default=32, help="pixels of a side of the images")
+    parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
     for solver in options.solvers:
-        for kind, step in steps_of(options.model, options.size, solver=solver).items():
+        steps = steps_of(options.model, options.size, options.batch, solver=solver)
+        for kind, step in steps.items():
             waits = ", ".join(f"{count} x {where}" for where, count in step.waits.items())
             counts = f"{step.kernels} kernels, {step.of_model} of them in the passes"
             print(
