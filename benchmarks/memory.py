@@ -165,7 +165,8 @@ def peak_resident() -> int:
 
 def peak_allocated() -> Peaks:
     """Return torch's largest allocation of GPU memory in bytes; nothing without a GPU."""
-    return {"allocated": torch.cuda.max_memory_allocated()} if torch.cuda.is_initialized() else {}
+    found = torch.accelerator.is_available()
+    return {"allocated": torch.accelerator.max_memory_allocated()} if found else {}
 
 
 def described(peaks: list[Peaks], base: list[Peaks]) -> str:

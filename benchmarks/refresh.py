@@ -262,8 +262,8 @@ def seconds(refresh: Callable[[], object], repetitions: int) -> float:
 
 def synchronise() -> None:
     """Wait for the GPU, if present."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
 
 
 def print_errors(layers: dict[str, dict], methods: list[str]) -> None:

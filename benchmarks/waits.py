@@ -1,30 +1,85 @@
-"""Count the waits of the host and the kernels of K-FAC's steps on the emulated GPU.
+"""Count the waits of the host and the kernels of K-FAC's steps, by kind of step.
 
-python tests/emulated/build.py
-PYTHONPATH=tests/emulated OMP_NUM_THREADS=1 python benchmarks/waits.py resnet20 inverse eigen
+    python tests/emulated/build.py
+    PYTHONPATH=tests/emulated OMP_NUM_THREADS=1 python benchmarks/waits.py resnet20 inverse eigen
+
+On the emulated GPU, the lines also tell where the host waits. On a real GPU (without `PYTHONPATH`),
+torch's profiler counts the calls of the driver.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator
 
-from counting import steps_of
+import torch
+import torch.nn.functional as F
+from torch.profiler import profile
+
+import mpikfac
+from mpikfac_apps.problems import models
+
+KINDS = {5: "ordinary", 6: "with factors", 4: "with decompositions"}
+WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
 
 
 def main() -> None:
-    """Print a line for each kind of step."""
+    """Print a line for each solver and kind of step."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("solvers", nargs="+")
-    parser.add_argument("--size", type=int, default=16, help="pixels of a side of the images")
+    parser.add_argument("--size", type=int, default=32, help="pixels of a side of the images")
+    parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args()
+    count = emulated if "emulated" in sys.modules else profiled
     for solver in options.solvers:
-        for kind, step in steps_of(options.model, options.size, solver=solver).items():
-            waits = ", ".join(f"{count} x {where}" for where, count in step.waits.items())
-            counts = f"{step.kernels} kernels, {step.of_model} of them in the passes"
-            print(
-                f"{options.model} {solver}, {kind}: {counts}; {step.waits.total()} waits: {waits}"
-            )
+        for kind, found in count(options, solver):
+            print(f"{options.model} {solver}, {kind}: {found}", flush=True)
+
+
+def emulated(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of steps and their counts on the emulated GPU."""
+    from counting import steps_of  # of tests/emulated
+
+    steps = steps_of(options.model, options.size, options.batch, solver=solver)
+    for kind, step in steps.items():
+        waits = ", ".join(f"{count} x {where}" for where, count in step.waits.items())
+        counts = f"{step.kernels} kernels, {step.of_model} of them in the passes"
+        yield kind, f"{counts}; {step.waits.total()} waits: {waits}"
+
+
+def profiled(options: argparse.Namespace, solver: str) -> Iterator[tuple[str, str]]:
+    """Yield the kinds of steps and their counts on a real GPU."""
+    comm = mpikfac.world()
+    device = mpikfac.device(comm)
+    torch.manual_seed(0)
+    model = models.build(options.model, classes=10).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    kfac = mpikfac.KFAC(model, optimizer, comm, factor_every=2, basis_every=4, solver=solver)
+    images = torch.randn(options.batch, 3, options.size, options.size, device=device)
+    labels = torch.randint(10, (options.batch,), device=device)
+    for step in range(max(KINDS) + 1):
+        optimizer.zero_grad()
+        with profile() as profiler:
+            F.cross_entropy(model(images), labels).backward()
+            kfac.step()
+        if step in KINDS:
+            yield KINDS[step], calls({e.key: e.count for e in profiler.key_averages()})
+
+
+def calls(counts: dict[str, int]) -> str:
+    """Return the counts of launches, copies and waits among the calls of the driver, as text."""
+    found: Counter[str] = Counter()
+    for name, count in counts.items():
+        if "LaunchKernel" in name:
+            found["kernels"] += count
+        elif "MemcpyAsync" in name or "MemsetAsync" in name:
+            found["copies"] += count
+        elif name.endswith(WAITS):
+            found["waits"] += count
+    return ", ".join(f"{found[what]} {what}" for what in ("kernels", "copies", "waits"))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable
 from functools import cache
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 
@@ -27,9 +27,23 @@ LAUNCHERS = (
     ("SLURM_NTASKS", "SLURM_PROCID"),
 )
 
-# torch's kinds of GPU, with the kind's names in the functions of Open MPI and MPICH that tell
-# whether MPI takes device buffers. torch calls AMD's GPUs "cuda" too.
-KINDS = {"cuda": ("rocm", "hip") if torch.version.hip else ("cuda",), "xpu": ("ze",)}
+
+class Maker(NamedTuple):
+    """What differs between the makers of GPUs.
+
+    Attributes:
+        kind: torch's name for the GPUs.
+        queries: functions of Open MPI and MPICH that tell whether MPI takes device buffers.
+    """
+
+    kind: str
+    queries: tuple[str, ...]
+
+
+NVIDIA = Maker("cuda", ("MPIX_Query_cuda_support",))
+AMD = Maker("cuda", ("MPIX_Query_rocm_support", "MPIX_Query_hip_support"))  # Open MPI, MPICH
+INTEL = Maker("xpu", ("MPIX_Query_ze_support",))
+MAKERS = (AMD if torch.version.hip else NVIDIA, INTEL)
 
 REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"
 
@@ -89,14 +103,14 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     Collective over: comm.
     """
     local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
-    found = _gpu()
+    found = _maker()
     if kind == "cpu" or (kind == "auto" and found is None):
         return torch.device("cpu")
     if found is None:
         raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
-    if kind not in ("auto", found.type):
-        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {found.type!r}")
-    chosen = torch.device(found.type, local_rank % torch.accelerator.device_count())
+    if kind not in ("auto", found.kind):
+        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {found.kind!r}")
+    chosen = torch.device(found.kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -106,20 +120,19 @@ def cuda_aware() -> bool:
     override = os.environ.get("MPIKFAC_CUDA_AWARE")
     if override is not None:
         return override == "1"
-    gpu = _gpu()
-    if gpu is None:  # MPI's answer is true wherever a driver loads
+    maker = _maker()
+    if maker is None:  # MPI's answer is true wherever a driver loads
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
-    names = [f"MPIX_Query_{name}_support" for name in KINDS[gpu.type]]
-    queries = [getattr(ctypes.CDLL(path), name, None) for path in libraries for name in names]
-    return any(query is not None and query() for query in queries)
+    found = (getattr(ctypes.CDLL(path), q, None) for path in libraries for q in maker.queries)
+    return any(query is not None and query() for query in found)
 
 
-def _gpu() -> torch.device | None:
-    """Return the kind of GPU that torch finds, if mpikfac knows the kind."""
+def _maker() -> Maker | None:
+    """Return the maker of the GPU that torch finds; None without a GPU of a known maker."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    return found if found is not None and found.type in KINDS else None
+    return next((maker for maker in MAKERS if found and maker.kind == found.type), None)
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mpikfac.engine.decomposers import Background, Curvature
 from mpikfac.engine.site import Part, Site
-from mpikfac.numerics import alike, copy_all, not_finite, unfold_triangle
+from mpikfac.numerics import alike, copy_all, each_finite, not_finite, unfold_triangle
 from mpikfac.plan import Factor, PlannedLayer
 from mpikfac.solvers import (
     Held,
@@ -154,16 +154,15 @@ class Bases(Part):
         felt = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
         tell([f.layer for f, error in errors.items() if error > COARSE])
         added = self._added([t for t in tasks if t.factor.solver.damped], factors, damping, tell)
-        packed |= {name: packed[name].double() for name, much in felt.items() if much}
         if self._curvature:
             added |= {name: torch.tensor([1.0 * much], device="cpu") for name, much in felt.items()}
             received = self._curvature.start(packed, added, share)
             self._made = lambda: self._looked_through(received())
         elif at_once:
-            self._made = lambda: self._blocks(tasks, packed, added)
+            self._made = lambda: self._blocks(tasks, packed, added, felt)
         else:
             kept = {name: factor.clone() for name, factor in packed.items()}
-            self._made = self._background.start(lambda: self._blocks(tasks, kept, added))
+            self._made = self._background.start(lambda: self._blocks(tasks, kept, added, felt))
 
     @property
     def pending(self) -> bool:
@@ -268,19 +267,21 @@ class Bases(Part):
         return added
 
     def _blocks(
-        self, tasks: Sequence[Task], packed: Mapping[str, Tensor], added: Mapping[str, Tensor]
+        self,
+        tasks: Sequence[Task],
+        packed: Mapping[str, Tensor],
+        added: Mapping[str, Tensor],
+        felt: Mapping[str, bool],
     ) -> Made:
-        """Return the changed blocks of the arena, by name."""
-        precise = {
-            name: one.to(torch.promote_types(one.dtype, self.site.dtype))
-            for name, one in packed.items()
-        }
-        made, sound = self._of_stacks(tasks, precise, added)
+        """Return the changed blocks of the arena, by name; in float64 where rounding is `felt`."""
+        sums = self.site.dtype
+        dtype = {name: torch.float64 if felt.get(name) else sums for name in packed}
+        made, sound = self._of_stacks(tasks, packed, added, dtype)
         alone = [task for task in tasks if task.factor.name not in sound]
         of_alone: Blocks = {}
         for task in alone:
             name = task.factor.name
-            of_alone |= self._of_factor(task, precise[name], added.get(name))
+            of_alone |= self._of_factor(task, packed[name].to(dtype[name]), added.get(name))
         return Made(made | of_alone, self._looked_through(of_alone).failed)
 
     def _looked_through(self, made: Blocks) -> Made:
@@ -288,31 +289,41 @@ class Bases(Part):
         return Made(made, list(dict.fromkeys(self._factor_of[n] for n in not_finite(made))))
 
     def _of_stacks(
-        self, tasks: Sequence[Task], packed: Mapping[str, Tensor], added: Mapping[str, Tensor]
+        self,
+        tasks: Sequence[Task],
+        packed: Mapping[str, Tensor],
+        added: Mapping[str, Tensor],
+        dtype: Mapping[str, torch.dtype],
     ) -> tuple[Blocks, set[str]]:
         """Return blocks of factors on a GPU, by a call for each order, and the finite factors."""
         if self.site.device.type == "cpu" or (self.plan.strategy.refresh.tolerance and self.ready):
             return {}, set()
         made: Blocks = {}
         tried: list[str] = []
-        sound: list[Tensor] = []
+        sums: list[Tensor] = []
         of = {task.factor.name: task for task in tasks if not task.factor.solver.vector}
         for names in alike({name: packed[name] for name in of}):
             kinds: dict[object, list[Task]] = {}
             for task in (of[name] for name in names):
                 factor = task.factor
-                kinds.setdefault((task.solver, factor.rank, factor.groups), []).append(task)
+                kind = task.solver, factor.rank, factor.groups, dtype[factor.name]
+                kinds.setdefault(kind, []).append(task)
             for some in kinds.values():
                 own = [task.factor.name for task in some]
                 more = torch.stack([added[n] for n in own]) if own[0] in added else None
                 stack = torch.stack([packed[name] for name in own])
-                factors = [task.factor for task in some]
-                blocks, finite = decomposed_together(factors, some[0].solver, stack, more)
-                made |= blocks
-                tried += own
-                sound.append(finite)
-        known = torch.cat(sound).tolist() if sound else []
-        return made, {name for name, one in zip(tried, known) if one}
+                factors, kept = [task.factor for task in some], self.arena.flat.dtype
+                given = some[0].solver, stack.to(dtype[own[0]]), more, kept
+                if blocks := decomposed_together(factors, *given):
+                    made |= blocks
+                    tried += own
+                    sums.append(stack.flatten(1).sum(1, dtype=kept))
+        if not made:
+            return {}, set()
+        names = [*(self._factor_of[name] for name in made), *tried]
+        sound = each_finite([*made.values(), *torch.cat(sums)]).tolist()
+        doubtful = {name for name, one in zip(names, sound) if not one}
+        return made, set(tried) - doubtful
 
     def _of_factor(self, task: Task, packed: Tensor, added: Tensor | None) -> Blocks:
         """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
@@ -330,10 +341,13 @@ class Bases(Part):
         """Prepare all directions with the damping, if damping or decompositions have changed."""
         if damping == self._damping:
             return
+        damped: dict[Solver, list[Held]] = {}
         for name, held in self.held.items():
             held.damping = damping
             if held.denominators is not None:
-                self.solver_of[name].damp(held, damping, self.relative)
+                damped.setdefault(self.solver_of[name], []).append(held)
+        for solver, some in damped.items():
+            solver.damp(some, damping, self.relative)
         self._damping = damping
 
     def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from mpikfac.plan import Layout
 
+Key = TypeVar("Key")
 Copies: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 """Tensors to copy: each time the tensor to fill, and the source."""
 
@@ -28,13 +29,13 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
         torch._foreach_copy_([filled for filled, _ in some], [source for _, source in some])
 
 
-def alike(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names in lists of equal shape and dtype; on the CPU, every name alone.
+def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
+    """Return the keys in lists of equal shape and dtype; on the CPU, every key alone.
 
     A GPU spends as long on the start of a small kernel as on the kernel. On the CPU a stack would
     only be a copy.
     """
-    found: dict[object, list[str]] = {}
+    found: dict[object, list[Key]] = {}
     for name, tensor in tensors.items():
         key = name if tensor.is_cpu else (tensor.shape, tensor.dtype)
         found.setdefault(key, []).append(name)

@@ -9,16 +9,20 @@ takes slices only, no index tensors. All functions also take a stack of matrices
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+_largest: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
     """Add the lower triangle of a symmetric `matrix` `[n, n]`, times `weight`, to `packed`."""
     lower_left, first, second = _fold(packed)
     half = first.shape[-1]
+    lower, rest = _lower(half, packed.dtype, packed.device), second.shape[-1]
     lower_left.add_(matrix[..., half:, :half], alpha=weight)
-    first.add_(matrix[..., :half, :half].tril(), alpha=weight)
-    second.add_(matrix[..., half:, half:].triu(), alpha=weight)
+    first.addcmul_(matrix[..., :half, :half], lower, value=weight)
+    second.addcmul_(matrix[..., half:, half:], lower[:rest, :rest].mT, value=weight)
 
 
 def add_identity(packed: Tensor, weight: float | Tensor = 1.0) -> None:
@@ -36,9 +40,19 @@ def unfold_triangle(packed: Tensor) -> Tensor:
     matrix = packed.new_empty(*packed.shape[:-2], order, order)
     matrix[..., half:, :half] = lower_left
     matrix[..., :half, half:] = lower_left.mT
-    matrix[..., :half, :half] = first.tril() + first.tril(-1).mT
-    matrix[..., half:, half:] = second.triu() + second.triu(1).mT
+    lower, rest = _lower(half, torch.bool, packed.device), order - half
+    torch.where(lower, first, first.mT, out=matrix[..., :half, :half])
+    torch.where(lower[:rest, :rest], second.mT, second, out=matrix[..., half:, half:])
     return matrix
+
+
+def _lower(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a matrix `[n, n]` of ones in the lower triangle, and of zeros; the largest is kept."""
+    known = _largest.get((dtype, device))
+    if known is None or len(known) < order:
+        known = torch.ones(order, order, dtype=dtype, device=device).tril()
+        _largest[dtype, device] = known
+    return known[:order, :order]
 
 
 def triangle_trace(packed: Tensor) -> Tensor:

@@ -13,30 +13,36 @@ from mpikfac.solvers.solver import Solver
 
 
 def decomposed_together(
-    factors: Sequence[Factor], solver: Solver, packed: Tensor, added: Tensor | None = None
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the blocks of factors of one order by name, and which factors are finite `[factors]`.
+    factors: Sequence[Factor],
+    solver: Solver,
+    packed: Tensor,
+    added: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return the blocks of factors of one order, by name; the factors are tried once, by one call.
 
-    The factors are tried once, by a single call.
+    Blocks may hold NaN or infinity, and are missing if a factor cannot be decomposed.
 
     Args:
         packed: the factors as triangles, `[factors, ...]`.
         added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
+        dtype: of the blocks; None for the dtype of `packed`.
     """
     whole = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()
     try:
         made = solver.decompose(whole.flatten(0, -3), damping, factors[0].rank)
     except ArithmeticError:
-        return {}, packed.new_zeros(len(factors), dtype=torch.bool)
-    kinds = {kind: blocks.unflatten(0, whole.shape[:-2]) for kind, blocks in made.items()}
-    blocks = {
+        return {}
+    kinds = {
+        kind: blocks.to(dtype or packed.dtype).contiguous().unflatten(0, whole.shape[:-2])
+        for kind, blocks in made.items()
+    }
+    return {
         name: kinds[kind][place]
         for place, factor in enumerate(factors)
         for name, kind, _ in factor.blocks
     }
-    sums = [some.flatten(1).sum(1) for some in (packed, *kinds.values())]
-    return blocks, torch.stack(sums).isfinite().all(0)
 
 
 def decomposed(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from mpikfac.numerics import Side, from_left, from_right, of_coordinates, product
+from mpikfac.numerics import Side, alike, from_left, from_right, of_coordinates, product
 from mpikfac.plan import Combination, Form, few
 from mpikfac.solvers.solver import Held, Solver
 
@@ -54,16 +55,19 @@ class Eigen(Solver):
         values, misfit = values_in_basis(factor, blocks["vectors"])
         return {"values": values}, misfit
 
-    def damp(self, held: Held, damping: float, relative: bool) -> None:
-        """Write the damped products of eigenvalues to `held.denominators`."""
-        out = held.denominators
-        assert out is not None
-        values = held.sides("values", out.dtype)
+    def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
+        """Write the damped products of eigenvalues of layers to their `denominators`."""
+        outs = [one.denominators for one in held if one.denominators is not None]
+        values = [one.sides("values", out.dtype) for one, out in zip(held, outs)]
         if not relative:
-            damped_denominators(*values, damping, out, held.scales)
+            for one, (a, g), out in zip(held, values, outs):
+                damped_denominators(a, g, damping, out, one.scales)
             return
-        a, g = map(mean_eigenvalues, values, (held.a["vectors"], held.g["vectors"]))
-        relatively_damped_denominators(*values, a, g, damping, out, held.scales)
+        vectors = chain.from_iterable((*one.a["vectors"], *one.g["vectors"]) for one in held)
+        means = iter(mean_eigenvalues([v for a, g in values for v in (*a, *g)], list(vectors)))
+        for one, (a, g), out in zip(held, values, outs):
+            of_a, of_g = (list(islice(means, len(side))) for side in (a, g))
+            relatively_damped_denominators(a, g, of_a, of_g, damping, out, one.scales)
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(G (x) A + damping I)^-1` applied to the gradient, `[outputs, inputs]`."""
@@ -105,27 +109,27 @@ def relatively_damped_denominators(
     Means come from `mean_eigenvalues`: if a side has blocks, a block of the product is damped in
     units of the block's mean.
     """
-    means = torch.empty_like(out)
-    products_of_values(input_means, output_means, means)
+    a, g = _whole(input_means, out, -1), _whole(output_means, out, -2)
     _undamped(input_values, output_values, out, scales)
-    out.add_(means, alpha=damping)
+    out.addcmul_(g[..., :, None], a[..., None, :], value=damping)
 
 
 def damping_unit(mean: Tensor) -> Tensor:
     """Return the unit of relative damping: the mean eigenvalue, or 1 for a factor of zeros."""
-    return torch.where(mean > 0, mean, 1.0)
+    return mean + (mean <= 0)
 
 
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
-    """Return the block's mean in the place of every eigenvalue; 1 for a block of zeros."""
-    means = []
-    for own, basis in zip(values, vectors):
-        order = basis.shape[own.dim() - 1]
-        mean = own.sum(-1, keepdim=True)
-        if order > own.shape[-1]:  # of low rank, the first one counts again
-            mean = mean + (order - own.shape[-1]) * own[..., :1]
-        mean = mean / order
-        means.append(damping_unit(mean).expand_as(own))
+    """Return each block's mean in the place of every eigenvalue; 1 for a block of zeros."""
+    means = list(values)
+    for places in alike(dict(enumerate(vectors))):
+        own = torch.stack([values[place] for place in places])
+        order, count = vectors[places[0]].shape[own.dim() - 2], own.shape[-1]
+        mean = own.mean(-1, keepdim=True)
+        if order > count:  # of low rank, the first one counts again
+            mean = torch.lerp(own[..., :1], mean, count / order)
+        for place, unit in zip(places, damping_unit(mean)):
+            means[place] = unit.expand_as(values[place])
     return means
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -115,8 +115,8 @@ class Solver:
         """
         return {}, float("nan")
 
-    def damp(self, held: Held, damping: float, relative: bool) -> None:
-        """Write damped products of eigenvalues to `held.denominators`.
+    def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
+        """Write damped products of eigenvalues of all layers of the solver to `denominators`.
 
         Only a solver whose form has `denominators` is asked, when damping or decompositions change.
         """

@@ -39,16 +39,16 @@ def place() -> str:
     return "outside"
 
 
-def steps_of(name: str, size: int, **settings: object) -> dict[str, Step]:
-    """Return the steps of K-FAC with a network and a batch of 4 images, by kind."""
+def steps_of(name: str, size: int, batch: int = 4, **settings: object) -> dict[str, Step]:
+    """Return the steps of K-FAC with a network and a batch of images, by kind."""
     comm = mpikfac.world()
     device = mpikfac.device(comm, "cuda")
     torch.manual_seed(0)
     model = models.build(name, classes=10).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     kfac = mpikfac.KFAC(model, optimizer, comm, **EVERY, **settings)
-    images = torch.randn(4, 3, size, size).to(device)
-    labels = torch.randint(10, (4,)).to(device)
+    images = torch.randn(batch, 3, size, size).to(device)
+    labels = torch.randint(10, (batch,)).to(device)
     waits: Counter[str] = Counter()
     kernels = 0
 

@@ -512,6 +512,7 @@ at::Tensor zeros(
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (self.is_same(source)) return self;
   bool down = !self.is_cuda(), up = !source.is_cuda();
   int device = (down ? source : self).device().index();
   Queue& queue = current_queue(device);

@@ -13,7 +13,7 @@ import mpikfac
 from support import problem
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU"),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no GPU"),
     pytest.mark.usefixtures("made_on_the_host"),
 ]
 

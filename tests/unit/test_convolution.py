@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from mpikfac.layers.convolution import autocorrelation, moments
 from mpikfac.layers.convolution.window import Window, spread
@@ -178,3 +179,20 @@ def test_precision_settings_are_left_alone():
         assert settings.fp32_precision == "ieee"
     finally:
         settings.fp32_precision = before
+
+
+def test_the_sums_of_a_padded_convolution_take_shifts_instead_of_patches():
+    """Oracle: by hand: products of the shifts, of the strips beside the output, and of the corners.
+
+    Every pixel has 3 rows of 5 differences of offsets, and a pixel of the four strips has 5
+    differences. Four corners have one product.
+    """
+    batch, channels, size = 8, 4, 32
+    with torch.device("meta"):  # as on a GPU
+        x = torch.empty(batch, channels, size, size)
+    geometry = window(nn.Conv2d(channels, 1, 3, padding=1))
+    with FlopCounterMode(display=False) as counter:
+        moments.input_sum(x, geometry, bias=False)
+    per_pixel = 2 * batch * channels**2
+    expected = per_pixel * (15 * size**2 + 4 * 5 * size + 4)
+    assert counter.get_total_flops() == expected

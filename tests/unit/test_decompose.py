@@ -123,18 +123,33 @@ def test_a_factors_own_basis_fits(order):
 @pytest.mark.parametrize("order", [3, LEAF + 1])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_decomposed(order, bad, solver):
-    """Oracle: NaN, alone and in a stack; LAPACK finds an inverse if the diagonal has infinity."""
+    """Oracle: NaN; LAPACK finds an inverse if the diagonal has infinity."""
     layer = LayerShape("0", order, order)
     factor = make_plan([layer], 1, Strategy(), solver=solver).factors["0.A"]
-    packed = torch.zeros(2, *factor.packed)
-    matrices = torch.eye(order).repeat(2, 1, 1)
-    matrices[0, 1, 1] = bad
-    add_triangle(packed, matrices)
-    added = torch.full((2,), 0.1) if solver == "inverse" else None
-    given = (SOLVERS[solver], packed[0], None if added is None else added[0])
-    assert all(block.isnan().all() for block in decomposed(factor, *given).values())
-    _, sound = decomposed_together([factor, factor], SOLVERS[solver], packed, added)
-    assert not sound[0]
+    packed = torch.zeros(factor.packed)
+    matrix = torch.eye(order)
+    matrix[1, 1] = bad
+    add_triangle(packed, matrix)
+    added = torch.tensor(0.1) if solver == "inverse" else None
+    made = decomposed(factor, SOLVERS[solver], packed, added)
+    assert all(block.isnan().all() for block in made.values())
+
+
+@pytest.mark.parametrize("solver", ["eigen", "inverse"])
+@pytest.mark.parametrize("order", [3, 4])
+def test_factors_of_one_order_are_decomposed_together(order, solver):
+    """Oracle: each factor alone."""
+    layers = [LayerShape(name, order, order) for name in "01"]
+    plan = make_plan(layers, 1, Strategy(), solver=solver)
+    factors = [plan.factors[f"{name}.A"] for name in "01"]
+    packed = torch.zeros(2, *factors[0].packed)
+    add_triangle(packed, torch.stack([spectrum(torch.rand(order)) for _ in factors]))
+    added = torch.tensor([0.1, 0.2]) if solver == "inverse" else None
+    found = decomposed_together(factors, SOLVERS[solver], packed, added)
+    for place, factor in enumerate(factors):
+        more = None if added is None else added[place]
+        for name, block in decomposed(factor, SOLVERS[solver], packed[place], more).items():
+            torch.testing.assert_close(found[name], block, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("order", [3, LEAF + 1, 3 * LEAF])

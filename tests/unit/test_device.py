@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import ctypes
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import mpikfac
+from mpikfac.comm import job
 from mpikfac.comm.job import cuda_aware
 
 
@@ -56,3 +60,26 @@ def test_the_user_knows_better_whether_mpi_takes_device_buffers(no_gpu, override
     if override is not None:
         no_gpu.setenv("MPIKFAC_CUDA_AWARE", override)
     assert cuda_aware() is answer
+
+
+@pytest.mark.parametrize("maker", [job.NVIDIA, job.AMD, job.INTEL])
+@pytest.mark.parametrize("answer", [0, 1])
+def test_mpi_is_asked_for_the_makers_gpus(monkeypatch, maker, answer):
+    """Oracle: a library that knows one function of the maker, and says yes to all other makers."""
+    others = {
+        q: lambda: 1 for m in (job.NVIDIA, job.AMD, job.INTEL) if m != maker for q in m.queries
+    }
+    library = SimpleNamespace(**others, **{maker.queries[-1]: lambda: answer})
+    found = torch.device(maker.kind)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.delenv("MPIKFAC_CUDA_AWARE", raising=False)
+    monkeypatch.setattr(job, "MAKERS", (maker,))
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: library)
+    assert cuda_aware() == bool(answer)
+
+
+def test_a_gpu_of_an_unknown_maker_is_not_used(comm, monkeypatch):
+    """Oracle: the CPU."""
+    found = torch.device("mps")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    assert mpikfac.device(comm) == torch.device("cpu")

@@ -105,17 +105,17 @@ def test_clear_forgets_what_still_runs(gpu):
     assert gpu.waits == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU")
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="torch finds no GPU")
 def test_a_stage_that_only_launches_takes_the_gpus_time():
     """Oracle: the host's clock over the same work, between two synchronisations."""
     trace, matrix = mpikfac.Trace(), torch.randn(4096, 4096, device="cuda")
     matrix @ matrix  # loads the kernels of the first product
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     start = time.perf_counter()
     with trace.stage("decompose"):
         for _ in range(50):
             matrix @ matrix
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     elapsed = time.perf_counter() - start
     assert elapsed / 2 < trace.seconds["decompose"] <= elapsed
 

@@ -15,7 +15,8 @@ SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+        "cuda",
+        marks=pytest.mark.skipif(not torch.accelerator.is_available(), reason="there is no GPU"),
     ),
 ]
 

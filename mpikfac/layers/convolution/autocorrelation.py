@@ -121,7 +121,9 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     if kh == kw == 1:
         return pixel_sum(x, groups)[None, None, None, None]
     half = _autocorrelation(x, window, groups)
-    whole = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
+    whole = half  # a single row has differences of both signs
+    if kh > 1:
+        whole = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
     by_difference = whole.permute(3, 4, 0, 1, 2).flatten(0, 1)
     pairs = by_difference.index_select(0, _differences(kh, kw, x.device))
     return pairs.view(kh, kw, kh, kw, *pairs.shape[1:])
