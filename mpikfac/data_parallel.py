@@ -17,6 +17,7 @@ from mpikfac.engine import (
     Nonfinite,
     Replicas,
     Site,
+    check_momentum,
     check_optimizer,
     common_type,
     describe,
@@ -88,7 +89,12 @@ class DataParallel:
         blocks.append(self._votes)
         self.votes = self._votes.tensor
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
-        self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=dtype.itemsize)
+        trained = [block.name for block in blocks if block.parameters]
+        size = dtype.itemsize
+        self.plan = plan_for(
+            [], comm.size, self._strategy, shapes, itemsize=size, first_order=trained
+        )
+        check_momentum(self.optimizer, self._strategy)
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
@@ -203,8 +209,12 @@ class DataParallel:
         return self.gradients.grid.communicators
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's share of the state, by name: model, optimizer and number of steps."""
+        """Return this rank's share of the state, by name: model, optimizer and number of steps.
+
+        Losses of encoding are dropped, as in a restart.
+        """
         self.replicas.check_combined()
+        self.gradients.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         state |= {"trainer/steps": self.steps} | self.replicas.state_dict()
         return of_copies(state, self._comm.rank) if self._strategy.exchange.of_copies else state
@@ -228,6 +238,7 @@ class DataParallel:
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
+        self.gradients.grid.encoded.forget()
         self.replicas.forget()
         self.replicas.load_state_dict(kept, kept.keys())
         self.steps, self.intact = int(found["trainer/steps"]), True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpikfac.numerics.arena import Arena, Copies, Parts, alike, copy_all
-from mpikfac.numerics.codecs import add_decoded, encode
+from mpikfac.numerics.codecs import add_decoded, encode, matrix_in, orthonormal, renewed
 from mpikfac.numerics.finite import all_finite, each_finite, not_finite
 from mpikfac.numerics.fisher import (
     FISHERS,
@@ -81,10 +81,13 @@ __all__ = [
     "linear_output_sum",
     "linear_output_vector",
     "lowest",
+    "matrix_in",
     "nesterov",
     "not_finite",
     "of_coordinates",
+    "orthonormal",
     "product",
+    "renewed",
     "sampled",
     "slopes_and_curvatures",
     "squares",

@@ -23,13 +23,12 @@ from mpikfac.plan.choices import (
     one_of,
     shown,
 )
+from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
     IN_NODE,
     PIECE,
-    PLACE,
-    Codec,
     Message,
     message,
     shard_length,
@@ -52,6 +51,8 @@ __all__ = [
     "ALIGNMENT",
     "BETWEEN_NODES",
     "IN_NODE",
+    "IN_SHARDS",
+    "IN_TWO_SUMS",
     "NAMED",
     "PIECE",
     "PLACE",
@@ -65,6 +66,7 @@ __all__ = [
     "Form",
     "LayerShape",
     "Layout",
+    "Matrix",
     "Message",
     "Named",
     "OneOf",

@@ -40,6 +40,7 @@ class Plan:
         owners: rank to decompose a factor ("conv1.A").
         updaters: rank to step a layer or uncovered parameter if update="owner".
         shares_of: share of a refresh of every layer, from 0 to `stagger` - 1.
+        first_order: names of `others` that count as layers in messages with gradients.
     """
 
     layers: tuple[LayerShape, ...]
@@ -54,6 +55,7 @@ class Plan:
     owners: dict[str, int]
     updaters: dict[str, int]
     shares_of: dict[str, int]
+    first_order: tuple[str, ...] = ()
 
     def of(self, rank: int) -> RankPlan:
         """Return the roles, layouts and messages of a rank."""
@@ -67,6 +69,7 @@ class Plan:
             updaters=self.updaters,
             itemsizes=itemsizes,
             solvers=self.all_solvers,
+            first_order=self.first_order,
         )
 
     def digest(self) -> str:
@@ -151,6 +154,7 @@ def plan_for(
     itemsize: int = 4,
     factor_itemsize: int | None = None,
     basis_itemsize: int | None = None,
+    first_order: Iterable[str] = (),
 ) -> Plan:
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
@@ -160,6 +164,8 @@ def plan_for(
         itemsize: bytes of an element.
         factor_itemsize: bytes of an element of running averages; `itemsize` if None.
         basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
+        first_order: names of `others` that `fusion` and wires treat as layers: the trained
+            parameters of a run without covered layers.
 
     Raises:
         ValueError: a choice that cannot work; the text names the needs.
@@ -187,6 +193,7 @@ def plan_for(
         owners=placed.owners,
         updaters=updaters | spread(others, ranks),
         shares_of=shares_of,
+        first_order=tuple(first_order),
     )
 
 
