@@ -17,6 +17,7 @@ from mpikfac.engine import (
     Nonfinite,
     Replicas,
     Site,
+    check_momentum,
     check_optimizer,
     common_type,
     describe,
@@ -91,6 +92,7 @@ class DataParallel:
         means = [block.name for block in blocks if not block.parameters]
         size = dtype.itemsize
         self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=size, means=means)
+        check_momentum(self.optimizer, self._strategy)
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
@@ -205,8 +207,12 @@ class DataParallel:
         return self.gradients.grid.communicators
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's share of the state, by name: model, optimizer and number of steps."""
+        """Return this rank's share of the state, by name: model, optimizer and number of steps.
+
+        Losses of encoding are dropped, as in a restart.
+        """
         self.replicas.check_combined()
+        self.gradients.grid.encoded.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         state |= {"trainer/steps": self.steps} | self.replicas.state_dict()
         return of_copies(state, self._comm.rank) if self._strategy.exchange.of_copies else state
@@ -230,6 +236,7 @@ class DataParallel:
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
+        self.gradients.grid.encoded.forget()
         self.replicas.forget()
         self.replicas.load_state_dict(kept, kept.keys())
         self.steps, self.intact = int(found["trainer/steps"]), True

@@ -33,6 +33,7 @@ from mpikfac.engine import (
     Scales,
     Site,
     check_joins,
+    check_momentum,
     check_optimizer,
     check_plain,
     common_type,
@@ -182,6 +183,7 @@ class KFAC:
         self.plan = self._planned(strategy, team.size, dtype)
         check_joins(team.link, self.plan.strategy.refresh.curvature_ranks)
         groups_of(self.layers, self.optimizer)  # refused here, before any communication
+        check_momentum(self.optimizer, self.plan.strategy)
 
         self._check_agreement(team.trains)
         broadcast(team.trains, [*model.parameters(), *model.buffers()])

@@ -6,31 +6,33 @@ order of ranks. So all ranks hold the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm.buffers import synchronize
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import add_decoded, encode
-from mpikfac.plan import Codec, Message, shard_length
+from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewed
+from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
+LATER, RIGHT = "later", "right"  # names of what is kept beside residuals
 
 
 class Encoded:
     """Carry out messages with a codec, except sums that MPI itself adds up.
 
     Attributes:
-        lost: by stage, the residuals of the stage's arena: errors of the encoding, to be sent in
-            the next message.
+        kept: what a rank keeps for the next step. By stage, the residuals of the stage's arena:
+            errors of the encoding, to be sent in the next message. By stage and LATER, the velocity
+            of numbers that wait. By stage, span and RIGHT, the last sum of all Q of a message.
     """
 
-    def __init__(self, direct: bool, lost: dict[str, Tensor] | None = None) -> None:
-        """Begin with the residuals `lost`; `direct`: MPI takes device buffers."""
+    def __init__(self, direct: bool, kept: dict[Hashable, Tensor] | None = None) -> None:
+        """Begin with what is `kept`; `direct`: MPI takes device buffers."""
         self._direct = direct
-        self.lost = {} if lost is None else lost
+        self.kept = {} if kept is None else kept
 
     def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
         """Send the message's spans of `flat`.
@@ -42,9 +44,9 @@ class Encoded:
         assert sent == message.bytes
 
     def forget(self) -> None:
-        """Set the residuals to zero: ranks then train on as after a restart."""
-        for lost in self.lost.values():
-            lost.zero_()
+        """Set all that is kept to zero: ranks then train on as after a restart."""
+        for kept in self.kept.values():
+            kept.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Sum by shards: every member adds up a shard, encodes the sum and sends the sum to all."""
@@ -61,7 +63,7 @@ class Encoded:
         # Only the total of all ranks' residuals matters: this rank keeps the error of the sum too.
         if missing is not None:
             start = min(span[0] + comm.rank * length, span[1])
-            lost = self.lost[message.stage][start : min(start + length, span[1])]
+            lost = self.kept[message.stage][start : min(start + length, span[1])]
             lost += missing[: len(lost)]
         whole = self._passed(comm.Allgather, shard, parts.numel())
         _decode(flat, span, [whole[: len(mine)]], codec)
@@ -87,6 +89,32 @@ class Encoded:
         parts = self._passed(deal, torch.cat(mine), sum(own))
         _decode(flat, message.spans[comm.rank], parts.split(own), codec)
         return sum(counts)
+
+    def _in_two_sums(
+        self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor
+    ) -> int:
+        """Sum matrices on all members as products of low rank, of two sums [PowerSGD]."""
+        (span,), places = message.spans, codec.matrices
+        lost = self._kept(message.stage, flat)
+        lost[slice(*span)] += flat[slice(*span)]
+        matrices = [matrix_in(lost, place) for place in places]
+        left, right = (flat.new_empty(size) for size in codec.sides())
+        before = self._kept((message.stage, span, RIGHT), right)
+        rights, befores = (in_turn(one, codec, 1) for one in (right, before))
+        lefts = in_turn(left, codec, 0)
+        for place, matrix, p, last in zip(places, matrices, lefts, befores):
+            torch.matmul(matrix, renewed(last, place.start), out=p)
+        self._add_up(comm, left)
+        for matrix, p, q in zip(matrices, lefts, rights):
+            p.copy_(orthonormal(p))
+            torch.matmul(matrix.mT, p, out=q)
+            matrix.sub_(p @ q.mT)
+        lost[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
+        self._add_up(comm, right)
+        for place, p, q in zip(places, lefts, rights):
+            torch.matmul(p, q.mT, out=matrix_in(flat, place))
+        before.copy_(right)
+        return left.nbytes + right.nbytes
 
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Send every member's span to all members."""
@@ -122,9 +150,24 @@ class Encoded:
         part = slice(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
-        if stage not in self.lost:
-            self.lost[stage] = torch.zeros_like(flat)
-        return encode(flat[part], codec, self.lost[stage][part])
+        lost, velocity = self._kept(stage, flat), None
+        if codec.momentum:
+            velocity = self._kept((stage, LATER), flat)[part]
+        return encode(flat[part], codec, lost[part], velocity)
+
+    def _kept(self, name: Hashable, like: Tensor) -> Tensor:
+        """Return what is kept under a name; zeros at first."""
+        if name not in self.kept:
+            self.kept[name] = torch.zeros_like(like)
+        return self.kept[name]
+
+    def _add_up(self, comm: MPI.Intracomm, numbers: Tensor) -> None:
+        """Add up on all members, in place."""
+        place = numbers.device if self._direct else torch.device("cpu")
+        buffer = numbers.to(place)
+        synchronize(buffer)
+        comm.Allreduce(MPI.IN_PLACE, buffer)
+        numbers.copy_(buffer)
 
     def _passed(
         self, collective: Callable[[Tensor, Tensor], object], sent: Tensor, size: int
@@ -139,13 +182,21 @@ class Encoded:
 
 
 PRIMITIVES = {
-    "Alltoall, Allgather": Encoded._in_shards,
+    IN_SHARDS: Encoded._in_shards,
+    IN_TWO_SUMS: Encoded._in_two_sums,
     "Allgather": Encoded._to_all,
     "Alltoall": Encoded._to_owners,
     "Allgatherv": Encoded._gather,
     "Bcast": Encoded._broadcast,
 }
 """The methods that carry out a message, by the name of the primitive in a plan."""
+
+
+def in_turn(sides: Tensor, codec: Codec, side: int) -> list[Tensor]:
+    """Return the P (side 0) or Q (side 1) of a message's matrices, views `[groups, n, rank]`."""
+    parts = sides.split([place.sides(codec.rank)[side] for place in codec.matrices])
+    orders = [(place.groups, place[2 + side]) for place in codec.matrices]
+    return [part.view(*order, -1) for part, order in zip(parts, orders)]
 
 
 def _decode(flat: Tensor, span: Span, parts: Iterable[Tensor], codec: Codec) -> None:

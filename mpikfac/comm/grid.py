@@ -159,8 +159,8 @@ class Grid:
         """
         check_summable(flat)
         if self._progress is None:
-            lost = self.encoded.lost
-            self._progress = ProgressThread(self.world, self.trace, flat.device, lost)
+            kept = self.encoded.kept
+            self._progress = ProgressThread(self.world, self.trace, flat.device, kept)
         return self._progress.overlapped(messages, layout, flat, urgency)
 
     def forget(self) -> None:

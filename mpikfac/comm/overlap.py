@@ -9,7 +9,7 @@ buffers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import cast
@@ -90,16 +90,16 @@ class ProgressThread:
     """
 
     def __init__(
-        self, world: MPI.Intracomm, trace: Trace, device: torch.device, lost: dict[str, Tensor]
+        self, world: MPI.Intracomm, trace: Trace, device: torch.device, kept: dict[Hashable, Tensor]
     ) -> None:
-        """Start the thread; `device` holds the arenas, and `lost` the residuals of encoding."""
+        """Start the thread; `device` holds the arenas, and `kept` what encoding keeps."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise ValueError("overlap=True needs an MPI that threads may call (THREAD_MULTIPLE)")
         self.comm = world.Dup()
         self._patient = cast(MPI.Intracomm, Patient(self.comm))  # the collectives of sums
         self._trace = trace
         self._buffers = Buffers(trace, direct=False)
-        self._encoded = Encoded(direct=False, lost=lost)
+        self._encoded = Encoded(direct=False, kept=kept)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
         self._outbox = Outbox(self._in_common)

@@ -10,6 +10,7 @@ from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.engine.replicas import Replicas, of_copies, of_rank
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
+    check_momentum,
     check_optimizer,
     check_plain,
     common_type,
@@ -40,6 +41,7 @@ __all__ = [
     "Scales",
     "Site",
     "check_joins",
+    "check_momentum",
     "check_optimizer",
     "check_plain",
     "common_type",

@@ -85,7 +85,8 @@ class Gradients:
         # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
         changing = self.arena.layout if site.plan.publishes_changes else lay_out([])
         self._before = site.arena(changing)
-        self._changing = slots_in(self._before, layers, site)
+        encoded = [block for block in self.blocks if block.name in site.plan.messages_of]
+        self._changing = slots_in(self._before, encoded, site)
         self._beside = None
         self._sent: dict[int, int] = {}  # versions of gradients that were sent early
         self._hooks = [model.register_load_state_dict_post_hook(self._on_load)]

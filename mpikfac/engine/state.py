@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import mpikfac
 from mpikfac.comm import SUMMABLE, Comm, handed_over
 from mpikfac.layers import Layer, Other, in_words
+from mpikfac.plan import Strategy
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
@@ -294,6 +295,22 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
+
+
+def check_momentum(optimizer: Optimizer, strategy: Strategy) -> None:
+    """Return if no momentum is taken twice: by ranks before the sums, and by the optimizer.
+
+    Raises:
+        ValueError: the strategy has a `top_momentum`, and the optimizer a momentum.
+    """
+    asked = strategy.transport.wires.top_momentum
+    for group in optimizer.param_groups:
+        own = group.get("momentum", group.get("betas", (0.0,))[0])
+        if asked and own:
+            raise ValueError(
+                f"top_momentum={asked} needs an optimizer without momentum, not with {own}: ranks "
+                f"take the momentum before gradients are added up"
+            )
 
 
 def check_plain(optimizer: Optimizer) -> None:

@@ -13,7 +13,16 @@ from mpikfac.numerics.fisher import (
     exact,
     sampled,
 )
-from mpikfac.numerics.messages import BY_COORDINATE, BY_VECTOR, add_decoded, combined, encode
+from mpikfac.numerics.messages import (
+    BY_COORDINATE,
+    BY_VECTOR,
+    add_decoded,
+    combined,
+    encode,
+    matrix_in,
+    orthonormal,
+    renewed,
+)
 from mpikfac.numerics.moments import (
     NORMALIZATIONS,
     Normalization,
@@ -84,10 +93,13 @@ __all__ = [
     "linear_output_sum",
     "linear_output_vector",
     "lowest",
+    "matrix_in",
     "nesterov",
     "not_finite",
     "of_coordinates",
+    "orthonormal",
     "product",
+    "renewed",
     "sampled",
     "slopes_and_curvatures",
     "squares",

@@ -24,13 +24,12 @@ from mpikfac.plan.choices import (
     one_of,
     shown,
 )
+from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
     IN_NODE,
     PIECE,
-    PLACE,
-    Codec,
     Message,
     message,
     shard_length,
@@ -53,6 +52,8 @@ __all__ = [
     "ALIGNMENT",
     "BETWEEN_NODES",
     "IN_NODE",
+    "IN_SHARDS",
+    "IN_TWO_SUMS",
     "NAMED",
     "PIECE",
     "PLACE",
@@ -66,6 +67,7 @@ __all__ = [
     "Form",
     "LayerShape",
     "Layout",
+    "Matrix",
     "Message",
     "Named",
     "OneOf",

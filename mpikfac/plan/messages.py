@@ -9,55 +9,18 @@ says what crosses the network, whatever MPI does. Encoded messages are encoded b
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from mpikfac.plan.choices import Robust
+from mpikfac.plan.codec import EVERYWHERE, IN_SHARDS, IN_TWO_SUMS, Codec
 from mpikfac.plan.layout import ALIGNMENT, Layout, Span
 
 Kind = Callable[[str], Hashable]
-PLACE = 4  # bytes that say where a number lies
 # Elements that are summed at once: MPI's temporaries stay small and in cache, which is faster than
 # a reduction of everything and takes less memory.
 PIECE = 2**22
-
-
-@dataclass(frozen=True)
-class Codec:
-    """An encoding that sends numbers in fewer bytes; `numerics.messages` encodes.
-
-    Attributes:
-        name: "bfloat16"; "int8", 16 numbers with a common exponent; "top-k", the largest numbers.
-        share: the share of the numbers that "top-k" sends.
-        feedback: the loss of an encoding is added to the next numbers to encode.
-    """
-
-    name: str
-    share: float = 1.0
-    feedback: bool = False
-
-    @property
-    def summable(self) -> bool:
-        """Whether MPI can add up encoded numbers, by a function of the library."""
-        return self.name == "bfloat16"
-
-    def count(self, elements: int) -> int:
-        """Return the number of sent numbers among `elements` numbers."""
-        return math.ceil(self.share * elements)
-
-    def size(self, elements: int, itemsize: int) -> int:
-        """Return the bytes of `elements` encoded numbers, a multiple of `ALIGNMENT`."""
-        if self.name == "bfloat16":
-            return 2 * elements
-        if self.name == "int8":
-            return elements + elements // ALIGNMENT
-        return self.count(elements) * (itemsize + PLACE)
-
-
-# How ranks get what they add up themselves, as MPI cannot.
-EVERYWHERE = {"int8": "Alltoall, Allgather", "top-k": "Allgather"}
 
 
 @dataclass(frozen=True)
@@ -113,8 +76,9 @@ def sums(
     def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
         return message(stage, primitive, "world", parts, ranks, itemsize, 0, root, codec)
 
-    if len(layout.bounds) == 2:
-        everywhere = EVERYWHERE.get(codec.name, "Allreduce") if codec else "Allreduce"
+    # The second sum of PowerSGD needs the first one everywhere, so owners gain nothing.
+    if len(layout.bounds) == 2 or (codec and codec.everywhere == IN_TWO_SUMS):
+        everywhere = codec.everywhere if codec else "Allreduce"
         return [to(everywhere, [(span.start, span.stop)]) for span in spans]
     if primitive is not None and _alike(spans):
         return [to(primitive, _parts(layout, spans, ranks))]
@@ -135,7 +99,7 @@ def combinations(
     for span in layout.spans(kind) if ranks > 1 else ():
         if span.kind is None:
             continue
-        shards = _cut(span.start, span.stop, ranks)
+        shards = _cut(span.start, span.stop, ranks, None)
         found.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
         if rule.by_vector:
             products = (ranks + rule.has_centre) ** 2
@@ -200,7 +164,8 @@ def message(
 ) -> Message:
     """Return the message sent by member `own` of `members`, with the bytes."""
     counts = [stop - start for start, stop in spans]
-    if primitive == "Alltoall, Allgather":
+    codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
+    if primitive == IN_SHARDS:
         counts = [shard_length(counts[0], members)] * members
     elif primitive == "Allgather":
         counts *= members
@@ -208,12 +173,12 @@ def message(
     size = handed = sum(sizes)
     if primitive in ("Allgatherv", "Allgather"):
         handed = sizes[own]
-    elif primitive == "Alltoall, Allgather":
+    elif primitive == IN_SHARDS:
         handed += sizes[own]
     elif primitive == "Bcast" and root != own:
         handed = 0
     ring = size * (members - 1) // members
-    twice = ("Allreduce", "Alltoall, Allgather")
+    twice = ("Allreduce", IN_SHARDS, IN_TWO_SUMS)
     wire = 2 * ring if primitive in twice else {"Send, Bcast": size}.get(primitive, ring)
     return Message(stage, primitive, over, tuple(spans), root, size, handed, wire, codec)
 
@@ -289,7 +254,7 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
         return message(whole.stage, primitive, over, spans, nodes, itemsize, own, root, codec)
 
     if primitive in ("Allreduce", *EVERYWHERE.values()):
-        shards = _cut(*spans[0], places)
+        shards = _cut(*spans[0], places, whole.codec)
         mine = between(primitive, [shards[seat.place]])
         return [inside("Reduce_scatter", shards), mine, inside("Allgatherv", shards)]
     if primitive == "Allgatherv":
@@ -302,8 +267,11 @@ def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
     return [*(inside(added, s) for s in on_each_node), between(primitive, at_my_place)]
 
 
-def _cut(start: int, stop: int, count: int) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans, as equal as possible."""
+def _cut(start: int, stop: int, count: int, codec: Codec | None) -> list[tuple[int, int]]:
+    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay whole."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
+    if codec and codec.matrices:
+        borders = [*(one.start for one in codec.matrices), stop]
+        edges = [min(border for border in borders if border >= edge) for edge in edges]
     return list(zip(edges, [*edges[1:], stop]))

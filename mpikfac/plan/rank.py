@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from mpikfac.plan import layouts
 from mpikfac.plan.choices import Outer, Strategy
+from mpikfac.plan.codec import Codec, matrix
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
 from mpikfac.plan.messages import (
-    Codec,
     Message,
     across,
     combinations,
@@ -22,7 +23,7 @@ from mpikfac.plan.messages import (
     message,
     sums,
 )
-from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid
+from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 from mpikfac.plan.shapes import count_of
 
 Kinds = Mapping[str, Hashable]
@@ -156,7 +157,7 @@ class RankPlan:
     def publishes_changes(self) -> bool:
         """Whether a step's changes of weights travel: changes bear rounding, weights do not."""
         owner = self.owner_updates and self.grid.count > 1
-        return owner and self.strategy.transport.wires.gradient_wire is not None
+        return owner and self._codec_of_copies() is not None
 
     @cached_property
     def exchanges_changes(self) -> bool:
@@ -243,8 +244,9 @@ class RankPlan:
             (self.exchange_weights(), found.copies),
         ):
             # A rank that sends nothing encoded, such as no root of any Bcast, loses nothing.
-            if any(m.codec and m.codec.feedback and m.bytes for m in messages):
-                kept += layout.size
+            codecs = [m.codec for m in messages if m.codec and m.bytes]
+            kept += layout.size * max((codec.arenas for codec in codecs), default=0)
+            kept += sum(codec.sides()[1] for codec in codecs)
         return kept
 
     # -- what travels ----------------------------------------------------------------------------
@@ -308,27 +310,31 @@ class RankPlan:
 
     def reduce_gradients(self) -> list[Message]:
         """Return the sums of all gradients."""
+        layout, wires = self.layouts.gradients, self.strategy.transport.wires
         if self.strategy.exchange.robust.combine != "mean":
-            return self._combinations("reduce gradients", self.layouts.gradients)
+            return self._combinations("reduce gradients", layout)
         apart = self.strategy.transport.overlap
-        kinds = {layer.name: layer.fused if apart else -1 for layer in self.layers}
+        kinds = {name: number if apart else -1 for name, number in self.messages_of.items()}
+        codec = self._codec_of_sums(layout)
+        if codec and codec.name == "top-k":
+            codec = replace(codec, momentum=wires.top_momentum)
         return [
             message
-            for codec, some in self._encoded_and_others(kinds, -1)
-            for message in self._sums("reduce gradients", self.layouts.gradients, some, codec)
+            for codec, some in self._encoded_and_others(codec, kinds, -1)
+            for message in self._sums("reduce gradients", layout, some, codec)
         ]
 
     def exchange_weights(self) -> list[Message]:
         """Return the sums of all copies of the model, or of changes since the last exchange."""
         if not self.strategy.exchange.of_copies:
             return []
+        layout, kinds = self.layouts.copies, dict.fromkeys(self.messages_of, -1)
         if self.strategy.exchange.robust.combine != "mean":
-            return self._combinations("exchange weights", self.layouts.copies)
-        kinds = {layer.name: -1 for layer in self.layers}
+            return self._combinations("exchange weights", layout)
         return [
             message
-            for codec, some in self._encoded_and_others(kinds, -1)
-            for message in self._sums("exchange weights", self.layouts.copies, some, codec)
+            for codec, some in self._encoded_and_others(self._codec_of_sums(layout), kinds, -1)
+            for message in self._sums("exchange weights", layout, some, codec)
         ]
 
     def publish_directions(self) -> list[Message]:
@@ -336,7 +342,7 @@ class RankPlan:
         if self.owner_updates:
             return []
         kinds = {layer.name: layer.fused for layer in self.layers}
-        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        codec = self._codec_of_copies()
         layout, size = self.layouts.directions, self.itemsizes.numbers
         return self._gathers("publish gradients", "row", layout, kinds, size, codec)
 
@@ -344,11 +350,11 @@ class RankPlan:
         """Return the messages with weights to ranks without the new weights."""
         if not self.owner_updates:
             return []
-        kinds = {layer.name: 0 for layer in self.layers}
+        kinds = dict.fromkeys(self.messages_of, 0)
         layout, size = self.layouts.gradients, self.itemsizes.numbers
         return [
             message
-            for codec, some in self._encoded_and_others(kinds, 0)
+            for codec, some in self._encoded_and_others(self._codec_of_copies(), kinds, 0)
             for message in self._gathers("publish weights", "world", layout, some, size, codec)
         ]
 
@@ -412,16 +418,42 @@ class RankPlan:
         share = self.strategy.transport.wires.top_share if wire == "top-k" else 1.0
         return Codec(wire, share, feedback and wire != "bfloat16")
 
-    def _encoded_and_others(
-        self, kinds: Mapping[str, Hashable], of_others: Hashable
-    ) -> list[tuple[Codec | None, Kinds]]:
-        """Return codecs of the gradients' arena, with the kinds of the blocks to encode.
+    def _codec_of_sums(self, layout: Layout) -> Codec | None:
+        """Return the codec of sums of gradients, or of changes of weights, in the form of both."""
+        wires = self.strategy.transport.wires
+        codec = self._codec(wires.gradient_wire)
+        if codec is None or codec.name != "power-sgd":
+            return codec
+        layers = {layer.name for layer in self.layers}
+        matrices = [
+            matrix(layout.offsets[name], layout.shapes[name], name in layers)
+            for name in layout.offsets
+            if name in self.messages_of and math.prod(layout.shapes[name]) > 0
+        ]
+        return replace(codec, rank=wires.power_rank, matrices=tuple(matrices))
+
+    def _codec_of_copies(self) -> Codec | None:
+        """Return the codec of numbers that a rank sends to others; PowerSGD only adds up."""
+        wire = self.strategy.transport.wires.gradient_wire
+        return self._codec(None if wire == "power-sgd" else wire)
+
+    @cached_property
+    def messages_of(self) -> dict[str, int]:
+        """The message of a stage, by number, of every block that gradient wires encode.
 
         Only layers are encoded. Votes are counts, running statistics are replaced and not added up,
-        and uncovered blocks are few.
+        and uncovered blocks are few; but without K-FAC, trained parameters count as layers.
         """
-        others = {name: of_others for name, _ in self.others}
-        codec = self._codec(self.strategy.transport.wires.gradient_wire)
+        if self.layers:
+            return {layer.name: layer.fused for layer in self.layers}
+        trained = [name for name, _ in self.others if name not in self.means]
+        return dict(zip(trained, in_messages(len(trained), self.strategy.transport.fusion)))
+
+    def _encoded_and_others(
+        self, codec: Codec | None, kinds: Mapping[str, Hashable], of_others: Hashable
+    ) -> list[tuple[Codec | None, Kinds]]:
+        """Return codecs of the gradients' arena, with the kinds of the blocks to encode."""
+        others = {name: of_others for name, _ in self.others if name not in kinds}
         return [(None, {**kinds, **others})] if codec is None else [(codec, kinds), (None, others)]
 
     def _fused(self, share: int | None) -> dict[str, int]:

@@ -190,7 +190,7 @@ def with_roles(
     Args:
         forms: descriptions of the layers' solvers, by the layer's name.
     """
-    fused = _fused(len(layers), strategy.transport.fusion)
+    fused = in_messages(len(layers), strategy.transport.fusion)
 
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
@@ -240,8 +240,8 @@ def _factor(
     )
 
 
-def _fused(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
-    """Return the number of every layer's message in a stage."""
+def in_messages(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
+    """Return the number of every layer's message in a stage, for so many layers."""
     if not isinstance(fusion, tuple):
         every = fusion or max(1, layers)
         return [number // every for number in range(layers)]

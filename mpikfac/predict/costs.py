@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from statistics import NormalDist
 
-from mpikfac.plan import PIECE, Factor, LayerShape, Message, Plan
+from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, PIECE, Factor, LayerShape, Message, Plan
 from mpikfac.predict.machine import Level, Machine, Network, Sample, fitted, interpolated
 
-IN_SHARDS = "Alltoall, Allgather"
 IN_PARTS = ("Reduce_scatter", "Alltoall", "Allgatherv", "Allgather")
 DRAWS = 512  # points of the quadrature over the slowest rank
 CHAINED = 4 * PIECE  # bytes of a piece of a sum in order, in float32
@@ -40,6 +39,8 @@ def message_seconds(message: Message, plan: Plan, rank: int, machine: Machine) -
         return sum(seconds("Reduce", per_element * count) for count in counts)
     if message.primitive in ("Reduce_scatter", "Alltoall"):
         return seconds(message.primitive, per_element * len(counts) * max(counts))
+    if message.codec and message.primitive == IN_TWO_SUMS:
+        return sum(seconds("Allreduce", plan.itemsize * side) for side in message.codec.sides())
     if message.primitive == "Send, Bcast":
         return seconds("Send", message.size) + seconds("Bcast", message.size)
     if message.over == "curvature" and message.primitive == "Send":

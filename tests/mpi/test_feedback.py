@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy, Trace
+from mpikfac import DataParallel, Strategy, Trace
 from mpikfac.comm import Grid
 from mpikfac.plan import Codec, divisors, lay_out
 from mpikfac.plan.messages import in_two_levels, seat, sums
@@ -15,8 +16,12 @@ from support import problem
 
 RANKS = mpikfac.world().size
 STEPS, SIZES = 5, (160, 96)
+STEPS_OF_TRAINING = range(8)
 SIZE = sum(SIZES)
-FEEDBACK = [Codec("top-k", 0.1, feedback=True), Codec("int8", feedback=True), Codec("bfloat16")]
+FEEDBACK = [
+    *(Codec("top-k", 0.1, feedback=True), Codec("top-k", 0.1, feedback=True, momentum=0.7)),
+    *(Codec("int8", feedback=True), Codec("bfloat16")),
+]
 
 
 def numbers():
@@ -45,10 +50,11 @@ def in_eighths(values):
 def summed_by_hand(codec, per_node):
     """Yield the sums: plain inside nodes, of the nodes' encoded numbers between nodes."""
     nodes = RANKS // per_node
-    lost = np.zeros((nodes, SIZE))
+    lost, velocity = np.zeros((nodes, SIZE)), np.zeros((nodes, SIZE))
     for step in numbers().reshape(STEPS, nodes, per_node, SIZE).sum(2):
         total = np.zeros(SIZE)
-        lost += step
+        velocity = codec.momentum * velocity + step
+        lost += velocity
         for shard in cut(0, SIZE, per_node):
             if codec.name == "bfloat16":
                 parts = torch.from_numpy(lost[:, shard]).bfloat16()
@@ -57,7 +63,7 @@ def summed_by_hand(codec, per_node):
             for node in range(nodes) if codec.name == "top-k" else ():
                 places = largest(lost[node, shard], codec.share)
                 total[shard][places] += lost[node, shard][places]
-                lost[node, shard][places] = 0
+                lost[node, shard][places] = velocity[node, shard][places] = 0
             if codec.name == "int8":
                 sent = np.array([in_eighths(one) for one in lost[:, shard]])
                 lost[:, shard] -= sent
@@ -138,5 +144,58 @@ def test_overlapped_messages_send_the_same_bits(comm, codec, to_owners):
         sender.wait()
         assert torch.equal(flat[own], expected[own])
     assert turn.trace.sent == beside.trace.sent
-    assert beside.encoded.lost.keys() == turn.encoded.lost.keys()
+    assert beside.encoded.kept.keys() == turn.encoded.kept.keys()
     beside.close()
+
+
+def gradients_by_hand(model, layout, batch):
+    """Return a process's gradients of a batch in the places of a layout."""
+    images, labels = batch
+    model.zero_grad()
+    F.cross_entropy(model(images), labels).backward()
+    flat = np.zeros(layout.size)
+    for name, parameter in model.named_parameters():
+        found = parameter.grad.reshape(-1).cpu().numpy()
+        flat[layout.offsets[name] :][: len(found)] = found
+    return flat
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_training_with_the_largest_gradients(comm, momentum):
+    """Oracle: numpy with the gradients of all ranks' shards [DGC, Lin et al. 2018], and SGD."""
+    model, by_hand = problem.network(), problem.network()
+    wires = {"gradient_wire": "top-k", "top_share": 0.1, "top_momentum": momentum}
+    sgd = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, by_hand)]
+    trainer = DataParallel(model, sgd[0], comm, Strategy().changed(**wires))
+    layout = trainer.plan.of(0).layouts.gradients
+    trained = max(layout.offsets[name] for name, _ in model.named_parameters())
+    size = trained + 16  # the last parameter has 5 numbers
+    velocity, lost = np.zeros((RANKS, size)), np.zeros((RANKS, size))
+    for step in STEPS_OF_TRAINING:
+        total = np.zeros(size)
+        for rank, batch in enumerate(problem.shards(step, RANKS)):
+            found = gradients_by_hand(by_hand, layout, batch)[:size] / RANKS
+            velocity[rank] = momentum * velocity[rank] + found
+            lost[rank] += velocity[rank]
+            places = largest(lost[rank], 0.1) if RANKS > 1 else slice(None)
+            total[places] += lost[rank][places]
+            lost[rank][places] = velocity[rank][places] = 0
+        for name, parameter in by_hand.named_parameters():
+            mine = total[layout.offsets[name] :][: parameter.numel()]
+            parameter.grad.copy_(torch.from_numpy(mine).view_as(parameter))
+        sgd[1].step()
+        found = problem.run(trainer, comm, [step])
+        torch.testing.assert_close(found, problem.state(by_hand), rtol=0, atol=1e-12)
+    kept = trainer.gradients.grid.encoded.kept.values()
+    assert sum(map(len, kept)) * 8 == trainer.plan.memory(comm.rank).get("wires", 0)
+
+
+def test_a_momentum_is_not_taken_twice(comm):
+    """Oracle: the line, from both trainers, before any communication."""
+    wires = {"gradient_wire": "top-k", "top_momentum": 0.9}
+    line = "top_momentum=0.9 needs an optimizer without momentum, not with 0.9"
+    model = problem.network()
+    for make in (problem.kfac, DataParallel):
+        for optimizer in (problem.sgd(model), problem.adam(model)):
+            with pytest.raises(ValueError, match=line):
+                make(model, optimizer, comm, Strategy().changed(**wires))

@@ -46,7 +46,11 @@ if RANKS == 4:  # as two nodes of two
         "in nodes, apart": {**{"ranks_per_node": 2, "fusion": 1, "workers": 2}, "colocate": False},
         "in nodes, late": {"ranks_per_node": 2, "reduce_at": "bases", "stagger": 3, **OWNERS},
     }
-WIRES = {**ALL, "top-k": ALL["int8"] | {"gradient_wire": "top-k", "top_share": 0.1}}
+WIRES = {
+    **ALL,
+    "top-k": ALL["int8"] | {"gradient_wire": "top-k", "top_share": 0.1},
+    "power-sgd": ALL["int8"] | {"gradient_wire": "power-sgd"},
+}
 STRATEGIES = {
     f"{place}, {wire}": Strategy().changed(**PLACEMENTS[place], **WIRES[wire])
     for place, wire in itertools.product(PLACEMENTS, WIRES)
@@ -76,7 +80,7 @@ def test_ranks_stay_equal_to_the_last_bit_and_send_what_is_planned(comm, name):
         assert found.isfinite().all()
         assert same_everywhere(comm, found)
         assert +Counter(kfac.trace.sent) == problem.planned(kfac, step)
-    kept = [*kfac.grid.encoded.lost.values(), kfac.gradients._before.flat]
+    kept = [*kfac.grid.encoded.kept.values(), kfac.gradients._before.flat]
     assert sum(map(len, kept)) * 8 == kfac.plan.memory(comm.rank).get("wires", 0)
 
 
@@ -101,10 +105,10 @@ def exact_loss():
 def test_training_reaches_the_exact_loss(comm, exact_loss, place, wire):
     """Oracle: the same run with exact messages, from a loss of 1.62 to 0.57.
 
-    The loss may be 0.02 higher. With top-k, a tenth of the numbers, the run has twice the steps and
-    the loss may be 0.1 higher.
+    The loss may be 0.02 higher. With a tenth of the numbers, or matrices of rank 2, the run has
+    twice the steps and the loss may be 0.1 higher.
     """
-    steps, more = (40, 0.1) if wire == "top-k" else (20, 0.02)
+    steps, more = (40, 0.1) if wire in ("top-k", "power-sgd") else (20, 0.02)
     assert exact_loss < 0.6
     found = loss_after(comm, Strategy().changed(**PLACEMENTS[place], **WIRES[wire]), steps)
     assert found < exact_loss + more

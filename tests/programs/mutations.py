@@ -190,7 +190,7 @@ TABLE = (
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",
         "comm/encoded.py",
-        "return encode(flat[part], codec, self.lost[stage][part])",
+        "return encode(flat[part], codec, lost[part], velocity)",
         "return encode(flat[part], codec)",
         "tests/mpi/test_wires.py",
         2,

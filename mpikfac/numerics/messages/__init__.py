@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from mpikfac.numerics.messages.codecs import add_decoded, encode
+from mpikfac.numerics.messages.codecs import add_decoded, encode, matrix_in, orthonormal, renewed
 from mpikfac.numerics.messages.robust import BY_COORDINATE, BY_VECTOR, combined
 
-__all__ = ["BY_COORDINATE", "BY_VECTOR", "add_decoded", "combined", "encode"]
+__all__ = [
+    "BY_COORDINATE",
+    "BY_VECTOR",
+    "add_decoded",
+    "combined",
+    "encode",
+    "matrix_in",
+    "orthonormal",
+    "renewed",
+]

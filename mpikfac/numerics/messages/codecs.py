@@ -2,31 +2,46 @@
 
 Error feedback [Seide et al. 2014]: the error of an encoding is kept as a residual and added to the
 next numbers before encoding. So sums over time lose only the last step's residual.
+
+A sum of matrices is not encoded number by number. PowerSGD [Vogels et al. 2019] sums `P = M Q`,
+makes the columns of P orthonormal, sums `Q = M^T P`, and takes `P Q^T` for the sum of all M: a step
+of a power iteration, which begins at the Q of the last step.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from mpikfac.plan import ALIGNMENT, PLACE, Codec
+from mpikfac.plan import ALIGNMENT, PLACE, Codec, Matrix
 
 NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
 
 
-def encode(values: Tensor, codec: Codec, lost: Tensor | None = None) -> Tensor:
+def encode(
+    values: Tensor, codec: Codec, lost: Tensor | None = None, velocity: Tensor | None = None
+) -> Tensor:
     """Return `values` `[n]` as bytes, `[codec.size(n)]`.
 
     Args:
         lost: the residual `[n]` of the last encoding: added to `values`, then set to the new
             residual. Non-finite numbers are sent, but not kept in the residual.
+        velocity: `[n]`, with "top-k" only: `momentum * velocity + values` takes the place of
+            `values`, and becomes 0 where numbers are sent [DGC, Lin et al. 2018].
     """
     if lost is None:
         return ENCODERS[codec.name](values, codec)
+    if velocity is not None:
+        values = velocity.mul_(codec.momentum).add_(values)
     lost += values
     encoded = ENCODERS[codec.name](lost, codec)
     add_decoded(lost, encoded, codec, -1)
     lost.nan_to_num_(0.0, 0.0, 0.0)
+    if velocity is not None:
+        velocity[places_of(encoded, values.element_size())] = 0
+        velocity.nan_to_num_(0.0, 0.0, 0.0)
     return encoded
 
 
@@ -83,13 +98,43 @@ def _to_largest(values: Tensor, codec: Codec) -> Tensor:
 
 
 def _add_largest(total: Tensor, encoded: Tensor, weight: int) -> None:
-    itemsize = total.element_size()
+    places = places_of(encoded, total.element_size())
+    # A copy, because a part of a longer buffer may begin at an address unaligned for the dtype.
+    values = encoded[: len(places) * total.element_size()].clone().view(total.dtype)
+    total[places] += weight * values
+
+
+def places_of(encoded: Tensor, itemsize: int) -> Tensor:
+    """Return the indices of the numbers that "top-k" sends."""
     count = len(encoded) // (itemsize + PLACE)
-    # Copies, because a part of a longer buffer may begin at an address unaligned for the dtype.
-    values = encoded[: count * itemsize].clone().view(total.dtype)
-    places = encoded[count * itemsize :].clone().view(torch.int32)
-    total[places.long()] += weight * values
+    return encoded[count * itemsize :].clone().view(torch.int32).long()
 
 
 ENCODERS = {"bfloat16": _to_bfloat16, "int8": _to_int8, "top-k": _to_largest}
 ADDERS = {"bfloat16": _add_bfloat16, "int8": _add_int8, "top-k": _add_largest}
+
+
+def matrix_in(flat: Tensor, place: Matrix) -> Tensor:
+    """Return a view of a gradient in an arena, `[groups, outputs, inputs]`."""
+    shape = place.groups, place.outputs, place.inputs
+    return flat[place.start : place.start + math.prod(shape)].view(shape)
+
+
+def orthonormal(columns: Tensor) -> Tensor:
+    """Return a basis `[groups, n, rank]` of the columns; NaN for columns that are not finite."""
+    finite = columns.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    return torch.linalg.qr(columns.where(finite, 0)).Q.where(finite, torch.nan)
+
+
+def renewed(right: Tensor, seed: int) -> Tensor:
+    """Return Q `[groups, inputs, rank]`, with normal columns in the place of useless columns.
+
+    A column that is 0 would stay 0, and a column that is not finite would spoil all later sums.
+    """
+    sizes = right.abs().sum(-2, keepdim=True)
+    usable = sizes.isfinite() & (sizes > 0)
+    if usable.all():
+        return right
+    generator = torch.Generator("cpu").manual_seed(seed)
+    drawn = torch.randn(right.shape, generator=generator, dtype=torch.float64, device="cpu")
+    return right.where(usable, drawn.to(right))

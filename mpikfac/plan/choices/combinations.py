@@ -204,5 +204,19 @@ STRATEGY: tuple[Combination, ...] = (
     Combination("factor_wire", None, _ENCODED, _COMPRESSED),
     Combination("basis_wire", None, _ENCODED, _COMPRESSED),
     Combination("gradient_wire", None, _ENCODED, _COMPRESSED),
+    Combination(
+        "top_momentum",
+        None,
+        {"gradient_wire": "top-k"},
+        "the momentum is of gradients that wait to be sent",
+        default=0.0,
+    ),
+    Combination(
+        "power_rank",
+        None,
+        {"gradient_wire": "power-sgd"},
+        "no other wire makes thin matrices",
+        default=2,
+    ),
 )
 """The needs of the choices of a `Strategy`."""

@@ -16,6 +16,7 @@ from mpikfac.plan.choices.combinations import STRATEGY, check
 from mpikfac.plan.choices.exchange import Exchange
 
 Wire = Literal["bfloat16", "int8"]
+GRADIENT_WIRES = ("bfloat16", "int8", "top-k", "power-sgd")
 Value = TypeVar("Value")
 
 
@@ -31,21 +32,31 @@ class Wires:
         basis_wire: the form of decompositions in messages, with the values of `factor_wire`.
         gradient_wire: the form in messages of the gradients of covered layers, of preconditioned
             gradients, and with update="owner" of changes of weights. The values are the values of
-            `factor_wire`, and "top-k": only the largest numbers are sent.
+            `factor_wire`, and "top-k": only the largest numbers are sent. "power-sgd": sums of
+            matrices become sums of thin matrices [PowerSGD, Vogels et al. 2019], and what is not
+            added up travels as it is.
         top_share: the share of the numbers that gradient_wire="top-k" sends.
+        top_momentum: the momentum of gradients that wait for their turn in gradient_wire="top-k"
+            [DGC, Lin et al. 2018]; the optimizer has none.
+        power_rank: the columns of the thin matrices of gradient_wire="power-sgd".
     """
 
     factor_wire: Wire | None = None
     basis_wire: Wire | None = None
-    gradient_wire: Wire | Literal["top-k"] | None = None
+    gradient_wire: Wire | Literal["top-k", "power-sgd"] | None = None
     top_share: float = 0.01
+    top_momentum: float = 0.0
+    power_rank: int = 2
 
     def __post_init__(self) -> None:
         one_of("factor_wire", self.factor_wire, (None, "bfloat16", "int8"))
         one_of("basis_wire", self.basis_wire, (None, "bfloat16", "int8"))
-        one_of("gradient_wire", self.gradient_wire, (None, "bfloat16", "int8", "top-k"))
+        one_of("gradient_wire", self.gradient_wire, (None, *GRADIENT_WIRES))
         if not 0 < self.top_share <= 1:
             raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
+        if not 0 <= self.top_momentum < 1:
+            raise ValueError(f"top_momentum={self.top_momentum} must be from 0 to below 1")
+        check_count("power_rank", self.power_rank, 1)
 
 
 @dataclass(frozen=True)
