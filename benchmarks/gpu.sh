@@ -11,7 +11,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 mkdir -p "$1" && out=$(cd "$1" && pwd) || exit 2
 PYTHON=${PYTHON:-python} RANKS=${RANKS:-2} failed=0
 export NO_COLOR=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-ranks() { # shellcheck disable=SC2086
+# shellcheck disable=SC2086,SC2329  # options are separated by blanks; `part` calls the function
+ranks() {
     ${MPIRUN:-mpirun} ${MPIRUN_FLAGS---oversubscribe} -n "$RANKS" "$PYTHON" -m mpi4py "$@"
 }
 
@@ -34,7 +35,7 @@ if [ "${TRIAL:-}" ]; then
     networks=(--model digits_cnn --batch_per_rank 4) big=resnet20 pick=(-k "allocate")
 else
     small=(--batch 128 --size 32) large=(--batch 32 --size 224) times=(--repetitions 7)
-    networks=(--model resnet20,resnet50 --batch_per_rank 32) big=resnet50 pick=()
+    networks=(--model "resnet20,resnet50" --batch_per_rank 32) big=resnet50 pick=()
 fi
 time=("$PYTHON" benchmarks/step_time.py --device auto --contiguous "${times[@]}")
 
