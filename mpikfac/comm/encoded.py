@@ -100,9 +100,9 @@ class Encoded:
         matrices = [matrix_in(lost, place) for place in places]
         left, right = (flat.new_empty(size) for size in codec.sides())
         before = self._kept((message.stage, span, RIGHT), right)
-        rights, befores = (in_turn(one, codec, 1) for one in (right, before))
+        rights, lasts = (in_turn(one, codec, 1) for one in (right, before))
         lefts = in_turn(left, codec, 0)
-        for place, matrix, p, last in zip(places, matrices, lefts, befores):
+        for place, matrix, p, last in zip(places, matrices, lefts, lasts):
             torch.matmul(matrix, renewed(last, place.start), out=p)
         self._add_up(comm, left)
         for matrix, p, q in zip(matrices, lefts, rights):

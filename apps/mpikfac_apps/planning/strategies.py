@@ -44,9 +44,9 @@ def introduction() -> list[str]:
         "Sent are the bytes of a rank in a ring, without the bytes of averaging gradients: on "
         "steps with new factors + in a refresh + on every step. P ranks, w workers. "
         "4F, 4T and 4V are the bytes of all factors as squares, as triangles and as "
-        "vectors; 4N are the bytes of all gradients. With the same estimator, the numbers are the "
-        "numbers of one process that trains on the joined batch with the same delay, stagger and "
-        "tolerance."
+        "vectors; 4N are the bytes of all gradients, 4R of the thin matrices in their place. With "
+        "the same estimator, the numbers are the numbers of one process that trains on the joined "
+        "batch with the same delay, stagger and tolerance."
     )
     return textwrap.wrap(text, WIDTH)
 

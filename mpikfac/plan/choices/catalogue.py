@@ -19,7 +19,8 @@ class Named:
         source: the publication, as in docs/references.md.
         cost: bytes sent by a rank in a ring, in float32: on steps with new factors + in a refresh +
             on every step, on top of averaging gradients. `P` ranks, `w` workers; 4F, 4T and 4V
-            bytes of all factors as squares, triangles and vectors, 4N of all gradients.
+            bytes of all factors as squares, triangles and vectors, 4N of all gradients, 4R of the
+            matrices in their place.
         same: whether the estimator is the same: the numbers of a single process with the joined
             batch, with the same `delay`, `stagger` and `tolerance`.
         choices: choices of a `Strategy`; "all" workers are all ranks.
@@ -160,6 +161,25 @@ NAMED: Mapping[str, Named] = {
             **{"workers": "all", "factor_wire": "int8", "basis_wire": "bfloat16"},
             "gradient_wire": "int8",
         },
+    ),
+    "dgc": Named(
+        "COMM-OPT in which a rank sends a thousandth of the gradients, the largest ones; the "
+        "others wait and gather momentum, and the optimizer has no momentum",
+        "DGC, Lin et al. 2018",
+        "2 (P-1)/P 4T + (P-1)/P 4F + (P-1) 0.008N - 2 (P-1)/P 4N",
+        same=False,
+        choices={
+            **{"workers": "all", "gradient_wire": "top-k"},
+            **{"top_share": 0.001, "top_momentum": 0.9},
+        },
+    ),
+    "power-sgd": Named(
+        "COMM-OPT in which gradients are added up as products of two matrices with two columns, "
+        "with error feedback",
+        "PowerSGD, Vogels et al. 2019",
+        "2 (P-1)/P 4T + (P-1)/P 4F + 2 (P-1)/P (4R - 4N)",
+        same=False,
+        choices={"workers": "all", "gradient_wire": "power-sgd", "power_rank": 2},
     ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
