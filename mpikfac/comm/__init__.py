@@ -8,7 +8,6 @@ block.
 from __future__ import annotations
 
 from mpikfac.comm.agreement import agree, broadcast, clock_offset, handed_over, summed, together
-from mpikfac.comm.buffers import SUMMABLE
 from mpikfac.comm.curvature_ranks import (
     Team,
     arrivals,
@@ -30,6 +29,7 @@ from mpikfac.comm.job import (
     survivors,
     world,
 )
+from mpikfac.comm.messages import SUMMABLE
 
 __all__ = [
     "SUMMABLE",

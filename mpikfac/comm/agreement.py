@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import MAX_COUNT, pieces
+from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 from mpikfac.errors import UserError
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from mpikfac.comm.buffers import MAX_COUNT, pieces
+from mpikfac.comm.messages.buffers import MAX_COUNT, pieces
 from mpikfac.comm.mpi import MPI
 
 LEAVING = 2**15 - 1  # the highest tag that every MPI has

@@ -9,13 +9,21 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import Buffers, check_summable
-from mpikfac.comm.collectives import COPIES, PRIMITIVES, SUMS, sent_elements, sum_in_order
-from mpikfac.comm.encoded import Encoded
 from mpikfac.comm.job import check_nodes, cuda_aware
+from mpikfac.comm.messages import (
+    COPIES,
+    PRIMITIVES,
+    SUMS,
+    Buffers,
+    Combiner,
+    Encoded,
+    OverlappedSums,
+    ProgressThread,
+    check_summable,
+    sent_elements,
+    sum_in_order,
+)
 from mpikfac.comm.mpi import MPI
-from mpikfac.comm.overlap import OverlappedSums, ProgressThread
-from mpikfac.comm.robust import Combiner
 from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
 from mpikfac.trace import Trace
 

@@ -182,14 +182,14 @@ TABLE = (
     ),
     Mistake(
         "overlap: a rank sends messages in its own order",
-        "comm/outbox.py",
+        "comm/messages/outbox.py",
         "common := self._in_common(list(ready))",
         "common := list(ready)",
         "tests/unit/test_outbox.py",
     ),
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",
-        "comm/encoded.py",
+        "comm/messages/encoded.py",
         "return encode(flat[part], codec, lost[part], velocity)",
         "return encode(flat[part], codec)",
         "tests/mpi/test_wires.py",
@@ -204,7 +204,7 @@ TABLE = (
     ),
     Mistake(
         "parts: a rank adds up the parts from the last to the first",
-        "comm/collectives.py",
+        "comm/messages/collectives.py",
         "for part in parts:",
         "for part in parts.flip(0):",
         "tests/mpi/test_parts.py",

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from mpikfac.comm.outbox import Outbox
+from mpikfac.comm.messages.outbox import Outbox
 
 
 class Line:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import MAX_COUNT, Buffers, pieces, synchronize
+from mpikfac.comm.messages.buffers import MAX_COUNT, Buffers, pieces, synchronize
+from mpikfac.comm.messages.outbox import PAUSE
 from mpikfac.comm.mpi import MPI
-from mpikfac.comm.outbox import PAUSE
 from mpikfac.plan import PIECE, Message
 
 

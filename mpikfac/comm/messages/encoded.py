@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import synchronize
+from mpikfac.comm.messages.buffers import synchronize
 from mpikfac.comm.mpi import MPI
 from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewed
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length

@@ -17,11 +17,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from mpikfac.comm.buffers import Buffers, synchronize
-from mpikfac.comm.collectives import SUMS, Patient, op_of
-from mpikfac.comm.encoded import Encoded
+from mpikfac.comm.messages.buffers import Buffers, synchronize
+from mpikfac.comm.messages.collectives import SUMS, Patient, op_of
+from mpikfac.comm.messages.encoded import Encoded
+from mpikfac.comm.messages.outbox import Outbox
 from mpikfac.comm.mpi import MPI
-from mpikfac.comm.outbox import Outbox
 from mpikfac.plan import Layout, Message
 from mpikfac.trace import Trace
 

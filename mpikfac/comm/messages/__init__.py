@@ -1,0 +1,30 @@
+"""Ways to send a message: as it is, encoded, combined by a rule, or overlapped; and the buffers."""
+
+from __future__ import annotations
+
+from mpikfac.comm.messages.buffers import SUMMABLE, Buffers, check_summable
+from mpikfac.comm.messages.collectives import (
+    COPIES,
+    PRIMITIVES,
+    SUMS,
+    sent_elements,
+    sum_in_order,
+)
+from mpikfac.comm.messages.encoded import Encoded
+from mpikfac.comm.messages.overlap import OverlappedSums, ProgressThread
+from mpikfac.comm.messages.robust import Combiner
+
+__all__ = [
+    "COPIES",
+    "PRIMITIVES",
+    "SUMMABLE",
+    "SUMS",
+    "Buffers",
+    "Combiner",
+    "Encoded",
+    "OverlappedSums",
+    "ProgressThread",
+    "check_summable",
+    "sent_elements",
+    "sum_in_order",
+]
