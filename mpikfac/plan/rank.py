@@ -235,9 +235,10 @@ class RankPlan:
         found = self.layouts
         square = self.strategy.transport.packing == "square"
         kept = found.gradients.size if self.publishes_changes else 0
+        never = self.strategy.exchange.alone(0)  # ranks add up gradients
         for messages, layout in (
             (self.reduce_statistics(), found.squares if square else found.statistics),
-            (self.reduce_gradients(), found.gradients),
+            ([] if never else self.reduce_gradients(), found.gradients),
             (self.publish_directions(), found.directions),
             (self.publish_weights(), found.gradients),
             (self.exchange_weights(), found.copies),

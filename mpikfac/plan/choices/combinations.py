@@ -190,7 +190,7 @@ STRATEGY: tuple[Combination, ...] = (
     Combination(
         "top_momentum",
         None,
-        {"gradient_wire": "top-k"},
+        {"gradient_wire": "top-k", "exchanged": "gradients"},
         "the momentum is of gradients that wait to be sent",
         default=0.0,
     ),
