@@ -226,8 +226,9 @@ class RankPlan:
         sizes["copies"] *= 1 + self.exchanges_changes + momentum
         if count := self.parts:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
-        if kept := self._kept_for_wires():
-            sizes["wires"] = kept * numbers
+        wires = self.strategy.transport.wires
+        if wires.factor_wire or wires.basis_wire or wires.gradient_wire:
+            sizes["wires"] = self._kept_for_wires() * numbers
         return sizes
 
     def _kept_for_wires(self) -> int:
