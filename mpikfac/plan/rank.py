@@ -227,8 +227,9 @@ class RankPlan:
         sizes["copies"] *= 1 + self.exchanges_changes + momentum
         if count := self.parts:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
-        if kept := self._kept_for_wires():
-            sizes["wires"] = kept * numbers
+        wires = self.strategy.transport.wires
+        if wires.factor_wire or wires.basis_wire or wires.gradient_wire:
+            sizes["wires"] = self._kept_for_wires() * numbers
         return sizes
 
     def _kept_for_wires(self) -> int:
@@ -236,9 +237,10 @@ class RankPlan:
         found = self.layouts
         square = self.strategy.transport.packing == "square"
         kept = found.gradients.size if self.publishes_changes else 0
+        never = self.strategy.exchange.alone(0)  # ranks add up gradients
         for messages, layout in (
             (self.reduce_statistics(), found.squares if square else found.statistics),
-            (self.reduce_gradients(), found.gradients),
+            ([] if never else self.reduce_gradients(), found.gradients),
             (self.publish_directions(), found.directions),
             (self.publish_weights(), found.gradients),
             (self.exchange_weights(), found.copies),

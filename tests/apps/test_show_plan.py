@@ -79,6 +79,22 @@ def test_messages_of_two_levels_are_listed_by_kind(capsys):
     assert [row[1:-1] for row in rows] == [["1", *["0.15"] * 3], *[["1", *["0.04"] * 3]] * 2]
 
 
+def test_compressed_messages_of_two_levels_are_listed_by_kind(capsys):
+    """Oracle: matrices stay whole, so some of 4 ranks of a node may send nothing to other nodes."""
+    options = ["--model", "digits_cnn", "--ranks", "8", "--ranks_per_node", "4"]
+    assert main([*options, "--strategy", "power-sgd"]) == 0
+    found = capsys.readouterr().out
+    step = found.partition("Ordinary step")[2].partition("Step with")[0]
+    kinds = [" ".join(row.split()[2:-5]) for row in step.splitlines() if "reduce grad" in row]
+    assert kinds == [
+        "Reduce_scatter world in node",
+        "Allreduce, Allreduce (power-sgd) world between nodes",
+        "Allgatherv world in node",
+        "Allreduce world between nodes",
+    ]
+    assert words(found, "wires")[1] == "0.00"
+
+
 def test_messages_to_a_curvature_rank_are_listed(capsys):
     """Oracle: a rank's own message has all of the rank's factors; statistics also hold counts."""
     options = ["--model", "resnet20", "--ranks", "1", "--strategy", "curvature-ranks"]

@@ -68,13 +68,13 @@ def test_equals_cpu(comm, monkeypatch, reduction: str, update: str, aware: str |
 
 @pytest.mark.parametrize("aware", [None, "0"], ids=["as asked", "staged"])
 @pytest.mark.parametrize("update", ["everyone", "owner"])
-@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k"])
+@pytest.mark.parametrize("wire", ["bfloat16", "int8", "top-k", "power-sgd"])
 def test_wires_equal_those_of_the_cpu(comm, monkeypatch, wire, update, aware) -> None:
     """Oracle: the same job on the CPU; differences are too small to change the rounding."""
     if aware is not None:
         monkeypatch.setenv("MPIKFAC_CUDA_AWARE", aware)
     cpu, cuda = torch.device("cpu"), mpikfac.device(comm, "cuda")
-    others = "int8" if wire == "top-k" else wire
+    others = wire if wire in ("bfloat16", "int8") else "int8"
     wires = {"factor_wire": others, "basis_wire": others, "gradient_wire": wire, "top_share": 0.1}
     for workers, reduction in itertools.product(mpikfac.plan.divisors(comm.size), REDUCTIONS):
         strategy = mpikfac.Strategy(workers, reduction, update).changed(**wires)

@@ -136,7 +136,7 @@ def test_overlapped_messages_send_the_same_bits(comm, codec, to_owners):
     sender = beside.overlapped(messages, layout, flat, urgency=0)
     for step in range(STEPS):
         generator = np.random.default_rng([step, comm.rank])
-        expected = torch.from_numpy(generator.standard_normal(layout.size))
+        expected = torch.from_numpy(generator.standard_normal(layout.size)).to(flat)
         flat.copy_(expected)
         turn.exchange(messages, expected)
         for name in generator.permutation(names):

@@ -28,7 +28,10 @@ OTHERS = [
     Strategy(RANKS).changed(ranks_per_node=RANKS),
     Strategy(RANKS).changed(delay=1),
 ]
-WIRES = [{"gradient_wire": wire, "factor_wire": "int8"} for wire in ("bfloat16", "int8", "top-k")]
+WIRES = [
+    {"gradient_wire": wire, "factor_wire": "int8"}
+    for wire in ("bfloat16", "int8", "top-k", "power-sgd")
+]
 
 
 def trainer(comm, strategy, dtype=torch.float64):

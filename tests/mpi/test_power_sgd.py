@@ -76,7 +76,7 @@ def test_sums_step_by_step(comm, rank, per_node):
     for step in STEPS:
         flat = torch.zeros(layout.size, dtype=torch.float64)
         for layer in LAYERS:
-            mine = torch.from_numpy(gradient(step, comm.rank, layer)).reshape(-1)
+            mine = torch.from_numpy(gradient(step, comm.rank, layer)).reshape(-1).to(flat)
             flat[layout.offsets[layer.name] :][: len(mine)] = mine
         grid.trace.clear()
         grid.exchange(plan.reduce_gradients(), flat)
@@ -87,7 +87,7 @@ def test_sums_step_by_step(comm, rank, per_node):
             whole = sum(gradient(step, other, layer) for other in range(RANKS))
             # Where nothing came, Q begins anew.
             expected = by_hand(start, whole) if whole.any() else whole
-            found = flat[start:][: whole.size].reshape(whole.shape).numpy()
+            found = flat[start:][: whole.size].reshape(whole.shape).cpu().numpy()
             np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
             if rank == 100:
                 np.testing.assert_allclose(found, whole, rtol=0, atol=1e-12)

@@ -260,6 +260,18 @@ def test_what_encodes_is_part_of_what_was_measured():
     assert seconds("int8") == seconds(None) == pytest.approx(MEASURED[0][1])
 
 
+def test_power_sgd_has_two_sums_in_turn():
+    """Oracle: the sum of all P, then of all Q; 2 columns, but a single column of a single row."""
+    layers = [LayerShape("conv", 10, 4), LayerShape("row", 8, 1)]
+    plan = make_plan(layers, 2, Strategy(2).changed(gradient_wire="power-sgd"))
+    (message,) = plan.of(0).reduce_gradients()
+    seconds = (
+        costs.collective_seconds("Allreduce", 4 * numbers, 2, MACHINE)
+        for numbers in (2 * 4 + 1, 2 * 10 + 8)
+    )
+    assert costs.message_seconds(message, plan, 0, MACHINE) == sum(seconds)
+
+
 def test_the_slowest_of_two():
     """Oracle: `2 Phi(spread / sqrt(2))`, the expected maximum of two times in closed form."""
     exact = 1 + math.erf(0.3 / 2)

@@ -207,7 +207,7 @@ STRATEGY: tuple[Combination, ...] = (
     Combination(
         "top_momentum",
         None,
-        {"gradient_wire": "top-k"},
+        {"gradient_wire": "top-k", "exchanged": "gradients"},
         "the momentum is of gradients that wait to be sent",
         default=0.0,
     ),
