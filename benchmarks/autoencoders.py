@@ -3,11 +3,12 @@
     OMP_NUM_THREADS=1 python benchmarks/autoencoders.py digits patches --data DIR
 
 SGD takes 5,000 updates, AdamW, Muon and SOAP 1,500, and K-FAC 330 and 660. Every optimizer has
-three learning rates, which fall linearly to 0. The best learning rate with seed 0 then gets two
-further seeds. The measure is the error of the training images, as in the literature, or with
-`--measure test_error` the error of the test images. Errors, by updates and seconds, are kept in
-`autoencoders.json` beside this file. Runs in the file are not repeated. `--known` prints the table
-of the known runs.
+three learning rates, which fall linearly to 0. "K-FAC, quadratic" takes length and momentum of 330
+steps from the quadratic model, and has three dampings at the start. The best value with seed 0 then
+gets two further seeds. The measure is the error of the training images, as in the literature, or
+with `--measure test_error` the error of the test images. Errors, by updates and seconds, are kept
+in `autoencoders.json` beside this file. Runs in the file are not repeated. `--known` prints the
+table of the known runs.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ PROBLEMS = {  # options, and updates of an epoch
     ),
 }
 KFAC = {"optimizer": "kfac", "kfac.factor_every": "5", "kfac.basis_every": "10"}
-WAYS = {  # optimizer, updates and learning rates
-    "SGD": ({"optimizer": "sgd"}, 5000, ("0.1", "0.3", "1")),
-    "AdamW": ({"optimizer": "adamw"}, 1500, ("0.001", "0.003", "0.01")),
-    "Muon": ({"optimizer": "muon"}, 1500, ("0.003", "0.01", "0.03")),
-    "SOAP": ({"optimizer": "soap"}, 1500, ("0.001", "0.003", "0.01")),
-    "K-FAC, 330": (KFAC, 330, ("0.0005", "0.001", "0.002")),
-    "K-FAC, 660": (KFAC, 660, ("0.0005", "0.001", "0.002")),
+QUADRATIC = {
+    **KFAC,
+    **{"kfac.length": "quadratic", "kfac.fisher": "sampled", "kfac.damping_adapt": "5"},
+    **{"schedule": "constant", "momentum": "0", "kfac.factor_every": "1"},
+}
+WAYS = {  # optimizer, updates, and the values of the tuned option
+    "SGD": ({"optimizer": "sgd"}, 5000, "lr", ("0.1", "0.3", "1")),
+    "AdamW": ({"optimizer": "adamw"}, 1500, "lr", ("0.001", "0.003", "0.01")),
+    "Muon": ({"optimizer": "muon"}, 1500, "lr", ("0.003", "0.01", "0.03")),
+    "SOAP": ({"optimizer": "soap"}, 1500, "lr", ("0.001", "0.003", "0.01")),
+    "K-FAC, 330": (KFAC, 330, "lr", ("0.0005", "0.001", "0.002")),
+    "K-FAC, 660": (KFAC, 660, "lr", ("0.0005", "0.001", "0.002")),
+    "K-FAC, quadratic": (QUADRATIC, 330, "kfac.damping", ("0.002", "0.02", "0.2")),
 }
 MEASURES = ("train_error", "test_error")  # errors of an epoch's steps; errors after the epoch
 Line = dict[str, float]
@@ -72,23 +79,22 @@ def main() -> int:
     options = parser.parse_args()
     for problem in options.problems:
         for way in () if options.known else options.ways:
-            rate = best_rate(options, problem, way)
+            value = best_value(options, problem, way)
             for seed in SEEDS[1:]:
-                lines_of(options, problem, way, rate, seed)
+                lines_of(options, problem, way, value, seed)
         report(options, problem)
     return 0
 
 
 def lines_of(
-    options: argparse.Namespace, problem: str, way: str, rate: str, seed: int
+    options: argparse.Namespace, problem: str, way: str, value: str, seed: int
 ) -> list[Line]:
     """Return updates, seconds and errors of a run; train only if the run is missing."""
-    known = read()
-    name = f"{problem}, {way}, lr {rate}, seed {seed}"
+    known, (given, updates, tuned, _) = read(), WAYS[way]
+    name = f"{problem}, {way}, {tuned.removeprefix('kfac.')} {value}, seed {seed}"
     if name not in known and not options.known:
-        given, updates, _ = WAYS[way]
         shown, per_epoch = PROBLEMS[problem]
-        settings = {**COMMON, **shown, **given, "lr": rate, "epochs": str(updates // per_epoch)}
+        settings = {**COMMON, **shown, **given, tuned: value, "epochs": str(updates // per_epoch)}
         optimizer = settings.pop("optimizer")
         metrics = launch(options, name, optimizer, settings, seed, shown=error_of)
         kept = ("step", "seconds", *MEASURES)
@@ -115,13 +121,13 @@ def error_of(metrics: Path) -> str:
     return f"{[line['test_error'] for line in tests(metrics)][-1]:.3f}"
 
 
-def best_rate(options: argparse.Namespace, problem: str, way: str) -> str:
-    """Return the learning rate with the least final error of the first seed."""
+def best_value(options: argparse.Namespace, problem: str, way: str) -> str:
+    """Return the value of the tuned option with the least final error of the first seed."""
     finals = {}
-    for rate in WAYS[way][2]:
-        if lines := lines_of(options, problem, way, rate, SEEDS[0]):
-            finals[rate] = lines[-1][options.measure]
-    return min(finals, key=lambda rate: finals[rate], default="")
+    for value in WAYS[way][3]:
+        if lines := lines_of(options, problem, way, value, SEEDS[0]):
+            finals[value] = lines[-1][options.measure]
+    return min(finals, key=lambda value: finals[value], default="")
 
 
 def report(options: argparse.Namespace, problem: str) -> None:
@@ -129,18 +135,18 @@ def report(options: argparse.Namespace, problem: str) -> None:
     options = argparse.Namespace(**vars(options) | {"known": True})
     runs = {}
     for way in WAYS:
-        rate = best_rate(options, problem, way)
-        found = [lines_of(options, problem, way, rate, seed) for seed in SEEDS]
+        value = best_value(options, problem, way)
+        found = [lines_of(options, problem, way, value, seed) for seed in SEEDS]
         if any(found):
-            runs[way] = rate, [lines for lines in found if lines]
+            runs[way] = value, [lines for lines in found if lines]
     measure = options.measure
     print(f"\n{problem}: {measure} at the end, by seed; updates and seconds of K-FAC until then")
-    for way, (rate, seeds) in runs.items():
+    for way, (value, seeds) in runs.items():
         finals = [lines[-1][measure] for lines in seeds]
         level = statistics.mean(finals)
-        cells = [way, rate, ", ".join(f"{final:.3f}" for final in finals), f"{level:.3f}"]
+        cells = [way, value, ", ".join(f"{final:.3f}" for final in finals), f"{level:.3f}"]
         cells.append(f"{seeds[0][-1]['step']:.0f} in {mean(seeds, -1, 'seconds'):.1f} s")
-        for other in ("K-FAC, 330", "K-FAC, 660"):
+        for other in (name for name in WAYS if name.startswith("K-FAC")):
             known = other in runs and other != way
             cells.append(until(runs[other][1], measure, level) if known else "")
         print(f"| {' | '.join(cells)} |")
