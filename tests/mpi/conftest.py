@@ -21,7 +21,8 @@ STDERR = pytest.StashKey[int]()
 
 
 HERE = Path(__file__).parent
-torch.set_default_device(DEVICE)  # where tests make models and data of their own
+if DEVICE.type != "cpu":
+    torch.set_default_device(DEVICE)  # where tests make models and data of their own
 
 
 @pytest.fixture

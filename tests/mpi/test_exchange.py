@@ -67,10 +67,11 @@ def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0):
     return found
 
 
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 RULES = {
     "local SGD": {"exchange_every": 3},
     "post-local SGD": {"exchange_every": 2, "exchange_from": 3},
-    "DiLoCo": {"exchange_every": 3, "outer_lr": 0.7, "outer_momentum": 0.9},
+    "DiLoCo": {"exchange_every": 3, **DILOCO},
     "a longer outer step": {"exchange_every": 2, "outer_lr": 1.3},
 }
 
@@ -108,6 +109,18 @@ def test_messages_are_the_plans(comm, every):
         assert trainer.combined == due
         assert sum(trainer.trace.sent.values()) == planned * due
         assert (planned > 0) == (comm.size > 1)
+
+
+@pytest.mark.parametrize(("outer", "kept"), [({}, 1), ({"outer_lr": 0.5}, 2), (DILOCO, 3)])
+def test_memory_of_copies_is_the_plans(comm, outer, kept):
+    """Oracle: the plan; the copy, the weights of the last exchange, the momentum."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=2, **outer)
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    arenas = vars(trainer.replicas).values()
+    found = sum(arena.flat.nbytes for arena in arenas if isinstance(arena, mpikfac.numerics.Arena))
+    plan = trainer.plan
+    assert found == plan.memory(comm.rank)["copies"] == kept * plan.memory(comm.rank)["gradients"]
 
 
 def kfac_of(comm, strategy, **settings):
@@ -170,7 +183,7 @@ def average(comm, model):
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
 def test_a_loaded_state_goes_on_as_the_run(comm, kind):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    choices = {"exchanged": "weights", "exchange_every": 2, **DILOCO}
 
     def make():
         if kind == "K-FAC":

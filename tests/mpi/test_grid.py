@@ -8,7 +8,7 @@ import torch
 import mpikfac
 from mpikfac import Strategy, UserError, make_plan
 from mpikfac.comm import Grid, agree, agreement, together
-from mpikfac.comm import collectives as primitives
+from mpikfac.comm.messages import collectives as primitives
 from mpikfac.plan import Message
 from support import problem
 

@@ -8,8 +8,8 @@ import torch
 import mpikfac
 from mpikfac import LayerShape, Strategy, UserError, make_plan
 from mpikfac.comm import Grid
-from mpikfac.comm import collectives as primitives
 from mpikfac.comm import job as startup
+from mpikfac.comm.messages import collectives as primitives
 
 RANKS = mpikfac.world().size
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("fc", 11, 5), LayerShape("out", 6, 3)]

@@ -12,7 +12,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.comm import Grid
-from mpikfac.comm import collectives as primitives
+from mpikfac.comm.messages import collectives as primitives
 from support import problem
 
 PARTS = 12  # every tested number of ranks divides 12

@@ -78,7 +78,7 @@ def test_a_state_is_not_intact_once_a_refresh_has_begun(comm, monkeypatch, stop,
     At both steps the sum of gradients is the first sum over ranks, and the sum of gradients fails.
     """
 
-    def fail():
+    def fail(*_):
         raise OSError("a rank was lost")
 
     kfac = trainer(comm, delay=1)

@@ -11,7 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac.engine import scales
+from mpikfac.engine.statistics import scales
 from mpikfac.plan import count_of
 from mpikfac.solvers import ekfac, products_of_values
 from support import oracles, problem
