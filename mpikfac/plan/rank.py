@@ -263,7 +263,9 @@ class RankPlan:
         if refresh:
             found += self.send_factors(share) + self.receive_bases(share)
             found += self.publish_bases(share)
-        found += self.reduce_gradients()
+        # With copies of the model, a step that ends with an exchange.
+        copies = self.strategy.exchange.of_copies
+        found += self.exchange_weights() if copies else self.reduce_gradients()
         found += self.publish_directions()
         return found + (self.clip() if clip else []) + self.publish_weights()
 

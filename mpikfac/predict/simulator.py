@@ -106,10 +106,12 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     Raises:
-        ValueError: the machine has no times of the model or of the solver, or the job's numbers
-            are out of bounds.
+        ValueError: the machine has no times of the model or of the solver, the job's numbers are
+            out of bounds, or ranks exchange weights, which the model does not know.
     """
     _check(job)
+    if plan.strategy.exchange.of_copies:
+        raise ValueError("predictions need exchanged='gradients', not 'weights'")
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:

@@ -309,6 +309,12 @@ def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
     refused(tmp_path, capfd, message, given)
 
 
+def test_an_exchange_of_weights_is_refused_in_one_line(tmp_path, capfd):
+    """Oracle: the program tests and saves a single model."""
+    message = "kfac.exchanged=weights is for programs of your own"
+    refused(tmp_path, capfd, message, "--kfac.exchanged=weights", "--kfac.exchange_every=2")
+
+
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
     """Oracle: the first item with a different shape, the network's shape, the saved shape."""
     assert train.main(arguments(tmp_path, "--max_steps=1")) == 0

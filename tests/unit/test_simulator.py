@@ -237,6 +237,13 @@ def test_a_staggered_refresh_is_spread():
         mpikfac.predict.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
+def test_ranks_that_exchange_weights_are_not_predicted():
+    """Oracle: by hand: nothing is said of such steps."""
+    strategy = Strategy(2).changed(exchanged="weights", exchange_every=4)
+    with pytest.raises(ValueError, match="predictions need exchanged='gradients', not 'weights'"):
+        mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB)
+
+
 def test_stragglers_stretch_what_is_computed():
     """Oracle: the expected slowest rank's time."""
     plan = make_plan(LAYERS, 4, Strategy(4), OTHERS)

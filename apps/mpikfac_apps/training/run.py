@@ -150,6 +150,10 @@ class Run:
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
             else:
                 strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
+                if strategy.exchange.of_copies:
+                    raise ValueError(
+                        "kfac.exchanged=weights is for programs of your own; take gradients"
+                    )
                 shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
