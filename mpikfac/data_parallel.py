@@ -136,10 +136,8 @@ class DataParallel:
             ValueError: see `KFAC.step`.
             UserError: see `KFAC.step`.
         """
-        scaler, alone = (
-            self.gradients.checked(scaler),
-            self.plan.strategy.exchange.alone(self.steps),
-        )
+        scaler = self.gradients.checked(scaler)
+        alone = self.plan.strategy.exchange.alone(self.steps)
         if not self.gradients.parts:
             self.gradients.look(self._in_force())
             self.gradients.read()
@@ -161,7 +159,7 @@ class DataParallel:
 
     def _end(self, alone: bool) -> None:
         """End the step: combine copies of the model when due, and follow votes."""
-        self.replicas.differ |= alone
+        self.replicas.end_step(alone)
         if self.plan.strategy.exchange.due(self.steps):
             self.replicas.combine()
         self.steps, self.intact = self.steps + 1, True

@@ -355,7 +355,7 @@ class KFAC:
 
     def _end(self, alone: bool) -> None:
         """End the step: combine copies of the model when due, and follow votes."""
-        self.replicas.differ |= alone
+        self.replicas.end_step(alone)
         if self.plan.strategy.exchange.due(self.steps):
             self.replicas.combine()
         self._begin(self.steps + 1)

@@ -42,12 +42,20 @@ class Replicas(Part):
         self._trained = [block.name for block in trained]
         self._last = slots_in(self._before, trained, site)
         self._messages = site.plan.exchange_weights()
+        self._votes = gradients.votes
         self.keep()
 
     def keep(self) -> None:
         """Keep the present weights as the weights of the last exchange."""
         copy_all(one for s in self._last for one in s.block.values_to(s.parts))
         self.differ = False
+
+    def end_step(self, alone: bool) -> None:
+        """Note a step that each rank took alone, or that all ranks took together."""
+        if alone:
+            self.differ = True
+        elif not self.differ:
+            self.keep()
 
     def check_combined(self) -> None:
         """Return if all ranks hold the same model.
@@ -84,6 +92,7 @@ class Replicas(Part):
         if self._before:
             self._step_from_before()
         copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
+        self._votes.heard = []  # heard of the rank alone
         self.keep()
 
     def _step_from_before(self) -> None:

@@ -72,6 +72,7 @@ RULES = {
     "local SGD": {"exchange_every": 3},
     "post-local SGD": {"exchange_every": 2, "exchange_from": 3},
     "DiLoCo": {"exchange_every": 3, **DILOCO},
+    "DiLoCo after averaged gradients": {"exchange_every": 2, "exchange_from": 3, **DILOCO},
     "a longer outer step": {"exchange_every": 2, "outer_lr": 1.3},
 }
 
@@ -198,6 +199,18 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind):
     second.load_state_dict(state)
     ends = [problem.run(trainer, comm, range(4, 8)) for trainer in (first, second)]
     assert torch.equal(*ends)
+
+
+@pytest.mark.skipif(mpikfac.world().size == 1, reason="one rank cannot differ from itself")
+def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
+    """Oracle: the message on all ranks."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=3)
+    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    trainer.optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
+    problem.run(trainer, comm, [0, 1])
+    with pytest.raises(mpikfac.UserError, match="ranks disagree on"):
+        problem.run(trainer, comm, [2])
 
 
 def test_copies_are_no_state_of_the_run(comm):
