@@ -240,11 +240,11 @@ ROBUST = [rule for rule in ROBUST if rule.liars == 0 or mpikfac.world().size >= 
 
 def by_rule(rule, vectors, centre):
     """Return what a rule makes of the vectors of all ranks, on one process."""
-    rows = torch.tensor(vectors)
+    rows = torch.from_numpy(vectors)
     if rule.combine in BY_COORDINATE:
         return BY_COORDINATE[rule.combine](rows, rule).numpy()
     if rule.has_centre:
-        rows = torch.cat([torch.tensor(centre)[None], rows])
+        rows = torch.cat([torch.from_numpy(centre)[None], rows])
     return combined(rows, BY_VECTOR[rule.combine](rows @ rows.T, rule)).numpy()
 
 

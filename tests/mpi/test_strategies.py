@@ -208,7 +208,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
         F.cross_entropy(serial.model(images), labels).backward()
         serial.step()
     for name, average in serial.factors.averages.items():
-        torch.testing.assert_close(state[f"kfac/factors/{name}"], average, rtol=0, atol=1e-12)
+        torch.testing.assert_close(state[f"kfac/factors/{name}"], average.cpu(), rtol=0, atol=1e-12)
 
 
 def test_a_share_is_refreshed_at_its_turn(comm):

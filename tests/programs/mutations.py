@@ -101,7 +101,7 @@ TABLE = (
     Mistake(
         "reduce: the sum of gradients is not divided by the number of ranks",
         "engine/gradients.py",
-        "self.arena.flat /= ranks",
+        "arena.flat /= plan.grid.count",
         "pass",
         "tests/mpi/test_training.py",
         2,
@@ -118,15 +118,15 @@ TABLE = (
     Mistake(
         "decay: a new factor has the weight of the old average",
         "engine/statistics/factors.py",
-        "(1 - decay) * count / weight",
-        "decay * count / weight",
+        "(1 - decay) * counts / weights",
+        "decay * counts / weights",
         "tests/unit/test_kfac.py",
     ),
     Mistake(
         "decay: the correction of the bias of early averages is lost",
         "engine/statistics/factors.py",
-        "(1 - decay) * count / weight",
-        "1 - decay",
+        "(1 - decay) * counts / weights",
+        "(1 - decay) * torch.ones_like(counts)",
         "tests/unit/test_kfac.py",
     ),
     Mistake(
@@ -258,8 +258,8 @@ TABLE = (
     Mistake(
         "non-finite: a batch without usable statistics ages the average",
         "engine/statistics/factors.py",
-        "        one.total.zero_()\n        one.count.zero_()",
-        "        one.total.zero_()",
+        "torch._foreach_mul_([one.count for one in running], list(sound.to(flat.dtype).split(1)))",
+        "pass",
         "tests/mpi/test_numbers.py",
         2,
     ),
@@ -421,6 +421,38 @@ TABLE = (
         "at <= start or at - start < latency",
         "at <= start",
         "tests/unit/test_tuning.py",
+    ),
+    # -- copies of the model, and robust rules
+    Mistake(
+        "exchange: ranks average gradients between two exchanges of weights",
+        "engine/gradients.py",
+        "        if alone:\n            return\n",
+        "",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "exchange: the outer step begins at the first weights of the run",
+        "engine/replicas.py",
+        "elif not self.differ:",
+        "elif False:",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "exchange: votes of a rank alone count at an exchange",
+        "engine/replicas.py",
+        "        self._votes.heard = []  # heard of the rank alone\n",
+        "",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "robust: Krum takes the farthest vector",
+        "numerics/messages/robust.py",
+        "nearest.sum(1).argmin()",
+        "nearest.sum(1).argmax()",
+        "tests/unit/test_robust.py",
     ),
 )
 

@@ -50,7 +50,7 @@ def krum(products: Tensor, rule: Robust) -> Tensor:
     """
     ranks = len(products)
     nearest = _distances(products).sort(1).values[:, 1 : ranks - rule.liars - 1]
-    return torch.zeros(ranks).double().index_fill(0, nearest.sum(1).argmin(), 1.0)
+    return products.new_zeros(ranks).index_fill(0, nearest.sum(1).argmin(), 1.0)
 
 
 def geometric_median(products: Tensor, _: Robust) -> Tensor:
@@ -74,7 +74,7 @@ def centred_clip(products: Tensor, rule: Robust) -> Tensor:
     """
     usable = products.diagonal().isfinite()
     products = products.where(usable & usable[:, None], 0.0)
-    centre = torch.zeros(len(products)).double()
+    centre = products.new_zeros(len(products))
     centre[0] = 1.0
     far = _distances_from(products, centre).sqrt()
     shares = usable * (rule.clip_radius / far.clamp(min=1e-300)).clamp(max=1.0)
