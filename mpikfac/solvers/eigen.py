@@ -122,7 +122,8 @@ def damping_unit(mean: Tensor) -> Tensor:
 def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
     """Return each block's mean in the place of every eigenvalue; 1 for a block of zeros."""
     means = list(values)
-    for places in alike(dict(enumerate(vectors))):
+    of_values = alike(dict(enumerate(values)))
+    for places in (some for found in of_values for some in alike({p: vectors[p] for p in found})):
         own = torch.stack([values[place] for place in places])
         order, count = vectors[places[0]].shape[own.dim() - 2], own.shape[-1]
         mean = own.mean(-1, keepdim=True)
