@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,5 +76,8 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_sessionfinish(exitstatus):
+    for thread in threading.enumerate():  # work in the background aborts a process that ends
+        if thread.daemon and not isinstance(thread, threading._DummyThread):
+            thread.join(timeout=2)
     if exitstatus and not REPORTS:
         time.sleep(2)  # a failing rank's exit ends the job: rank 0 first prints its own report
