@@ -63,6 +63,7 @@ WAYS = {  # optimizer, updates, and the values of the tuned option
     "K-FAC, quadratic": (QUADRATIC, 330, "kfac.damping", ("0.002", "0.02", "0.2")),
 }
 MEASURES = ("train_error", "test_error")  # errors of an epoch's steps; errors after the epoch
+KEPT = ("step", "seconds", *MEASURES)
 Line = dict[str, float]
 
 
@@ -97,14 +98,17 @@ def lines_of(
         settings = {**COMMON, **shown, **given, tuned: value, "epochs": str(updates // per_epoch)}
         optimizer = settings.pop("optimizer")
         metrics = launch(options, name, optimizer, settings, seed, shown=error_of)
-        kept = ("step", "seconds", *MEASURES)
-        known = read() | {name: [{key: line[key] for key in kept} for line in tests(metrics)]}
-        RESULTS.write_text(json.dumps(known, sort_keys=True) + "\n")
-    return known.get(name, [])
+        lines = list(tests(metrics))
+        kept = {key: [float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
+        known = read() | {name: kept}
+        texts = (f"{json.dumps(run)}: {json.dumps(known[run])}" for run in sorted(known))
+        RESULTS.write_text("{" + ",\n".join(texts) + "}\n")
+    columns = known.get(name, {})
+    return [dict(zip(columns, line)) for line in zip(*columns.values())]
 
 
-def read() -> dict[str, list[Line]]:
-    """Return the known runs; a second process may add runs."""
+def read() -> dict[str, dict[str, list[float]]]:
+    """Return the known runs as columns; a second process may add runs."""
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 

@@ -147,7 +147,7 @@ class DataParallel:
             self.gradients.reduce(alone)
         elif not self.gradients.reduce_scaled(scaler, alone=alone):
             self.gradients.skip()
-            self._end(alone)
+            self._end()
             return
         self.gradients.check(self.steps)
         if max_norm is not None:
@@ -155,13 +155,11 @@ class DataParallel:
         self.gradients.write(self.gradients.slots)
         self.intact = False
         self.gradients.update(self.optimizer)
-        self._end(alone)
+        self._end()
 
-    def _end(self, alone: bool) -> None:
-        """End the step: combine copies of the model when due, and follow votes."""
-        self.replicas.end_step(alone)
-        if self.plan.strategy.exchange.due(self.steps):
-            self.replicas.combine()
+    def _end(self) -> None:
+        """End the step, and follow votes if the votes are of all ranks."""
+        self.replicas.end_step(self.steps)
         self.steps, self.intact = self.steps + 1, True
         if self.combined:
             self._follow_votes()
@@ -210,7 +208,7 @@ class DataParallel:
         Losses of encoding are dropped, as in a restart.
         """
         self.replicas.check_combined()
-        self.gradients.grid.encoded.forget()
+        self.gradients.grid.forget()
         state = model_state(self.model, self.optimizer, self._stepped)
         state |= {"trainer/steps": self.steps} | self.replicas.state_dict()
         return of_copies(state, self._comm.rank) if self._strategy.exchange.of_copies else state
@@ -234,7 +232,7 @@ class DataParallel:
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
-        self.gradients.grid.encoded.forget()
+        self.gradients.grid.forget()
         self.replicas.forget()
         self.replicas.load_state_dict(kept, kept.keys())
         self.steps, self.intact = int(found["trainer/steps"]), True
@@ -243,4 +241,6 @@ class DataParallel:
 def _first_order(strategy: Strategy) -> Strategy:
     """Return the choices of a strategy that are not about factors and decompositions."""
     transport = dataclasses.replace(strategy.transport, reduce_at="factors", packing="triangle")
+    if strategy.update == "everyone":  # then no owner adds up
+        transport = dataclasses.replace(transport, sums="reduce")
     return Strategy(update=strategy.update, transport=transport, exchange=strategy.exchange)

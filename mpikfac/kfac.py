@@ -335,7 +335,7 @@ class KFAC:
         weight = 1.0 if examples is None else self.gradients.weigh(examples)
         if scaler is not None and not self._reduce_scaled(scaler, alone):
             self._skip()
-            self._end(alone)
+            self._end()
             return
         self._refresh_curvature()
         if scaler is None:
@@ -351,13 +351,11 @@ class KFAC:
             with self.recorder.pausing():
                 self.directions.descend(self.model, batch, weight, self.steps)
         self.gradients.update(self.optimizer)
-        self._end(alone)
+        self._end()
 
-    def _end(self, alone: bool) -> None:
-        """End the step: combine copies of the model when due, and follow votes."""
-        self.replicas.end_step(alone)
-        if self.plan.strategy.exchange.due(self.steps):
-            self.replicas.combine()
+    def _end(self) -> None:
+        """End the step, and follow votes if the votes are of all ranks."""
+        self.replicas.end_step(self.steps)
         self._begin(self.steps + 1)
         if self.combined:
             self._follow_votes()
@@ -445,10 +443,13 @@ class KFAC:
 
         Raises:
             ValueError: with `update="owner"`, as the owner of a layer has to step the layer; with
-                `overlap`, as gradients are sent before the caller can average them; or with
-                `parts`, as K-FAC adds parts up in order.
+                `overlap`, as gradients are sent before the caller can average them; with `parts`,
+                as K-FAC adds parts up in order; or with `exchanged="weights"`, as the caller
+                averages gradients.
         """
         transport = self.plan.strategy.transport
+        if self.plan.strategy.exchange.of_copies:
+            raise ValueError("with exchanged='weights' each rank steps a copy; call step()")
         if self.settings.length.source == "quadratic":
             raise ValueError("with length='quadratic', call step(inputs=..., loss=...)")
         if self.gradients.owner_updates or transport.overlap or transport.parts is not None:
@@ -460,7 +461,7 @@ class KFAC:
         if scaler is not None and scaler.is_enabled():
             if not all_finite(self.gradients.arena.flat):  # nor on any other rank
                 self._skip()
-                self._end(alone=False)
+                self._end()
                 return
             self._unscale_statistics(scaler)
         self._refresh_curvature()

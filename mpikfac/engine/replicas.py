@@ -32,7 +32,8 @@ class Replicas(Part):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         """Take the present weights, equal on all ranks, as the weights of the last exchange."""
-        self.site, self.outer = site, site.plan.strategy.exchange.outer
+        self.site, self.exchange = site, site.plan.strategy.exchange
+        self.outer = self.exchange.outer
         layout, nothing = site.plan.layouts.copies, lay_out([])
         self.arena = site.arena(layout)
         self._before = site.arena(layout if site.plan.exchanges_changes else nothing)
@@ -50,10 +51,19 @@ class Replicas(Part):
         copy_all(one for s in self._last for one in s.block.values_to(s.parts))
         self.differ = False
 
-    def end_step(self, alone: bool) -> None:
-        """Note a step that each rank took alone, or that all ranks took together."""
-        if alone:
-            self.differ = True
+    def end_step(self, step: int) -> None:
+        """Combine the copies if an exchange is due right after `step`.
+
+        Collective over: world if due, else none.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        if not self.exchange.of_copies:
+            return
+        self.differ |= self.exchange.alone(step)
+        if self.exchange.due(step):
+            self.combine()
         elif not self.differ:
             self.keep()
 

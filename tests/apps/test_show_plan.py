@@ -215,6 +215,15 @@ def test_sampled_ranks_are_of_many_columns(columns):
     assert len(met) > columns / 2
 
 
+def test_exchanges_of_weights_are_told_apart_from_other_steps(capsys):
+    """Oracle: by hand: the weights travel in the place of the gradients."""
+    options = ["--model", "digits_cnn", "--ranks", "4", "--workers", "4"]
+    assert main([*options, "--exchanged", "weights", "--exchange_every", "8"]) == 0
+    text = capsys.readouterr().out
+    assert "exchange weights: after every 8 steps; other steps send no gradients" in text
+    assert "reduce gradients" not in text
+
+
 def test_low_rank_is_planned(capsys):
     """Oracle: by hand: 144 inputs in blocks of 72; eight eigenvectors per block, and of outputs."""
     options = ["--model", "resnet20", "--ranks", "2", "--solver", "eigen", "--rank", "8"]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import mpikfac
+from mpikfac.engine import of_copies
 from support import problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
@@ -22,13 +23,20 @@ def items_of(**settings):
     kfac = problem.kfac(model, optimizer, mpikfac.world(), **settings)
     model(torch.ones(2, 1, 4, 4)).square().mean().backward()
     kfac.step()
-    return kfac.state_dict().keys()
+    kfac.combine()
+    return kfac.state_dict()
 
 
 def test_items_that_the_page_names_exist():
-    """Oracle: the states of two trainers."""
+    """Oracle: the states of three trainers; the last state as rank 2 of three ranks saves it."""
     items = re.search(r"\*\*Items\*\*.*?\n\n", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
-    known = items_of(damping=mpikfac.LevenbergMarquardt()), items_of(solver="ekfac", length="adam")
+    known = [
+        items_of(damping=mpikfac.LevenbergMarquardt()),
+        items_of(solver="ekfac", length="adam"),
+    ]
+    exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
+    copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange))
+    known.append(of_copies(copies, 2))
     assert set(names) <= set().union(*known)

@@ -14,7 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac import DataParallel, Strategy
 from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, combined
-from mpikfac.plan import Robust
+from mpikfac.plan import NAMED, Robust
 from support import problem
 
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
@@ -211,6 +211,54 @@ def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
     problem.run(trainer, comm, [0, 1])
     with pytest.raises(mpikfac.UserError, match="ranks disagree on"):
         problem.run(trainer, comm, [2])
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
+    """Oracle: plain averages of gradients; choices about factors have no effect."""
+    strategy, _ = mpikfac.named(name, comm.size, **({"workers": 1} if name == "hybrid" else {}))
+    wires = strategy.transport.wires
+    models = [problem.network() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ends = [
+        problem.run(DataParallel(model, optimizer, comm, chosen), comm)
+        for model, optimizer, chosen in zip(models, optimizers, (strategy, None))
+    ]
+    if wires.gradient_wire is None:
+        torch.testing.assert_close(*ends)
+    assert all(end.isfinite().all() for end in ends)
+
+
+def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
+    """Oracle: K-FAC takes the strategy; the baseline has the numbers of plain averages."""
+    strategy = Strategy(reduction="owners").changed(sums="alltoall")
+    ends = []
+    for chosen in (strategy, None):
+        model = problem.network()
+        ends.append(problem.run(DataParallel(model, problem.sgd(model), comm, chosen), comm))
+    torch.testing.assert_close(*ends)
+
+
+def test_a_rule_with_a_centre_goes_on_after_a_checkpoint_as_after_a_restart(comm):
+    """Oracle: the run that loads the state; both begin with a centre of zeros."""
+
+    def make():
+        model = problem.network()
+        strategy = Strategy.mem_opt(combine="centred-clip", clip_radius=0.1)
+        return DataParallel(model, problem.sgd(model), comm, strategy)
+
+    first, second = make(), make()
+    problem.run(first, comm, range(3))
+    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
+    ends = [problem.run(trainer, comm, range(3, 5)) for trainer in (first, second)]
+    assert torch.equal(*ends)
+
+
+def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
+    kfac = kfac_of(comm, strategy)
+    with pytest.raises(ValueError, match="call step"):
+        kfac.precondition()
 
 
 def test_copies_are_no_state_of_the_run(comm):

@@ -175,10 +175,15 @@ def memory(plan: mpikfac.plan.Plan) -> list[str]:
 
 def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
+    exchange, apart = plan.strategy.exchange, []
+    if exchange.of_copies:
+        every = exchange.exchange_every
+        apart = [f"  exchange weights: after every {every} steps; other steps send no gradients"]
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
         "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",
         "  if MPI uses a ring",
+        *apart,
     ]
 
 
