@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/time_to_accuracy.py --data DIR --out runs/time_to_accuracy
 
-SGD trains for 15 epochs, K-FAC for fewer. Each learning rate falls linearly to 0 within the run's
-own budget. All settings of both optimizers run with seed 0, then the best settings with further
-seeds. Test accuracies by epoch are kept in `time_to_accuracy.json` beside this file. Runs in the
-file are not repeated: several sittings, or machines, can share the work. Seconds follow from epochs
-and the ratios of `step_time.py`.
+SGD and the other first-order optimizers train for 15 epochs, K-FAC for fewer. Each learning rate
+falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0, then
+the best settings with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
+beside this file. Runs in the file are not repeated: several sittings, or machines, can share the
+work. Seconds follow from epochs and the ratios of `step_time.py`.
 """
 
 from __future__ import annotations
@@ -39,26 +39,45 @@ KFAC_GRID = [
 ]
 
 
+RECIPE_GRID = [
+    {
+        **{"epochs": epochs, "lr": "0.003", "weight_decay": decay},
+        **{"kfac.factor_every": "10", "kfac.basis_every": "50"},
+    }
+    for epochs, decay in (("7", "0.02"),)
+]
+GRIDS = {
+    "sgd": ("sgd", SGD_GRID),
+    "kfac": ("kfac", KFAC_GRID),
+    "recipe": ("kfac", RECIPE_GRID),
+    "adamw": ("adamw", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.003",)]),
+    "muon": ("muon", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.01",)]),
+    "soap": ("soap", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.003",)]),
+}
+
+
 def main() -> int:
     """Run all missing runs, then print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True, help="folder of cifar-10-batches-bin")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", default="2")
+    parser.add_argument("--grids", nargs="+", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
     options = parser.parse_args()
-    finals = {}
-    for optimizer, grid in (("sgd", SGD_GRID), ("kfac", KFAC_GRID)):
+    for name in options.grids:
+        optimizer, grid = GRIDS[name]
         for choice in grid:
             report(options, optimizer, choice, 0)
         known = [choice for choice in grid if epochs(options, optimizer, choice, 0)]
+        if not known:
+            continue
         best = max(known, key=lambda choice: epochs(options, optimizer, choice, 0)[-1])
         for seed in learning.SEEDS[1:]:
             report(options, optimizer, best, seed)
         runs = [epochs(options, optimizer, best, seed) for seed in learning.SEEDS]
-        finals[optimizer] = [run[-1] for run in runs if run]
-        mean = statistics.mean(finals[optimizer])
-        print(f"{optimizer}: best setting, {len(finals[optimizer])} seed(s): mean {mean:.2%}")
+        finals = [run[-1] for run in runs if run]
+        print(f"{name}: best setting, {len(finals)} seed(s): mean {statistics.mean(finals):.2%}")
     return 0
 
 
