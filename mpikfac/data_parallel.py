@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -71,7 +70,7 @@ class DataParallel:
         self.model, self._optimizer = model, optimizer
         self.trace = trace or Trace()
         self.steps, self.intact = 0, True
-        self._comm, self._strategy = Team(comm).trains, _first_order(strategy or Strategy())
+        self._comm, self._strategy = Team(comm).trains, (strategy or Strategy()).first_order()
         self.nonfinite = Nonfinite(comm.rank)
         self._votes: Votes | None = None
         self._assemble()
@@ -236,11 +235,3 @@ class DataParallel:
         self.replicas.forget()
         self.replicas.load_state_dict(kept, kept.keys())
         self.steps, self.intact = int(found["trainer/steps"]), True
-
-
-def _first_order(strategy: Strategy) -> Strategy:
-    """Return the choices of a strategy that are not about factors and decompositions."""
-    transport = dataclasses.replace(strategy.transport, reduce_at="factors", packing="triangle")
-    if strategy.update == "everyone":  # then no owner adds up
-        transport = dataclasses.replace(transport, sums="reduce")
-    return Strategy(update=strategy.update, transport=transport, exchange=strategy.exchange)

@@ -21,6 +21,7 @@ STAGES = (
     *("decompose", "send factors", "receive bases", "publish bases"),
     *("gradients", "reduce gradients"),
     *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
+    "exchange weights",
 )
 BACKWARD = ("backward", "statistics")
 Name = TypeVar("Name", bound=Hashable)
@@ -105,13 +106,13 @@ class Prediction:
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
+    With copies of the model, every kind of step is a mean over steps with and without an exchange.
+
     Raises:
         ValueError: the machine has no times of the model or of the solver, the job's numbers are
-            out of bounds, or ranks exchange weights, which the model does not know.
+            out of bounds.
     """
     _check(job)
-    if plan.strategy.exchange.of_copies:
-        raise ValueError("predictions need exchanged='gradients', not 'weights'")
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:
@@ -249,11 +250,23 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
 def _of_shares(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean step over the shares of layers to refresh."""
+    """Return the mean step over the shares of layers to refresh, and over exchanges of weights."""
     whole, *turns = plan.of(0).shares
     shares = turns if kind[1] and turns else [whole]
-    steps = [_step(plan, machine, job, ranks, kind, share) for share in shares]
-    return _mean([(step, 1 / len(steps)) for step in steps])
+    often = 1 / plan.strategy.exchange.exchange_every
+    steps = [
+        (_step(plan, machine, job, ranks, kind, share, exchanged), part / len(shares))
+        for share in shares
+        for exchanged, part in ((True, often), (False, 1 - often))
+        if part > 0
+    ]
+    return _mean(steps)
+
+
+def _together(plan: Plan, job: Job) -> int:
+    """Return the number of steps from a message of all ranks to the next."""
+    every = plan.strategy.exchange.exchange_every
+    return min(every, job.factor_every) if plan.layers else every
 
 
 def _step(
@@ -263,13 +276,22 @@ def _step(
     ranks: Sequence[int],
     kind: tuple[bool, bool],
     share: int | None,
+    exchanged: bool,
 ) -> Step:
     statistics, refresh = kind
-    seen = {rank: plan.messages(rank, *kind, True, share) for rank in ranks}
+    seen = {
+        rank: [
+            message
+            for message in plan.messages(rank, *kind, True, share)
+            if exchanged or message.stage != "exchange weights"
+        ]
+        for rank in ranks
+    }
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
     parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
-    slowest = costs.expected_slowest(job.stragglers, plan.ranks)
+    spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
+    slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.refresh.curvature_ranks:
         step = sum(seconds for stage, seconds in compute.items() if stage != "decompose")

@@ -27,7 +27,7 @@ OPTIMIZERS = {
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw",),
     "kfac": ("--kfac.basis_every=2",),
-    "owner": ("--kfac.strategy=mem-opt", "--kfac.update=owner", "--kfac.colocate=false"),
+    "owner": ("--strategy=mem-opt", "--update=owner", "--colocate=false"),
     "quadratic": (
         *(*CODER, "--kfac.length=quadratic"),
         *(f"--{name}={value}" for name, value in PLAIN.items()),

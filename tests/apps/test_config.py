@@ -32,14 +32,14 @@ CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml")
 # the content of the error's line.
 BAD = {
     "unknown key": ("--bogus=1", "unknown key bogus; known are optimizer, model, batch"),
-    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.strate"),
+    "unknown key of a group": ("--kfac.bogus=1", "unknown key kfac.bogus; known are kfac.factor"),
     "misspelt key": ("--kfac.dampng=1", "unknown key kfac.dampng; did you mean kfac.damping?"),
     "abbreviated key": ("--kfac.damp=1", "unknown key kfac.damp; did you mean kfac.damping?"),
     "no option": ("train", "'train' belongs to no option; write --key value"),
     "no value": ("--epochs", "epochs is given without a value; it must be a whole number >= 1"),
     "text for a number": ("--lr=fast", "lr=fast must be a finite number > 0"),
     "fraction for a count": ("--epochs=1.5", "epochs=1.5 must be a whole number >= 1"),
-    "not a bool": ("--kfac.colocate=maybe", "kfac.colocate=maybe must be true or false"),
+    "not a bool": ("--colocate=maybe", "colocate=maybe must be true or false"),
     "not a list": ("--kfac.skip=fc", "kfac.skip=fc must be a list of names"),
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
     "not a choice": (
@@ -68,50 +68,50 @@ BAD = {
     "wrong epoch": ("--decay_epochs=[0]", "decay_epochs=[0] must be a list of whole numbers >= 1"),
     "unknown model": ("--model=resnet21", "model=resnet21 is unknown; try one of digits_cnn, mob"),
     "workers": (
-        "--kfac.strategy=hybrid --kfac.workers=4",
+        "--strategy=hybrid --workers=4",
         "workers=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
     ),
     "fraction": (
-        "--kfac.strategy=hybrid --kfac.fraction=0.4",
+        "--strategy=hybrid --fraction=0.4",
         "fraction=0.4 of 6 ranks is no whole number of workers",
     ),
     "workers and fraction": (
-        "--kfac.strategy=hybrid --kfac.workers=2 --kfac.fraction=0.5",
+        "--strategy=hybrid --workers=2 --fraction=0.5",
         "either workers (2) or fraction (0.5)",
     ),
-    "neither": ("--kfac.strategy=hybrid", "either workers (None) or fraction (None)"),
+    "neither": ("--strategy=hybrid", "either workers (None) or fraction (None)"),
     "ranks per node": (
-        "--kfac.ranks_per_node=4",
+        "--ranks_per_node=4",
         "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",
     ),
     "sums everywhere": (
-        "--kfac.sums=alltoall",
+        "--sums=alltoall",
         "sums='alltoall' needs reduction='owners' or update='owner', not",
     ),
-    "workers of any strategy": ("--kfac.workers=4", "workers=4 must divide the number of ranks"),
+    "workers of any strategy": ("--workers=4", "workers=4 must divide the number of ranks"),
     "choices of auto": (
-        "--kfac.strategy=auto --kfac.machine=v100-edr --kfac.delay=1",
+        "--strategy=auto --machine=v100-edr --delay=1",
         "strategy=auto needs machine, and none of its own choices; machine is v100-edr, choices",
     ),
     "nobody trains": (
-        "--kfac.strategy=curvature-ranks --kfac.curvature_ranks=6",
-        "kfac: curvature_ranks=6 must be less than the number of ranks (6)",
+        "--strategy=curvature-ranks --curvature_ranks=6",
+        "curvature_ranks=6 must be less than the number of ranks (6)",
     ),
     "no time for curvature ranks": (
-        "--kfac.curvature_ranks=2",
-        "kfac: curvature_ranks=2 needs delay >= 1, not 0",
+        "--curvature_ranks=2",
+        "curvature_ranks=2 needs delay >= 1, not 0",
     ),
     "batch of training ranks": (
-        "--kfac.strategy=curvature-ranks",
+        "--strategy=curvature-ranks",
         "batch=12 must be a multiple of the number of ranks (5); try 10 or 15",
     ),
     "parts of training ranks": (
-        "--kfac.strategy=curvature-ranks --batch=60 --parts=6",
+        "--strategy=curvature-ranks --batch=60 --parts=6",
         "parts=6 must be a multiple of the number of ranks (5)",
     ),
     "shrinking with curvature ranks": (
-        "--kfac.strategy=curvature-ranks --batch=60 --shrink=true",
-        "shrink=true needs kfac.curvature_ranks=0, not 1",
+        "--strategy=curvature-ranks --batch=60 --shrink=true",
+        "shrink=true needs curvature_ranks=0, not 1",
     ),
     "batch of ranks": ("--batch=20", "batch=20 must be a multiple of the number of ranks (6); try"),
     "a batch by epoch of ranks": (
@@ -190,13 +190,25 @@ BAD = {
         "needs lr=1, schedule=constant, momentum=0 and weight_decay=0, not lr=0.1, schedule=linear",
     ),
     "unused factor": ("--decay_factor=0.5", "decay_factor=0.5 needs schedule=step, not linear"),
+    "average of copies": (
+        "--average=0.9 --strategy=local-sgd",
+        "average=0.9 needs exchanged=gradients, not weights: ranks hold different copies",
+    ),
+    "ranks lost with copies": (
+        "--shrink=true --exchanged=weights --exchange_every=2 --optimizer=sgd",
+        "shrink=true needs exchanged=gradients, not weights: ranks hold different copies",
+    ),
+    "chosen for a baseline": (
+        "--optimizer=sgd --strategy=auto --machine=a100-hdr",
+        "strategy=auto needs optimizer=kfac, not sgd",
+    ),
     "unused share": (
-        "--kfac.gradient_wire=int8 --kfac.top_share=0.1",
-        "kfac: top_share=0.1 needs gradient_wire=top-k, not int8",
+        "--gradient_wire=int8 --top_share=0.1",
+        "top_share=0.1 needs gradient_wire=top-k, not int8",
     ),
     "shares of an interval": (
-        "--kfac.strategy=staggered --kfac.basis_every=4",
-        "kfac: basis_every=4 must be a multiple of stagger=5",
+        "--strategy=staggered --kfac.basis_every=4",
+        "basis_every=4 must be a multiple of stagger=5",
     ),
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
     "resume": ("--resume=yes", "resume=yes must be never, auto or a checkpoint's directory"),
@@ -205,7 +217,7 @@ BAD = {
         "--config=.",
         "config=. cannot be read: it is a directory, not a regular file",
     ),
-    "group": ("--kfac=none.yaml", "kfac is a group of options; give one of them, such as --kfac.s"),
+    "group": ("--kfac=none.yaml", "kfac is a group of options; give one of them, such as --kfac.f"),
     "bad YAML": ("lr: [1\n", "bad.yaml, line 2 is no YAML: expected ',' or ']'"),
     "not text": ("lr: \udcff\n", "bad.yaml is no YAML: invalid start byte"),
     "control character": (
@@ -369,27 +381,27 @@ def test_help_has_two_lengths_and_names_every_option_and_model(capsys):
 def test_a_printed_configuration_is_a_file_of_all_options(capsys, tmp_path):
     """Oracle: the fields of the options, and the options that were given."""
     with pytest.raises(SystemExit):
-        parse(["--batch=12", "--kfac.delay=2", "--print_config"], RANKS)
+        parse(["--batch=12", "--delay=2", "--print_config"], RANKS)
     text = capsys.readouterr().out
     assert set(flattened(yaml.safe_load(text))) == {leaf.key for leaf in leaves(Options)}
     file = tmp_path / "printed.yaml"
     file.write_text(text)
-    assert parse([f"--config={file}"], RANKS) == parse(["--batch=12", "--kfac.delay=2"], RANKS)
+    assert parse([f"--config={file}"], RANKS) == parse(["--batch=12", "--delay=2"], RANKS)
 
 
 @pytest.mark.parametrize(
     ("given", "workers"),
     [
         ("", 4),
-        ("--kfac.strategy=mem-opt", 1),
-        ("--kfac.strategy=hybrid --kfac.workers=2", 2),
-        ("--kfac.strategy=hybrid --kfac.fraction=0.5", 2),
+        ("--strategy=mem-opt", 1),
+        ("--strategy=hybrid --workers=2", 2),
+        ("--strategy=hybrid --fraction=0.5", 2),
     ],
 )
 def test_strategies_by_name(given, workers):
     """Oracle: workers of 4 ranks by every strategy's definition."""
-    options = parse(["--batch=4", "--kfac.update=owner", *given.split()], ranks=4)
-    strategy, _ = make_strategy(options.kfac, 4)
+    options = parse(["--batch=4", "--update=owner", *given.split()], ranks=4)
+    strategy, _ = make_strategy(options.distribution, options.kfac, 4)
     assert (strategy.workers, strategy.update) == (workers, "owner")
 
 
@@ -398,43 +410,45 @@ def test_a_machine_does_not_overrule_what_is_asked():
     shapes = models.shapes_of("resnet50")
 
     def chosen(*more):
-        given = ["--model=resnet50", "--batch=128", "--kfac.machine=v100-edr", *more]
-        options = parse(["--kfac.strategy=spd-kfac", *given], 4)
-        strategy, settings = make_strategy(options.kfac, 4)
+        given = ["--model=resnet50", "--batch=128", "--machine=v100-edr", *more]
+        options = parse(["--strategy=spd-kfac", *given], 4)
+        strategy, settings = make_strategy(options.distribution, options.kfac, 4)
         return for_machine(options, shapes, 4, strategy, settings)[1]
 
     tuned = chosen()
     assert isinstance(tuned.transport.fusion, tuple) and tuned.replicate_below not in (0, 100)
-    mine = chosen("--kfac.fusion=[7]", "--kfac.replicate_below=100")
+    mine = chosen("--fusion=[7]", "--replicate_below=100")
     assert (mine.transport.fusion, mine.replicate_below) == (7, 100)
 
 
 def test_a_resolved_configuration_starts_the_same_run(tmp_path):
     """Oracle: the same strategy and options; of the choices of a strategy, no number is null."""
-    given = parse(["--batch_per_rank=2", "--kfac.overlap=true", "--kfac.fusion=[3]"], RANKS)
+    given = parse(["--batch_per_rank=2", "--overlap=true", "--fusion=[3]"], RANKS)
     values = resolved(given, RANKS)
     assert (values["batch"], values["batch_per_rank"]) == (12, None)
     assert (values["kfac"]["solver"], values["kfac"]["basis_every"]) == ("inverse", 10)
-    assert (values["kfac"]["delay"], values["kfac"]["stagger"]) == (0, 1)
+    assert (values["delay"], values["stagger"]) == (0, 1)
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(values))
     again = parse([f"--config={file}"], RANKS)
     assert resolved(again, RANKS) == values
-    strategy, _ = make_strategy(again.kfac, RANKS)
-    assert strategy == make_strategy(given.kfac, RANKS)[0]
+    strategy, _ = make_strategy(again.distribution, again.kfac, RANKS)
+    assert strategy == make_strategy(given.distribution, given.kfac, RANKS)[0]
     assert (strategy.transport.overlap, strategy.transport.fusion) == (True, 3)
 
 
 @pytest.mark.parametrize("name", mpikfac.plan.NAMED)
 def test_every_strategy_is_resolved_to_itself(name):
     """Oracle: the strategy by its name."""
-    asked = (f"--kfac.strategy={name}", *(["--kfac.workers=2"] if name == "hybrid" else []))
+    asked = (f"--strategy={name}", *(["--workers=2"] if name == "hybrid" else []))
     given = parse(["--batch=60", *asked], RANKS)
     training = training_ranks(given, RANKS)
     values = flattened(resolved(given, training))
     words = (v if isinstance(v, str) else json.dumps(v) for v in values.values())
     again = parse([f"--{key}={word}" for key, word in zip(values, words)], RANKS)
-    assert make_strategy(again.kfac, training) == make_strategy(given.kfac, training)
+    assert make_strategy(again.distribution, again.kfac, training) == make_strategy(
+        given.distribution, given.kfac, training
+    )
     assert flat(again) == flattened(resolved(again, training))
 
 

@@ -15,9 +15,9 @@ from support.launch import PROGRAMS, TRAIN, kill, launch, processes, run_each, s
 FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
-    *("--kfac.delay=2", "--kfac.basis_every=3"),
+    *("--delay=2", "--kfac.basis_every=3"),
 )
-ONE, TWO = ((*OPTIONS, f"--kfac.curvature_ranks={number}") for number in (1, 2))
+ONE, TWO = ((*OPTIONS, f"--curvature_ranks={number}") for number in (1, 2))
 CLOCKS = {"run/seconds", "run/metrics_bytes"}
 pytestmark = pytest.mark.slow
 

@@ -407,7 +407,7 @@ def test_sentences_that_weaken_the_numbers_come_first(asked):
 @pytest.mark.parametrize("name", ["$x^", "a_$b", "_below", "<b>&amp;", "a\\frac"])
 def test_any_name_of_a_strategy_is_drawn_as_it_is(tmp_path, name):
     """Oracle: the name in the page's table and, letter by letter, in the pictures."""
-    mine = {name: {"kfac.strategy": "mem-opt"}}
+    mine = {name: {"strategy": "mem-opt"}}
     wanted = read(tmp_path, strategies=mine, matrix={"strategy": ["sgd", name], "ranks": [1, 2]})
     for cell in wanted.cells:
         fill(tmp_path, cell)

@@ -25,25 +25,28 @@ QUICK = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=1", "--threads=1"),
     "--kfac.basis_every=2",
 )
-DELAY = ("--kfac.delay=1",)
-OWNERS = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners")
+DELAY = ("--delay=1",)
+COPIES = ("--exchanged=weights", f"--exchange_every={STOP}")
+OWNERS = ("--strategy=mem-opt", "--reduction=owners")
 STRATEGIES = {
     "sgd": ("--optimizer=sgd",),
     "delay": DELAY,
     "eigen": ("--kfac.solver=eigen", "--kfac.basis_every=3"),
     "low rank": ("--kfac.solver=eigen", "--kfac.rank=8", "--kfac.basis_every=3", *DELAY),
     "owners": (*OWNERS, *DELAY),
-    "owner updates": ("--kfac.update=owner", "--kfac.colocate=false"),
-    "own batch": ("--kfac.strategy=mem-opt", "--kfac.reduction=none"),
+    "owner updates": ("--update=owner", "--colocate=false"),
+    "copies": ("--optimizer=sgd", *COPIES),
+    "copies with K-FAC": COPIES,
+    "own batch": ("--strategy=mem-opt", "--reduction=none"),
 }
 # A network whose numbers do not depend on the ranks, except for rounding; a placement per ranks.
 MOVED = ("--model=plain", *DELAY)
 PLACEMENTS = {
     1: (),
     2: OWNERS,
-    3: ("--kfac.update=owner", "--kfac.colocate=false"),
-    4: ("--kfac.strategy=hybrid", "--kfac.workers=2", "--kfac.reduction=owners"),
-    8: ("--kfac.strategy=hybrid", "--kfac.workers=4"),
+    3: ("--update=owner", "--colocate=false"),
+    4: ("--strategy=hybrid", "--workers=2", "--reduction=owners"),
+    8: ("--strategy=hybrid", "--workers=4"),
 }
 # A network that depends on the ranks, unless the batch comes in parts: runs on these ranks.
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)

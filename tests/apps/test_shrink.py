@@ -22,8 +22,8 @@ QUICK = (
 )
 STEPS = 18
 UNEVEN = "--batch=63"  # of 3 ranks, but not of 2
-OWNERS = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners", "--checkpoint_every=4")
-OWNER_UPDATES = ("--kfac.update=owner", "--checkpoint_every=4")
+OWNERS = ("--strategy=mem-opt", "--reduction=owners", "--checkpoint_every=4")
+OWNER_UPDATES = ("--update=owner", "--checkpoint_every=4")
 
 
 def open_mpi_5():

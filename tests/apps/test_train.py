@@ -80,7 +80,7 @@ def whole(request, tmp_path_factory):
     """Return the options and the directory of an uninterrupted run."""
     optimizer, strategy = request.param.split()
     chosen = (f"--optimizer={optimizer}", "--kfac.basis_every=2", "--kfac.kl_clip=0.1")
-    chosen += (f"--kfac.strategy={strategy}",)
+    chosen += (f"--strategy={strategy}",)
     root = tmp_path_factory.mktemp("whole")
     assert train.main(arguments(root, *chosen)) == 0
     return chosen, root
@@ -133,7 +133,7 @@ def runs(root):
     chosen = ("--log_every=1", "--kfac.basis_every=4", "--kfac.kl_clip=0.1")
     yield 1, plain(root / "placed", *chosen)
     yield 1, plain(root / "stopped", *chosen, "--max_steps=6")
-    placed = ("--kfac.strategy=mem-opt", "--kfac.reduction=owners")
+    placed = ("--strategy=mem-opt", "--reduction=owners")
     checkpoint = root / "stopped" / "checkpoints" / "step-000000006"
     yield 2, plain(root / "moved", *chosen, *placed, f"--resume={checkpoint}")
 
@@ -204,8 +204,8 @@ def test_images_per_second_leave_out_the_time_before_a_restart(tmp_path, monkeyp
     ("more", "expected"),
     [
         # A line of a step counts all earlier steps; a basis lives for 2 steps, of 8 factors.
-        (("--kfac.strategy=event-driven", "--kfac.tolerance=1e-30"), [8, 16, 24, 32]),
-        (("--kfac.strategy=event-driven", "--kfac.tolerance=1e9"), [8, 8, 8, 8]),
+        (("--strategy=event-driven", "--tolerance=1e-30"), [8, 16, 24, 32]),
+        (("--strategy=event-driven", "--tolerance=1e9"), [8, 8, 8, 8]),
         ((), []),
     ],
 )
@@ -240,7 +240,7 @@ def test_tests_of_the_network_may_be_fewer_and_smaller(tmp_path, capsys):
 
 def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
     """Oracle: the strategy's name, workers and changed choices; a network for larger images."""
-    options = ("--kfac.delay=1", "--model=resnet20", "--max_steps=1")
+    options = ("--delay=1", "--model=resnet20", "--max_steps=1")
     assert train.main(arguments(tmp_path / "run", *options)) == 0
     said = capsys.readouterr().out.splitlines()
     assert "strategy comm-opt: workers=1, delay=1" in said
@@ -307,12 +307,6 @@ def test_numbers_of_images_that_do_not_exist_are_refused_in_one_line(
 ):
     """Oracle: the counts of images."""
     refused(tmp_path, capfd, message, given)
-
-
-def test_an_exchange_of_weights_is_refused_in_one_line(tmp_path, capfd):
-    """Oracle: the program tests and saves a single model."""
-    message = "kfac.exchanged=weights is for programs of your own"
-    refused(tmp_path, capfd, message, "--kfac.exchanged=weights", "--kfac.exchange_every=2")
 
 
 def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monkeypatch):

@@ -14,7 +14,7 @@ QUICK = ("--batch=120", "--data.train_images=1200", "--epochs=2", "--threads=1")
 
 def test_files_and_metrics_of_a_run_are_in_its_tables(tmp_path):
     """Oracle: a run's directory, and the keys of the run's metrics."""
-    more = ("--trace_steps=2", "--kfac.strategy=event-driven", f"--run_dir={tmp_path}")
+    more = ("--trace_steps=2", "--strategy=event-driven", f"--run_dir={tmp_path}")
     assert train.main([*QUICK, *more]) == 0
     section = PAGE.read_text().partition("## The run directory\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)

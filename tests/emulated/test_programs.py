@@ -22,9 +22,9 @@ CALIBRATE = str(Path(TRAIN).with_name("calibrate.py"))
 PLAIN = ["--optimizer", "kfac", "--epochs", "2"]
 STRATEGIES = {
     "plain": [],
-    "owner-stepped": ["--kfac.strategy", "owner-stepped", "--kfac.solver", "eigen"],
-    "overlapped": ["--kfac.strategy", "spd-kfac"],
-    "curvature ranks": ["--kfac.strategy", "curvature-ranks", "--kfac.curvature_ranks", "1"],
+    "owner-stepped": ["--strategy", "owner-stepped", "--kfac.solver", "eigen"],
+    "overlapped": ["--strategy", "spd-kfac"],
+    "curvature ranks": ["--strategy", "curvature-ranks", "--curvature_ranks", "1"],
     "averaged in parts": ["--parts", "2"],
 }
 MOVES = [(2, "cuda", "cpu"), (1, "cpu", "cuda"), (1, "cuda", "cuda")]

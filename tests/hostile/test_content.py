@@ -16,7 +16,7 @@ import mpikfac
 from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.training import train
 
-QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--kfac.delay=1")
+QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--delay=1")
 Items = dict[str, Any]
 
 

@@ -237,11 +237,23 @@ def test_a_staggered_refresh_is_spread():
         mpikfac.predict.simulate(make_plan(LAYERS, 2, Strategy(2).changed(stagger=3)), MACHINE, JOB)
 
 
-def test_ranks_that_exchange_weights_are_not_predicted():
-    """Oracle: by hand: nothing is said of such steps."""
-    strategy = Strategy(2).changed(exchanged="weights", exchange_every=4)
-    with pytest.raises(ValueError, match="predictions need exchanged='gradients', not 'weights'"):
-        mpikfac.predict.simulate(make_plan(LAYERS, 2, strategy, OTHERS), MACHINE, JOB)
+def test_copies_of_the_model_travel_at_every_fourth_step():
+    """Oracle: by hand: a quarter of the bytes and of the seconds of averaged gradients."""
+    gradients, weights = Strategy(), Strategy().changed(exchanged="weights", exchange_every=4)
+    plans = (make_plan([], 4, strategy, OTHERS) for strategy in (gradients, weights))
+    often, seldom = (mpikfac.predict.simulate(plan, MACHINE, JOB).mean for plan in plans)
+    assert seldom.sent == pytest.approx(often.sent / 4) and seldom.sent > 0
+    assert seldom.exposed == pytest.approx(often.exposed / 4)
+    assert seldom.stages["exchange weights"] == pytest.approx(often.stages["reduce gradients"] / 4)
+
+
+def test_ranks_that_meet_seldom_wait_less_for_slow_steps():
+    """Oracle: the mean of four independent steps has half of their spread."""
+    job = dataclasses.replace(JOB, stragglers=0.1)
+    strategy = Strategy().changed(exchanged="weights", exchange_every=4)
+    mean = mpikfac.predict.simulate(make_plan([], 4, strategy, OTHERS), MACHINE, job).mean
+    slowest = costs.expected_slowest(0.05, 4)
+    assert mean.waiting == pytest.approx((mean.seconds - mean.exposed) * (1 - 1 / slowest))
 
 
 def test_stragglers_stretch_what_is_computed():

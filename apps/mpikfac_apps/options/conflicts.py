@@ -30,11 +30,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     adapt, damping = options.kfac.damping_adapt, options.kfac.damping.number
     if adapt and isinstance(damping, ByEpoch):
         raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
-    if options.optimizer == "kfac":
-        try:
-            make_strategy(options.kfac, ranks, options.parts)
-        except ValueError as error:
-            raise ValueError(f"kfac: {error}") from error
+    _check_strategy(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.optimizer in ("muon", "soap") and not importlib.util.find_spec("pytorch_optimizer"):
@@ -44,6 +40,21 @@ def check_conflicts(options: Options, ranks: int) -> None:
         )
     if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
+
+
+def _check_strategy(options: Options, ranks: int) -> None:
+    """Refuse a strategy that does not fit the ranks or the rest of the run."""
+    strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+    if options.optimizer != "kfac" and options.distribution.strategy == "auto":
+        raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
+    if not strategy.exchange.of_copies:
+        return
+    for name in ("average", "shrink"):
+        if value := getattr(options, name):
+            raise ValueError(
+                f"{name}={str(value).lower()} needs exchanged=gradients, not weights: ranks hold "
+                f"different copies of the model"
+            )
 
 
 def _check_data(data: DataOptions) -> None:

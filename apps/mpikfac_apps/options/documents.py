@@ -89,7 +89,7 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the message about an unknown key, with a known key of the same meaning or spelling."""
     plain = key.replace("-", "_").lower()
-    alike = [name for name in known if name.rpartition(".")[2] == plain]
+    alike = [name for name in known if name.rpartition(".")[2] == plain.rpartition(".")[2]]
     meant = [name for name in known if name == SYNONYMS.get(plain)]
     close = get_close_matches(plain, known, n=1, cutoff=0.8)
     if found := meant or alike or close:

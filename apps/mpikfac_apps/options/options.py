@@ -51,18 +51,24 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Distribution:
-    """The strategy by name, a published way to distribute K-FAC.
+    """The strategy by name, a published way to distribute training over ranks.
+
+    Without K-FAC, choices about factors and decompositions have no effect.
 
     Args:
         strategy: the name of a strategy; `mpikfac strategies` lists all names. "auto" takes the
-            strategy with the least predicted time on `machine`.
+            strategy of K-FAC with the least predicted time on `machine`.
         fraction: the workers of a layer as a share of the ranks, in the place of the number of
             workers.
+        machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
+            `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
+            strategy=auto chooses everything.
         change: choices that replace the choices of the named strategy.
     """
 
     strategy: str = "comm-opt"
     fraction: float | None = bounded(None, "> 0", "<= 1")
+    machine: str | None = None
     change: Mapping[str, Any] = changes(Strategy, "as in the strategy", without=("parts",))
 
 
@@ -103,20 +109,15 @@ class KfacOptions:
             solver of the strategy (inverse for most strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
-        machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
-            `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
-            strategy=auto chooses everything.
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.
     """
 
-    distribution: Distribution = inline(Distribution)
     factor_every: int | Schedule = bounded(1, ">= 1")
     basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
-    machine: str | None = None
     damping_adapt: int | None = bounded(None, ">= 1")
     damping: Damping = inline(Damping, value="damping", relative="relative_damping")
     length: Length = inline(
@@ -176,6 +177,7 @@ class Options:
         average: tests of the network take an exponential average of the weights after every step.
             The number is the share of the old average in the new average, such as 0.99; in the
             first steps the average is the plain mean. 0: tests take the weights themselves.
+        distribution: the strategy.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -222,6 +224,7 @@ class Options:
     weight_decay: float = bounded(0.0005, ">= 0")
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
+    distribution: Distribution = inline(Distribution)
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"
@@ -268,7 +271,7 @@ BASIC = (
     *("optimizer", "model", "data.name", "data.path", "data.augment", "batch", "batch_per_rank"),
     *("epochs", "max_steps", "lr", "warmup_epochs", "schedule", "momentum", "weight_decay", "seed"),
     *("run_dir", "resume", "checkpoint_minutes", "max_time", "log_every", "trace_steps", "device"),
-    *("kfac.strategy", "kfac.workers", "kfac.damping", "kfac.factor_every", "kfac.basis_every"),
+    *("strategy", "workers", "kfac.damping", "kfac.factor_every", "kfac.basis_every"),
     *("kfac.solver", "kfac.kl_clip"),
 )
 """The options that a newcomer needs: `--help` shows these options."""

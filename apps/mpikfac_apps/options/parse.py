@@ -43,9 +43,12 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
         ranks: the ranks that train.
     """
     values = flat(options) | {"batch_per_rank": None}
-    if options.optimizer == "kfac" and options.kfac.distribution.strategy != "auto":
-        strategy, settings = make_strategy(options.kfac, ranks)
-        for key, value in (strategy.choices() | settings).items():
-            if key not in ("workers", "parts") and values[f"kfac.{key}"] is None:
-                values[f"kfac.{key}"] = list(value) if isinstance(value, tuple) else value
+    if options.distribution.strategy != "auto":
+        strategy, settings = make_strategy(options.distribution, options.kfac, ranks)
+        if options.optimizer != "kfac":
+            strategy, settings = strategy.first_order(), {}
+        found = strategy.choices() | {f"kfac.{key}": value for key, value in settings.items()}
+        for key, value in found.items():
+            if key not in ("workers", "parts") and values[key] is None:
+                values[key] = list(value) if isinstance(value, tuple) else value
     return nested(values)

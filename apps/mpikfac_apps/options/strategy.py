@@ -38,7 +38,7 @@ USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
 
 def curvature_ranks(options: Options) -> int:
     """Return the number of ranks that do not train, and decompose for the ranks that train."""
-    asked = options.kfac.distribution
+    asked = options.distribution
     if options.optimizer != "kfac" or asked.strategy not in NAMED:
         return 0
     choices = {**NAMED[asked.strategy].choices, **asked.change}
@@ -54,29 +54,28 @@ def training_ranks(options: Options, ranks: int) -> int:
     spared = curvature_ranks(options)
     if spared >= ranks:
         raise ValueError(
-            f"kfac: curvature_ranks={spared} must be less than the number of ranks ({ranks})"
+            f"curvature_ranks={spared} must be less than the number of ranks ({ranks})"
         )
     if spared and options.shrink:
-        raise ValueError(f"shrink=true needs kfac.curvature_ranks=0, not {spared}")
+        raise ValueError(f"shrink=true needs curvature_ranks=0, not {spared}")
     return ranks - spared
 
 
 def make_strategy(
-    options: KfacOptions, ranks: int, parts: int | None = None
+    asked: Distribution, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy for the ranks that train, and the settings `solver` and `basis_every`.
 
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
     """
-    asked = options.distribution
-    given = {key: getattr(options, key) for key in USUAL if getattr(options, key) is not None}
+    given = {key: getattr(kfac, key) for key in USUAL if getattr(kfac, key) is not None}
     choices = _choices(asked, ranks) | ({} if parts is None else {"parts": parts})
     if asked.strategy == "auto":
-        if options.machine is None or asked.change or asked.fraction:
+        if asked.machine is None or asked.change or asked.fraction:
             raise ValueError(
                 f"strategy=auto needs machine, and none of its own choices; machine is "
-                f"{options.machine}, choices are {', '.join(asked.change) or 'none'}"
+                f"{asked.machine}, choices are {', '.join(asked.change) or 'none'}"
             )
         # The workers follow once the model is known: see `for_machine`.
         return Strategy.comm_opt(ranks, **choices), {**USUAL, **given}
@@ -119,10 +118,10 @@ def for_machine(
     Raises:
         ValueError: the file is no machine, or the machine was not measured with this network.
     """
-    asked = options.kfac.distribution
-    if options.kfac.machine is None:
+    asked = options.distribution
+    if asked.machine is None:
         return asked.strategy, strategy
-    machine = load_machine(options.kfac.machine)
+    machine = load_machine(asked.machine)
     every = at_start(options.kfac.factor_every), at_start(settings["basis_every"])
     solver = settings["solver"]
     job = Job(options.model, options.step_batch // ranks, *every)

@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, inline, listed, required
-from mpikfac_apps.options.options import KfacOptions, Options
+from mpikfac_apps.options.options import Distribution, KfacOptions, Options
 from mpikfac_apps.options.strategy import coverage, for_machine, make_plan, make_strategy
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
@@ -47,6 +47,7 @@ class PlanOptions:
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     parts: int | None = bounded(None, ">= 1")
+    distribution: Distribution = inline(Distribution)
     kfac: KfacOptions = inline(KfacOptions)
 
 
@@ -76,9 +77,13 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
         ValueError: options do not fit together.
     """
     shapes = models.shapes_of(options.model, options.classes, coverage(options.kfac))
-    strategy, settings = make_strategy(options.kfac, options.ranks, options.parts)
+    strategy, settings = make_strategy(
+        options.distribution, options.kfac, options.ranks, options.parts
+    )
     batch = options.batch_per_rank * options.ranks
-    run = Options(model=options.model, batch=batch, kfac=options.kfac)
+    run = Options(
+        model=options.model, batch=batch, distribution=options.distribution, kfac=options.kfac
+    )
     _, strategy = for_machine(run, shapes, options.ranks, strategy, settings)
     return make_plan(options.kfac, *shapes, options.ranks, strategy, settings["solver"])
 

@@ -19,7 +19,7 @@ from mpikfac_apps import cli
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
-from mpikfac_apps.options.options import KfacOptions
+from mpikfac_apps.options.options import Distribution, KfacOptions
 from mpikfac_apps.options.strategy import Shapes, coverage, make_plan, make_strategy
 from mpikfac_apps.planning.facts import near_root
 from mpikfac_apps.problems import models
@@ -27,6 +27,7 @@ from mpikfac_apps.text import counts, mib, number, show, table
 
 PROGRAM = "mpikfac simulate"
 STRATEGIES = ("sgd", *mpikfac.plan.NAMED)  # "sgd" is plain data parallelism
+SGD = "sgd:"  # before the name of a strategy for training without K-FAC
 OWN = ("strategy", "solver", "basis_every", "machine")  # K-FAC's options with another meaning here
 BOUNDED = ("delayed", "event-driven")  # predictions are upper bounds
 BASIC = (
@@ -36,14 +37,14 @@ BASIC = (
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Return names of strategies from a text such as "sgd,comm-opt", or "all".
+    """Return names of strategies from a text such as "sgd,comm-opt,sgd:local-sgd", or "all".
 
     Raises:
         ValueError: an unknown name.
     """
     chosen = STRATEGIES if text == "all" else tuple(text.split(","))
     for name in chosen:
-        if name not in STRATEGIES:
+        if name.removeprefix(SGD) not in STRATEGIES:
             raise ValueError(
                 f"strategy {name!r} is unknown; try all or some of {', '.join(STRATEGIES)}"
             )
@@ -61,7 +62,8 @@ class SimulateOptions:
         classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
             all further networks.
         strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
-            `mpikfac strategies` lists, and "sgd", training without K-FAC.
+            `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
+            without K-FAC under a strategy.
         solver: the solver of every strategy with factors; a strategy with vectors keeps its own.
             "own": the solver with which each strategy was published.
         basis_every: the number of steps from one decomposition of the factors to the next.
@@ -81,6 +83,7 @@ class SimulateOptions:
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = None
+    distribution: Distribution = inline(Distribution, without=OWN)
     kfac: KfacOptions = inline(KfacOptions, without=OWN)
 
 
@@ -120,7 +123,9 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
         for name in options.strategy:
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
-                plan = plan_of(options, shapes[name != "sgd"], name, ranks, machine, job)
+                plan = plan_of(
+                    options, shapes[not name.startswith("sgd")], name, ranks, machine, job
+                )
                 row |= {"workers": plan.strategy.workers}
                 row |= mpikfac.predict.simulate(plan, machine, job).as_dict()
             except ValueError as error:
@@ -144,19 +149,19 @@ def plan_of(
     Raises:
         ValueError: choices do not fit together, or the machine does not know the network.
     """
-    kfac = options.kfac
-    if name == "sgd":
-        strategy, solver = mpikfac.Strategy.mem_opt(), "inverse"
-    else:
-        change = dict(kfac.distribution.change)
-        if name == "hybrid" and "workers" not in change and kfac.distribution.fraction is None:
-            change["workers"] = near_root(ranks)
-        asked = replace(kfac.distribution, strategy=name, change=change)
-        kfac = replace(kfac, distribution=asked, basis_every=options.basis_every)
-        strategy, settings = make_strategy(kfac, ranks)
-        solver = settings["solver"]
-        if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
-            solver = options.solver
+    kfac, asked = replace(options.kfac, basis_every=options.basis_every), options.distribution
+    first_order = name.startswith("sgd")
+    name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
+    change = dict(asked.change)
+    if name == "hybrid" and "workers" not in change and asked.fraction is None:
+        change["workers"] = near_root(ranks)
+    asked = replace(asked, strategy=name, change=change)
+    strategy, settings = make_strategy(asked, kfac, ranks)
+    solver = settings["solver"]
+    if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
+        solver = options.solver
+    if first_order:
+        strategy, solver = strategy.first_order(), "inverse"
     forms = mpikfac.solvers.forms(solver)
     strategy = mpikfac.predict.tuned(strategy, *shapes, ranks, machine, job, forms)
     return make_plan(kfac, *shapes, ranks, strategy, solver)

@@ -15,6 +15,7 @@ from mpikfac_apps.text import show
 
 PROGRAM = "mpikfac strategies"
 WIDTH = 96
+RANKS = 8  # enough for every strategy
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,15 @@ def paragraph(name: str) -> list[str]:
     kind = "the same estimator" if way.same else "another estimator"
     settings = {**way.choices, **way.settings} or {"workers": "as asked"}
     choices = ", ".join(f"{key}={value}" for key, value in settings.items())
-    parts = [f"{way.what} [{way.source}]; {kind}.", f"Sends {way.cost}.", f"Is {choices}."]
+    places = ", ".join(
+        f"{axis}: {place}" for axis, place in mpikfac.plan.axes(way.make(RANKS)).items()
+    )
+    parts = [
+        f"{way.what} [{way.source}]; {kind}.",
+        f"Sends {way.cost}.",
+        f"Is {choices}.",
+        f"{places}.",
+    ]
     return [
         name,
         *(

@@ -50,8 +50,8 @@ WRITTEN = {
 }
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
-    *(f"kfac.{leaf.key}" for leaf in leaves(Distribution)),
-    *("kfac.machine", "kfac.solver", "kfac.basis_every"),
+    *(leaf.key for leaf in leaves(Distribution)),
+    *("kfac.solver", "kfac.basis_every"),
 }
 
 
@@ -288,10 +288,11 @@ def _numbers(cell: Cell) -> dict[str, Any]:
     numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
+    asked, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
+    strategy, settings = make_strategy(asked, cell.options.kfac, ranks, cell.options.parts)
     if cell.options.optimizer != "kfac":
-        return {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
-    ranks = training_ranks(cell.options, cell.ranks)
-    strategy, settings = make_strategy(cell.options.kfac, ranks, cell.options.parts)
+        numbers = {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
+        strategy, settings = strategy.first_order(), {}
     return (
         numbers
         | settings
@@ -300,13 +301,14 @@ def _numbers(cell: Cell) -> dict[str, Any]:
             "own batches": strategy.reduction == "none",
             "parts": strategy.transport.parts,
             "wires": dataclasses.asdict(strategy.transport.wires),
+            "exchange": dataclasses.asdict(strategy.exchange),
         }
     )
 
 
 def other_estimator(options: Options) -> bool:
     """Return whether the options ask for K-FAC with another estimator than COMM-OPT's."""
-    asked = options.kfac.distribution
+    asked = options.distribution
     named = mpikfac.plan.NAMED.get(asked.strategy)  # "auto" chooses no different estimator
     known = named is not None and not named.same
     return options.optimizer == "kfac" and (known or asked.change.get("reduction") == "none")

@@ -49,7 +49,7 @@ class Steps:
     def kind(self) -> str:
         """The optimizer, with the strategy if the strategy computes numbers of its own."""
         options = self.cell.cell.options
-        own = f"kfac ({options.kfac.distribution.strategy})"
+        own = f"kfac ({options.distribution.strategy})"
         return own if other_estimator(options) else self.optimizer
 
     @property
@@ -160,10 +160,11 @@ def distributed(cell: Cell, strategy: str) -> Options:
     A hybrid strategy has half of the ranks as workers.
     """
     options = cell.options
-    _, settings = make_strategy(options.kfac, training_ranks(options, cell.ranks), options.parts)
+    asked, training = options.distribution, training_ranks(options, cell.ranks)
+    _, settings = make_strategy(asked, options.kfac, training, options.parts)
     fraction = 0.5 if strategy == "hybrid" else None
-    chosen = replace(options.kfac.distribution, strategy=strategy, fraction=fraction, change={})
-    return replace(options, kfac=replace(options.kfac, distribution=chosen, **settings))
+    chosen = replace(asked, strategy=strategy, fraction=fraction, change={})
+    return replace(options, distribution=chosen, kfac=replace(options.kfac, **settings))
 
 
 def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> float:

@@ -23,7 +23,7 @@ from mpikfac import files
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.options import Distribution, Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     USUAL,
@@ -48,10 +48,11 @@ LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 OPTIONS = [leaf.key for leaf in leaves(Options)]
+DISTRIBUTION = {leaf.key for leaf in leaves(Distribution)}
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
-    **{name: {"kfac.strategy": name} for name in mpikfac.plan.NAMED},
-    "hybrid": {"kfac.strategy": "hybrid", "kfac.fraction": 0.5},
+    **{name: {"strategy": name} for name in mpikfac.plan.NAMED},
+    "hybrid": {"strategy": "hybrid", "fraction": 0.5},
 }
 """Options of the strategies that a study may name without an entry in `strategies`."""
 
@@ -97,7 +98,7 @@ class Cell:
         given, usual = map(flat, (self.options, Options()))
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
         chosen = {
-            key: value
+            f"kfac.{key}" if key in DISTRIBUTION else key: value  # as older studies name it
             for key, value in given.items()
             if value != usual[key] and not key.startswith(unused)
         }
@@ -327,8 +328,8 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
 def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a strategy; options of the study replace options known by name."""
     known = dict(NAMED.get(strategy, {}))
-    if "kfac.workers" in own:
-        known.pop("kfac.fraction", None)
+    if "workers" in own:
+        known.pop("fraction", None)
     return {**known, **own}
 
 
@@ -363,11 +364,11 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))
-        strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
-        return mpikfac.make_plan(layers, ranks, strategy, others)
+        chosen, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
+        return mpikfac.make_plan(layers, ranks, chosen.first_order(), others)
     layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
     training = training_ranks(options, ranks)
-    strategy, settings = make_strategy(options.kfac, training, options.parts)
+    strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)
     return make_plan(options.kfac, layers, others, training, strategy, settings["solver"])
 
@@ -386,7 +387,7 @@ def basis_every(options: Options, ranks: int) -> int:
     if options.optimizer != "kfac":
         return at_start(options.kfac.basis_every) or USUAL["basis_every"]
     training = training_ranks(options, ranks)
-    _, settings = make_strategy(options.kfac, training, options.parts)
+    _, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     return at_start(settings["basis_every"])
 
 

@@ -84,6 +84,7 @@ class Run:
         self.meter = Meter(comm, self.device)
         self.speed = Speed(self.trainer.trace)
         self.troubles = 0
+        self.checkpoint_due = False  # by the number of steps
         kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = None
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
@@ -145,19 +146,15 @@ class Run:
         self.model, self.optimizer = model, make_optimizer(options, model)
         self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
+            asked, kfac = options.distribution, options.kfac
+            strategy, chosen = make_strategy(asked, kfac, comm.size, options.parts)
             if options.optimizer != "kfac":
-                strategy = mpikfac.Strategy.mem_opt(parts=options.parts)
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
             else:
-                strategy, chosen = make_strategy(options.kfac, comm.size, options.parts)
-                if strategy.exchange.of_copies:
-                    raise ValueError(
-                        "kfac.exchanged=weights is for programs of your own; take gradients"
-                    )
-                shapes = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
+                shapes = mpikfac.layers.covered_shapes(model, coverage(kfac))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
-                settings = kfac_settings(options.kfac, chosen, self.calendar.epochs)
+                settings = kfac_settings(kfac, chosen, self.calendar.epochs)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
 
     # -- training --------------------------------------------------------------------------------
@@ -182,6 +179,8 @@ class Run:
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
                 self.step(step, images, labels)
+                if index + 1 == span.steps:
+                    self.trainer.combine()  # a test is of one model
             if step + 1 == recording.chosen.stop:
                 recording.write()
             if progress:
@@ -285,8 +284,14 @@ class Run:
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
 
     def _follow_votes(self) -> bool:
-        """Fulfil the requests of all ranks; return whether the run has to stop."""
+        """Fulfil the requests of all ranks; return whether the run has to stop.
+
+        Between two exchanges of weights, requests wait: votes are of this rank alone.
+        """
         every, ranks = self.options.checkpoint_every, self.comm.size
+        self.checkpoint_due |= bool(every and self.trainer.steps % every == 0)
+        if not self.trainer.combined:
+            return False
         votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
         self.troubles = votes[TROUBLES]
         if votes[STOP]:
@@ -295,12 +300,14 @@ class Run:
             self.saver.settle()
         elif self.comm.rank == 0:
             self.saver.remind(votes[WRITTEN], votes[LATE], self.options.hang_after)
-        if votes[CHECKPOINT] or (every and self.trainer.steps % every == 0):
+        if votes[CHECKPOINT] or self.checkpoint_due:
+            self.checkpoint_due = False
             self._save()
         return False
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
+        self.trainer.combine()
         steps, seconds = self.trainer.steps, self.speed.seconds
         stopped = stopped and steps < self.steps
         self.guard.requests.ignore_signals()
@@ -351,7 +358,9 @@ class Run:
             more["kl_scale"] = self.trainer.kl_scale.item()
         if self.troubles:
             more["troubles"] = self.troubles
-        if self.trainer.plan.strategy.refresh.tolerance:  # else the options say
+        if (
+            self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined
+        ):  # else the options say
             mean = self.trainer.votes[DECOMPOSITIONS].item()
             more["decompositions"] = round(mean * self.comm.size)
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mpikfac.plan.choices.axes import axes
 from mpikfac.plan.choices.catalogue import NAMED, Named, named
 from mpikfac.plan.choices.checks import check_count, check_divides, divisors, one_of
 from mpikfac.plan.choices.combinations import (
@@ -34,6 +35,7 @@ __all__ = [
     "Strategy",
     "Transport",
     "Wires",
+    "axes",
     "check",
     "check_count",
     "check_divides",

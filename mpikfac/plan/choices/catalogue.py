@@ -1,4 +1,4 @@
-"""Published ways to distribute K-FAC over ranks and over time, by name."""
+"""Published ways to distribute training over ranks and over time, by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpikfac.plan.choices.strategy import Strategy
 
 @dataclass(frozen=True)
 class Named:
-    """A published way to distribute K-FAC.
+    """A published way to distribute training, with K-FAC or without.
 
     Attributes:
         what: the way, in a sentence.
@@ -50,6 +50,8 @@ class Named:
 
 _EIGEN = {"solver": "eigen"}
 _PUBLISHED = {"packing": "square", "fusion": 1}
+_COMM_OPT = "2 (P-1)/P 4T + (P-1)/P 4F + 0"
+_COPIES = {"workers": "all", "exchanged": "weights"}
 
 NAMED: Mapping[str, Named] = {
     "kfac-opt": Named(
@@ -71,7 +73,7 @@ NAMED: Mapping[str, Named] = {
     "comm-opt": Named(
         "K-FAC-opt with triangles and one message per stage",
         "TPDS22",
-        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        _COMM_OPT,
         choices={"workers": "all"},
     ),
     "mem-opt": Named(
@@ -138,7 +140,7 @@ NAMED: Mapping[str, Named] = {
     "delayed": Named(
         "COMM-OPT that decomposes in the background and uses bases one step later",
         "LBANN",
-        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        _COMM_OPT,
         choices={"workers": "all", "delay": 1},
     ),
     "comm-opt-bf16": Named(
@@ -181,11 +183,70 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"workers": "all", "gradient_wire": "power-sgd", "power_rank": 2},
     ),
+    "local-sgd": Named(
+        "Each rank takes eight steps of a copy of the model, and the mean of all copies takes the "
+        "place of each copy",
+        "Stich 2019",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 7/8 2 (P-1)/P 4N",
+        same=False,
+        choices={**_COPIES, "exchange_every": 8},
+    ),
+    "post-local-sgd": Named(
+        "Local SGD with 16 steps between two means, after 1000 steps of averaged gradients",
+        "Lin et al. 2020",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 15/16 2 (P-1)/P 4N",
+        same=False,
+        choices={**_COPIES, "exchange_every": 16, "exchange_from": 1000},
+    ),
+    "diloco": Named(
+        "Local SGD with 50 steps between two exchanges; the mean change of the copies is the "
+        "gradient of a step with Nesterov's momentum",
+        "DiLoCo, Douillard et al. 2023",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
+        same=False,
+        choices={**_COPIES, "exchange_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
+    ),
+    "median": Named(
+        "The median of each number of all ranks' gradients takes the place of the mean",
+        "Yin et al. 2018",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "median"},
+    ),
+    "trimmed-mean": Named(
+        "The mean of each number of all ranks' gradients, without the largest and the smallest",
+        "Yin et al. 2018",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "trimmed-mean", "liars": 1},
+    ),
+    "krum": Named(
+        "The gradient of the rank whose neighbours are nearest takes the place of the mean",
+        "Blanchard et al. 2017",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "krum", "liars": 1},
+    ),
+    "geometric-median": Named(
+        "The vector with the least sum of distances from all ranks' gradients",
+        "Chen et al. 2017",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "geometric-median"},
+    ),
+    "centred-clip": Named(
+        "The last gradient, moved by the mean difference of all ranks' gradients from it, after "
+        "long differences are cut",
+        "Karimireddy et al. 2021",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "centred-clip"},
+    ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
         "10 %, or its eigenvectors leave as much off the diagonal",
         "mpikfac",
-        "2 (P-1)/P 4T + (P-1)/P 4F + 0",
+        _COMM_OPT,
         choices={"workers": "all", "tolerance": 0.1},
     ),
     "eva": Named(
@@ -205,7 +266,7 @@ NAMED: Mapping[str, Named] = {
         choices={"workers": "all", "delay": 1, "curvature_ranks": 1},
     ),
 }
-"""Published ways to distribute K-FAC, and combinations of theirs."""
+"""Published ways to distribute training, and combinations of theirs."""
 
 
 def named(name: str, ranks: int, **choices: Any) -> tuple[Strategy, dict[str, Any]]:

@@ -204,6 +204,16 @@ class Strategy:
             )
         return _changed(self, choices)
 
+    def first_order(self) -> Strategy:
+        """Return the strategy of training without K-FAC.
+
+        Choices about factors and decompositions become the usual choices.
+        """
+        transport = replace(self.transport, reduce_at="factors", packing="triangle")
+        if self.update == "everyone":  # then no owner adds up
+            transport = replace(transport, sums="reduce")
+        return Strategy(update=self.update, transport=transport, exchange=self.exchange)
+
     def check_ranks(self, ranks: int) -> None:
         """Return if so many ranks fall into columns and nodes, and share out the parts.
 

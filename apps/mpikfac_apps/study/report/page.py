@@ -95,7 +95,7 @@ def _variants(
         steps = names.get(options.optimizer, options.optimizer.upper())
         what = f"Gradients are averaged, and {steps} steps: no K-FAC"
         if options.optimizer == "kfac":
-            named = mpikfac.plan.NAMED.get(options.kfac.distribution.strategy)
+            named = mpikfac.plan.NAMED.get(options.distribution.strategy)
             what = f"{named.what} [{named.source}]" if named else "The machine's quickest strategy"
         chosen = {key: value for key, value in cell.cell.chosen.items() if key != "seed"}
         words = [f"{key}={value}" for key, value in chosen.items()]

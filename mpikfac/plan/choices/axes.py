@@ -1,0 +1,56 @@
+"""A strategy on the axes under which surveys file distributed training."""
+
+from __future__ import annotations
+
+from mpikfac.plan.choices.strategy import Strategy
+
+
+def axes(strategy: Strategy) -> dict[str, str]:
+    """Return a strategy on the axes of surveys of communication [Tang et al. 2020].
+
+    The axes are: synchronisation, architecture, compression of gradients, overlap of messages and
+    computation, and the rule that combines the numbers of ranks.
+    """
+    return {
+        "synchronisation": _synchronisation(strategy),
+        "architecture": _architecture(strategy),
+        "compression": _compression(strategy),
+        "overlap": _overlap(strategy),
+        "combination": strategy.exchange.robust.combine,
+    }
+
+
+def _synchronisation(strategy: Strategy) -> str:
+    exchange = strategy.exchange
+    if not exchange.of_copies:
+        return "gradients at every step"
+    later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
+    outer = " by an outer step" * (exchange.outer.outer_momentum > 0)
+    return f"weights every {exchange.exchange_every} steps{outer}{later}"
+
+
+def _architecture(strategy: Strategy) -> str:
+    found = ["owners of layers" if strategy.update == "owner" else "all ranks"]
+    if strategy.transport.ranks_per_node is not None:
+        found.append("two levels")
+    if strategy.refresh.curvature_ranks:
+        found.append("curvature ranks")
+    return ", ".join(found)
+
+
+def _compression(strategy: Strategy) -> str:
+    wires = strategy.transport.wires
+    match wires.gradient_wire:
+        case None:
+            return "none"
+        case "top-k":
+            return f"the largest {100 * wires.top_share:g} %"
+        case "power-sgd":
+            return f"rank {wires.power_rank}"
+    return f"{wires.gradient_wire} numbers"
+
+
+def _overlap(strategy: Strategy) -> str:
+    found = ["backward pass"] if strategy.transport.overlap else []
+    found += ["decompositions"] if strategy.refresh.delay else []
+    return " and ".join(found) or "none"

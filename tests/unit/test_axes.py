@@ -1,0 +1,40 @@
+"""Strategies on the axes of surveys."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpikfac.plan import NAMED, axes
+
+AXES = ("synchronisation", "architecture", "compression", "overlap", "combination")
+PLACES = {
+    "comm-opt": ("gradients at every step", "all ranks", "none", "none", "mean"),
+    "owner-stepped": ("gradients at every step", "owners of layers", "none", "none", "mean"),
+    "curvature-ranks": (
+        *("gradients at every step", "all ranks, curvature ranks", "none"),
+        *("decompositions", "mean"),
+    ),
+    "spd-kfac": ("gradients at every step", "all ranks", "none", "backward pass", "mean"),
+    "comm-opt-int8": ("gradients at every step", "all ranks", "int8 numbers", "none", "mean"),
+    "dgc": ("gradients at every step", "all ranks", "the largest 0.1 %", "none", "mean"),
+    "power-sgd": ("gradients at every step", "all ranks", "rank 2", "none", "mean"),
+    "post-local-sgd": (
+        *("weights every 16 steps, after 1000 steps of gradients", "all ranks"),
+        *("none", "none", "mean"),
+    ),
+    "diloco": ("weights every 50 steps by an outer step", "all ranks", "none", "none", "mean"),
+    "krum": ("gradients at every step", "all ranks", "none", "none", "krum"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_named_strategy_has_its_place_on_every_axis(name):
+    """Oracle: the places by hand."""
+    assert tuple(axes(NAMED[name].make(8)).items()) == tuple(zip(AXES, PLACES[name]))
+
+
+def test_two_levels_are_an_architecture():
+    """Oracle: by hand."""
+    assert axes(NAMED["comm-opt"].make(8, ranks_per_node=4))["architecture"] == (
+        "all ranks, two levels"
+    )
