@@ -1,0 +1,175 @@
+"""Compare ways to exchange gradients and weights: epochs, bytes and seconds to a target.
+
+    bash jobs/emulated_cluster.sh up 4 --rate 1gbit
+    bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py apps/calibrate.py --out 1gbit.json \
+        --model digits_cnn --batch_per_rank 16
+    bash jobs/emulated_cluster.sh run -n 4 python -m mpi4py benchmarks/exchange.py --network 1gbit \
+        --machine 1gbit.json --out runs/exchange
+
+A small network learns handwritten digits, 64 images a step on all ranks together, with three seeds
+for each way. `--straggler 0.02` makes the last rank slower by 20 ms in each step. Bytes are counted
+where messages are sent. Predictions of a step take the machine's times. Results are kept in
+`exchange.json` beside this file; runs in the file are not repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import mpikfac
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.options.parse import parse
+from mpikfac_apps.study import spec
+from mpikfac_apps.text import table
+from mpikfac_apps.training import train
+from mpikfac_apps.training.run import Run
+
+RESULTS = Path(__file__).with_suffix(".json")
+SEEDS = (0, 1, 2)
+TARGET = 0.97
+COMMON = (
+    *("--model=digits_cnn", "--batch=64", "--epochs=12", "--log_every=22", "--threads=1"),
+    *("--checkpoint_minutes=null", "--device=cpu"),
+)
+SGD = ("--optimizer=sgd", "--lr=0.05", "--weight_decay=0.005")
+BARE = (*SGD, "--momentum=0")  # the messages bring momentum
+ADAMW = ("--optimizer=adamw", "--lr=0.003")
+KFAC = ("--kfac.factor_every=5", "--kfac.basis_every=10")
+WAYS: dict[str, tuple[str, ...]] = {
+    "SGD": SGD,
+    "SGD, overlapped": (*SGD, "--overlap=true", "--fusion=[2]"),
+    "SGD, stepped by owners": (*SGD, "--strategy=owner-stepped"),
+    "SGD, 8 bits": (*SGD, "--gradient_wire=int8"),
+    "SGD, top-k": (*SGD, "--gradient_wire=top-k"),
+    "SGD, dgc": (*BARE, "--strategy=dgc", "--top_share=0.01"),
+    "SGD, power-sgd": (*SGD, "--strategy=power-sgd"),
+    "SGD, local-sgd": (*SGD, "--strategy=local-sgd"),
+    "SGD, post-local-sgd": (*SGD, "--strategy=post-local-sgd", "--exchange_from=110"),
+    "SGD, diloco": (*SGD, "--strategy=diloco", "--exchange_every=22"),
+    "SGD, median": (*SGD, "--strategy=median"),
+    "SGD, trimmed-mean": (*SGD, "--strategy=trimmed-mean"),
+    "SGD, geometric-median": (*SGD, "--strategy=geometric-median"),
+    "SGD, centred-clip": (*SGD, "--strategy=centred-clip"),
+    "AdamW": ADAMW,
+    "AdamW, diloco": (*ADAMW, "--strategy=diloco", "--exchange_every=22"),
+    "K-FAC, comm-opt": KFAC,
+    "K-FAC, mem-opt": (*KFAC, "--strategy=mem-opt"),
+    "K-FAC, late-owner": (*KFAC, "--strategy=late-owner"),
+    "K-FAC, power-sgd": (*KFAC, "--strategy=power-sgd"),
+    "K-FAC, local": (*KFAC, "--strategy=local-sgd", "--reduce_at=bases"),
+}
+
+
+class Watched(Run):
+    """A run that leaves its trainer behind, and whose last rank may be slow."""
+
+    last: Run
+    straggler = 0.0  # seconds in a step
+
+    def train(self) -> int:
+        """Take all steps; see `Run.train`."""
+        Watched.last = self
+        return super().train()
+
+    def step(self, *given: Any) -> None:
+        """Take a step; see `Run.step`."""
+        if self.comm.rank == self.comm.size - 1:
+            time.sleep(self.straggler)
+        super().step(*given)
+
+
+def main() -> None:
+    """Run all missing runs, then print the table.
+
+    Collective over: world.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--network", required=True, help="the name of the network in the results")
+    parser.add_argument("--machine", required=True, help="a file of mpikfac calibrate")
+    parser.add_argument("--straggler", type=float, default=0.0)
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    comm = mpikfac.world()
+    train.Run, Watched.straggler = Watched, options.straggler  # type: ignore[misc]
+    place = f"{options.network}, {comm.size} ranks, straggler {options.straggler:g} s"
+    machine = mpikfac.predict.load_machine(options.machine)
+    for way in options.ways:
+        for seed in SEEDS:
+            results = comm.bcast(known() if comm.rank == 0 else None)
+            if f"{place}, {way}, seed {seed}" in results:
+                continue
+            found = trained(comm, WAYS[way], seed, options.out / f"{options.network} {way} {seed}")
+            found["predicted"] = predicted(found.pop("options"), comm.size, machine)
+            if comm.rank == 0:
+                results[f"{place}, {way}, seed {seed}"] = found
+                RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+    if comm.rank == 0:
+        report(place, options.ways)
+
+
+def known() -> dict[str, Any]:
+    """Return the results of all finished runs."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def trained(comm: Any, way: tuple[str, ...], seed: int, run_dir: Path) -> dict[str, Any]:
+    """Train, and return what the run has cost.
+
+    Collective over: comm.
+    """
+    given = [*COMMON, *way, f"--seed={seed}", f"--run_dir={run_dir}"]
+    asked = parse(given, comm.size)
+    train.train(comm, asked)
+    run = Watched.last
+    sent = comm.allreduce(sum(run.trainer.trace.bytes.values())) / comm.size
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    tests = [row for row in rows if "test_accuracy" in row]
+    reached = next((row for row in tests if row["test_accuracy"] >= TARGET), None)
+    return {
+        "options": asked,
+        "accuracy": tests[-1]["test_accuracy"],
+        "epochs": reached and reached["epoch"],
+        "seconds": reached and reached["seconds"],
+        "step": tests[-1]["seconds"] / run.steps,
+        "bytes": sent / run.steps,
+    }
+
+
+def predicted(options: Options, ranks: int, machine: mpikfac.predict.Machine) -> float:
+    """Return the predicted seconds of a mean step."""
+    every = int(options.kfac.factor_every), spec.basis_every(options, ranks)
+    job = mpikfac.predict.Job(options.model, options.step_batch // ranks, *every)
+    return mpikfac.predict.simulate(spec.plan_of(options, ranks), machine, job).mean.seconds
+
+
+def report(place: str, ways: list[str]) -> None:
+    """Print a line for each way: means over seeds."""
+    results = known()
+    lines = [("way", "accuracy", "epochs", "seconds", "ms a step", "predicted", "off", "KB a step")]
+    for way in ways:
+        runs = [results[f"{place}, {way}, seed {seed}"] for seed in SEEDS]
+        step, guess = (mean(run[key] for run in runs) for key in ("step", "predicted"))
+        reached = [run for run in runs if run["epochs"] is not None]
+        never = f"{len(runs) - len(reached)} never" if len(reached) < len(runs) else ""
+        epochs, seconds = (
+            never or f"{mean(run[key] for run in runs):.1f}" for key in ("epochs", "seconds")
+        )
+        lines.append(
+            (
+                *(way, f"{mean(run['accuracy'] for run in runs):.2%}", epochs, seconds),
+                *(f"{1e3 * step:.1f}", f"{1e3 * guess:.1f}", f"{guess / step - 1:+.0%}"),
+                f"{mean(run['bytes'] for run in runs) / 1e3:.1f}",
+            )
+        )
+    print(f"{place}: target {TARGET:.0%}, means of {len(SEEDS)} seeds")
+    print("\n".join(table(lines)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
