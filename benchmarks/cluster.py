@@ -11,7 +11,8 @@ interval, the median over rounds. Communication is the time in communication sta
 comes last to each stage. The communication of K-FAC is a strategy's surplus over plain SGD in the
 same round. Predictions take messages and decompositions from the machine file. The network's
 computing time is measured between the rounds, because the speed of a shared machine changes.
-Strategies with curvature ranks are left out, because fewer ranks train.
+Strategies with curvature ranks are left out, because fewer ranks train; `exchange.py` measures the
+strategies that exchange weights, and gradients with momentum of their own.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ from mpikfac_apps.text import table
 from mpikfac_apps.training import batches
 
 Step = Callable[[], None]
+LEFT_OUT = {"curvature_ranks", "exchanged", "top_momentum"}  # choices
 STRATEGIES = [
     name
     for name in simulate.STRATEGIES
-    if name == "sgd" or "curvature_ranks" not in mpikfac.plan.NAMED[name].choices
+    if name == "sgd" or not LEFT_OUT & mpikfac.plan.NAMED[name].choices.keys()
 ]
 
 
