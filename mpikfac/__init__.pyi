@@ -8,6 +8,7 @@ from . import settings as settings
 from . import solvers as solvers
 from . import timeline as timeline
 from . import trace as trace
+from .asynchronous import Asynchronous as Asynchronous
 from .checkpoint import CheckpointWriter as CheckpointWriter
 from .checkpoint import find_checkpoint as find_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
@@ -17,6 +18,7 @@ from .comm import split as split
 from .comm import world as world
 from .data_parallel import DataParallel as DataParallel
 from .engine import serve as serve
+from .engine import serve_updates as serve_updates
 from .errors import UserError as UserError
 from .errors import ending as ending
 from .kfac import KFAC as KFAC

@@ -18,6 +18,7 @@ from mpikfac.engine import (
     Site,
     check_momentum,
     check_optimizer,
+    check_synchronous,
     common_type,
     describe,
     fitting,
@@ -67,6 +68,8 @@ class DataParallel:
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer)
+        if strategy is not None:
+            check_synchronous(strategy)
         self.model, self._optimizer = model, optimizer
         self.trace = trace or Trace()
         self.steps, self.intact = 0, True
@@ -145,16 +148,24 @@ class DataParallel:
         if scaler is None:
             self.gradients.reduce(alone)
         elif not self.gradients.reduce_scaled(scaler, alone=alone):
-            self.gradients.skip()
+            self._skip()
             self._end()
             return
         self.gradients.check(self.steps)
         if max_norm is not None:
             self.gradients.clip(max_norm)
-        self.gradients.write(self.gradients.slots)
         self.intact = False
-        self.gradients.update(self.optimizer)
+        self._update()
         self._end()
+
+    def _update(self) -> None:
+        """Step the model by the averaged gradients."""
+        self.gradients.write(self.gradients.slots)
+        self.gradients.update(self.optimizer)
+
+    def _skip(self) -> None:
+        """Leave the model as before a batch whose gradients are not finite."""
+        self.gradients.skip()
 
     def _end(self) -> None:
         """End the step, and follow votes if the votes are of all ranks."""
@@ -177,11 +188,15 @@ class DataParallel:
         if not alike:
             agree(self._comm, self._in_force())
         if changed:
-            older = self.replicas
-            self.detach()
-            self.gradients.grid.free()
-            self._assemble()
-            self.replicas.take_over(older)
+            self._take_up_change()
+
+    def _take_up_change(self) -> None:
+        """Take up other trained parameters of the model."""
+        older = self.replicas
+        self.detach()
+        self.gradients.grid.free()
+        self._assemble()
+        self.replicas.take_over(older)
 
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""

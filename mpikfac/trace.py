@@ -22,6 +22,7 @@ COMMUNICATION = (
     "clip",
     "publish weights",
     "exchange weights",
+    "exchange updates",
 )
 """Stages that communicate; all other stages only compute."""
 
@@ -34,8 +35,8 @@ class Event(NamedTuple):
     Attributes:
         start: seconds of `time.perf_counter`, on this rank unless stated otherwise.
         over: communicator of the stage's collective: "world", "column" or "row", or a numbered part
-            like "world in node 3"; "curvature" for messages to and from curvature ranks; "" if the
-            stage sends nothing.
+            like "world in node 3"; "curvature" and "servers" for messages to and from ranks that do
+            not train; "" if the stage sends nothing.
         bytes: bytes that this rank passed to MPI.
         depth: number of stages around the stage on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.

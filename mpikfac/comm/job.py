@@ -174,7 +174,7 @@ def check_survivable() -> None:
     Raises:
         ValueError: MPI, or the command that started MPI, ends the job; the text says what to do.
     """
-    if _survives():
+    if survives():
         return
     library = MPI.Get_library_version().split(",")[0].strip()
     raise ValueError(
@@ -225,7 +225,7 @@ def leaving(code: int) -> int:
 
     Collective over: the remaining ranks.
     """
-    if _survives() and MPI.COMM_WORLD.Get_failed().size:
+    if survives() and MPI.COMM_WORLD.Get_failed().size:
         atexit.register(_leave_without_mpi, code)
     elif code:
         MPI.Finalize()
@@ -238,5 +238,6 @@ def _leave_without_mpi(code: int) -> None:
     os._exit(code)
 
 
-def _survives() -> bool:
+def survives() -> bool:
+    """Return whether MPI lets the remaining ranks go on when a rank dies."""
     return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112 (Open MPI's spelling)

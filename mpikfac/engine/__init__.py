@@ -8,11 +8,13 @@ from mpikfac.engine.directions import Directions
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.engine.replicas import Replicas, of_copies, of_rank
+from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
     check_momentum,
     check_optimizer,
     check_plain,
+    check_synchronous,
     common_type,
     describe,
     fitting,
@@ -28,6 +30,7 @@ from mpikfac.engine.state import (
 from mpikfac.engine.statistics import Factors, Recorder, Scales
 
 __all__ = [
+    "VERSION",
     "Bases",
     "Curvature",
     "Directions",
@@ -44,6 +47,7 @@ __all__ = [
     "check_momentum",
     "check_optimizer",
     "check_plain",
+    "check_synchronous",
     "common_type",
     "describe",
     "fitting",
@@ -56,6 +60,9 @@ __all__ = [
     "needed_state",
     "of_copies",
     "of_rank",
+    "on_host",
     "report_others",
     "serve",
+    "serve_updates",
+    "spans",
 ]

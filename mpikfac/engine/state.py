@@ -297,6 +297,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
 
 
+def check_synchronous(strategy: Strategy) -> None:
+    """Return if all ranks step the model together.
+
+    Raises:
+        ValueError: clients send updates to servers.
+    """
+    if strategy.exchange.asynchronous:
+        raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
+
+
 def check_momentum(optimizer: Optimizer, strategy: Strategy) -> None:
     """Return if no momentum is taken twice: by ranks before the sums, and by the optimizer.
 

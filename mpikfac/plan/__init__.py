@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpikfac.plan.choices import (
     NAMED,
     STRATEGY,
+    Asynchrony,
     AtLeast,
     Combination,
     Exchange,
@@ -59,6 +60,7 @@ __all__ = [
     "PIECE",
     "PLACE",
     "STRATEGY",
+    "Asynchrony",
     "AtLeast",
     "Codec",
     "Combination",

@@ -15,13 +15,14 @@ from mpikfac.plan.choices.combinations import (
     check,
     shown,
 )
-from mpikfac.plan.choices.exchange import RULES, Exchange, Outer, Robust
+from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Outer, Robust
 from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
 
 __all__ = [
     "NAMED",
     "RULES",
     "STRATEGY",
+    "Asynchrony",
     "AtLeast",
     "Choices",
     "Combination",

@@ -185,6 +185,19 @@ STRATEGY: tuple[Combination, ...] = (
         default=0,
     ),
     Combination(
+        "exchanged",
+        ("updates",),
+        {"update": "everyone", "combine": "mean", "curvature_ranks": 0},
+        "a server steps its weights by one update after the other",
+    ),
+    *(
+        Combination(name, None, {"exchanged": "updates"}, "only servers take updates", default)
+        for name, default in (
+            *(("servers", 1), ("push_every", 1)),
+            *(("warm_updates", 0), ("client_ranks", 1)),
+        )
+    ),
+    Combination(
         "combine",
         None,
         {

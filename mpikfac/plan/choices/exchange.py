@@ -85,31 +85,64 @@ class Robust:
 
 
 @dataclass(frozen=True)
+class Asynchrony:
+    """How clients train with servers that hold the weights [Dean et al. 2012, Paine et al. 2013].
+
+    Attributes:
+        servers: the number of ranks that do not train: each holds a share of the weights, and steps
+            the share in order of arrival.
+        push_every: the batches of an update. Between two updates, a client takes plain steps of SGD
+            on a copy of the weights, and adds up the gradients.
+        warm_updates: the number of updates at the start that come from a single client.
+        client_ranks: the number of ranks of a client; the ranks average gradients.
+    """
+
+    servers: int = 1
+    push_every: int = 1
+    warm_updates: int = 0
+    client_ranks: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("servers", self.servers, 1)
+        check_count("push_every", self.push_every, 1)
+        check_count("warm_updates", self.warm_updates, 0)
+        check_count("client_ranks", self.client_ranks, 1)
+
+
+@dataclass(frozen=True)
 class Exchange:
     """What ranks exchange to train one model, and when.
 
     Attributes:
         exchanged: "gradients": ranks average gradients, and all ranks take the same step.
             "weights": each rank steps a copy of the model by the gradient of the rank alone, and
-            ranks combine the copies every few steps [local SGD, Lin et al. 2020].
+            ranks combine the copies every few steps [local SGD, Lin et al. 2020]. "updates":
+            clients send updates to servers, and nobody waits for a second client.
         exchange_every: the number of steps from one exchange of weights to the next. With 1, ranks
             average gradients: the result is the same but for rounding.
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
         outer: the step that combines copies of the model.
         robust: how numbers of ranks become common numbers.
+        asynchrony: how clients train with servers.
     """
 
-    exchanged: Literal["gradients", "weights"] = "gradients"
+    exchanged: Literal["gradients", "weights", "updates"] = "gradients"
     exchange_every: int = 1
     exchange_from: int = 0
     outer: Outer = field(default_factory=Outer)
     robust: Robust = field(default_factory=Robust)
+    asynchrony: Asynchrony = field(default_factory=Asynchrony)
 
     def __post_init__(self) -> None:
-        one_of("exchanged", self.exchanged, ("gradients", "weights"))
+        one_of("exchanged", self.exchanged, ("gradients", "weights", "updates"))
         check_count("exchange_every", self.exchange_every, 1)
         check_count("exchange_from", self.exchange_from, 0)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether clients send updates to servers."""
+        return self.exchanged == "updates"
 
     @property
     def of_copies(self) -> bool:

@@ -222,6 +222,7 @@ class Strategy:
         """
         check_divides("workers", self.workers, ranks)
         self.exchange.robust.check_ranks(ranks)
+        check_divides("client_ranks", self.exchange.asynchrony.client_ranks, ranks)
         if self.transport.ranks_per_node is not None:
             check_divides("ranks_per_node", self.transport.ranks_per_node, ranks)
         if (parts := self.transport.parts) is not None and parts % ranks:

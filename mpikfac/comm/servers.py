@@ -1,0 +1,159 @@
+"""Connect clients, which compute updates, and servers, which hold the weights.
+
+A client asks a server, and waits for the answer. A server answers in order of arrival. Numbers
+travel in non-blocking messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm.curvature_ranks import begin_receive, begin_send
+from mpikfac.comm.job import survives
+from mpikfac.comm.mpi import MPI
+
+PAUSE = 2e-4  # seconds between two looks for a message: a rank that polls takes a core
+PUSH, HOLD, MEET, SAVE, LOAD = range(5)
+"""Tags: a client sends an update; waits for the end of the warm start; waits for all clients; asks
+for the state of the optimizer; sends a state."""
+
+
+class Request(NamedTuple):
+    """The words of a client beside an update.
+
+    Attributes:
+        step: the step of the client that made the update.
+        wish: whether the client wants all clients to meet.
+        votes: the means of the votes of the client's ranks.
+        numbers: numbers of the optimizer's parameter groups that the client has changed.
+    """
+
+    step: int
+    wish: bool
+    votes: list[float]
+    numbers: Mapping[str, float]
+
+
+class Answer(NamedTuple):
+    """The words of a server beside weights.
+
+    Attributes:
+        version: how many updates are in the weights.
+        staleness: how many updates of other clients came between the weights of the client's update
+            and the update; None without an update.
+        meet_at: the step after which all clients meet; None if no client has asked to meet.
+        votes: the means of the latest votes of all clients.
+    """
+
+    version: int
+    staleness: int | None
+    meet_at: int | None
+    votes: list[float]
+
+
+def joined(link: MPI.Intercomm, serves: bool) -> MPI.Intracomm:
+    """Return a communicator of all clients, and then all servers.
+
+    Collective over: the link, on both sides.
+    """
+    return link.Merge(high=serves)
+
+
+def ask(
+    link: MPI.Intercomm,
+    tag: int,
+    request: Request,
+    update: Sequence[Tensor],
+    weights: Sequence[Tensor],
+) -> Answer:
+    """Send each server a share of an update; fill shares of weights, and return the first answer.
+
+    Collective over: none; the servers answer.
+
+    Args:
+        update: a share for each server, on the host; empty to send no update.
+        weights: a share from each server, on the host, other memory than `update`.
+    """
+    waits = [begin_receive(link, part, server, tag) for server, part in enumerate(weights)]
+    for server in range(link.remote_size):
+        link.send(request, dest=server, tag=tag)
+    waits += [begin_send(link, part, server, tag) for server, part in enumerate(update)]
+    words = []
+    for server in range(link.remote_size):
+        while not link.Iprobe(source=server, tag=tag):  # the words follow the weights
+            time.sleep(PAUSE)
+        words.append(link.recv(source=server, tag=tag))
+    for wait in waits:
+        wait()
+    return cast(Answer, words[0])
+
+
+def look(link: MPI.Intercomm) -> tuple[int, int] | None:
+    """Return source and tag of a message that has arrived; None after a pause without a message.
+
+    The caller has to receive the message before the next look. Collective over: none.
+    """
+    status = MPI.Status()
+    try:
+        if link.Iprobe(status=status):
+            return status.source, status.tag
+    except MPI.Exception:
+        if not survives():
+            raise
+    time.sleep(PAUSE)
+    return None
+
+
+def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
+    """Return the words of a client whose message a server has found. Collective over: none."""
+    return cast(Request, link.recv(source=client, tag=tag))
+
+
+def lost(link: MPI.Intercomm) -> list[int]:
+    """Return the ranks of the other side that have died, as far as MPI knows.
+
+    Collective over: none.
+    """
+    if not survives():
+        return []
+    failed = link.Get_failed()
+    link.Ack_failed(failed.size)  # else a look raises the same error again
+    found = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
+    return [rank for rank in found if rank != MPI.UNDEFINED]
+
+
+def answer(link: MPI.Intercomm, client: int, tag: int, weights: Tensor, words: Answer) -> None:
+    """Send a client a share of the weights. Collective over: none; the client waits."""
+    begin_send(link, weights, client, tag)()
+    link.send(words, dest=client, tag=tag)
+
+
+def send_items(link: MPI.Intercomm, items: Mapping[str, Any], to: int, tag: int) -> None:
+    """Send named tensors and numbers; tensors of any size. Collective over: none."""
+    tensors = {n: t.detach().cpu().contiguous() for n, t in items.items() if torch.is_tensor(t)}
+    forms = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    plain = {name: value for name, value in items.items() if name not in tensors}
+    link.send((forms, plain), dest=to, tag=tag)
+    for tensor in tensors.values():
+        begin_send(link, _bytes_of(tensor), to, tag)()
+
+
+def receive_items(link: MPI.Intercomm, source: int, tag: int) -> dict[str, Any]:
+    """Return the items that the other side passes to `send_items`. Collective over: none."""
+    forms, plain = link.recv(source=source, tag=tag)
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="cpu")
+        for name, (dtype, shape) in forms.items()
+    }
+    for tensor in tensors.values():
+        begin_receive(link, _bytes_of(tensor), source, tag)()
+    return {**plain, **tensors}
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,283 @@
+"""Asynchronous training: servers step the weights by updates in order of arrival."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac import Asynchronous, DataParallel, Strategy
+from support import problem
+
+RANKS = mpikfac.world().size
+RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
+UPDATES = Strategy.mem_opt(exchanged="updates")
+
+pytestmark = pytest.mark.skipif(RANKS == 1, reason="one rank has no second rank to serve")
+
+
+def on_both(comm, model, optimizer, strategy, train):
+    """Return what `train(trainer, ranks)` returns, and on servers what `serve_updates` returns."""
+    asked = strategy.exchange.asynchrony
+    team = mpikfac.split(comm, asked.servers)
+    if team.comm is None:
+        return mpikfac.serve_updates(model, optimizer, team)
+    trainer = Asynchronous(model, optimizer, team, strategy)
+    found = train(trainer, team.comm)
+    trainer.close()
+    return found
+
+
+def quadratic(client):
+    """Return matrix and target of a client's loss `|A w - b|^2 / 2`."""
+    random = np.random.default_rng(client)
+    return random.normal(size=(8, SIZE)), random.normal(size=8)
+
+
+def linear():
+    """Return a model of the quadratic, and its optimizer."""
+    model = nn.Linear(SIZE, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    model.to(problem.DEVICE)
+    return model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+
+
+def in_turns(trainer, comm, order, clients, batches=1):
+    """Take steps in the scripted order; return the weights that each step fetched.
+
+    A client computes its gradient at once, and waits for its turn to push the gradient.
+    """
+    client = comm.rank // (comm.size // clients)
+    matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(client))
+
+    def gradient():
+        trainer.optimizer.zero_grad()
+        ((trainer.model(matrix)[:, 0] - target).square().sum() / 2).backward()
+
+    gradient()
+    fetched = []
+    for turn in order:
+        if turn == client:
+            for _ in range(batches):
+                trainer.step()
+                gradient()
+        weights = trainer.model.weight.detach().cpu().numpy()[0].copy()
+        fetched.append(comm.bcast(weights, root=turn * (comm.size // clients)))
+    return fetched
+
+
+def expected(order, clients, batches=1, momentum=MOMENTUM):
+    """Return the weights after each update, and staleness by client: the rule in numpy.
+
+    Downpour SGD [Dean et al. 2012]: an update is the sum of the gradients of plain local steps.
+    """
+    losses = [quadratic(client) for client in range(clients)]
+    w, v = np.ones(SIZE), np.zeros(SIZE)
+    local, fetched = [w.copy() for _ in losses], [0] * clients
+    found, staleness = [], [Counter() for _ in losses]
+    for version, turn in enumerate(order):
+        (a, b), update = losses[turn], np.zeros(SIZE)
+        for _ in range(batches):
+            g = a.T @ (a @ local[turn] - b)
+            update += g
+            local[turn] = local[turn] - RATE * g
+        staleness[turn][version - fetched[turn]] += 1
+        v = momentum * v + update
+        w = w - RATE * v
+        local[turn], fetched[turn] = w.copy(), version + 1
+        found.append(w.copy())
+    return found, staleness
+
+
+def script(clients, length=12):
+    """Return an order in which each client comes, some more often."""
+    random = np.random.default_rng(3)
+    return [*range(clients), *random.integers(clients, size=length).tolist(), *range(clients)]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_updates_follow_the_rule_in_order_of_arrival(comm, batches, servers):
+    """Oracle: the rule in numpy: weights after each update, and the staleness of each update."""
+    if servers >= comm.size:
+        pytest.skip("no rank trains")
+    clients, strategy = comm.size - servers, UPDATES.changed(push_every=batches, servers=servers)
+    order = script(clients)
+    right, staleness = expected(order, clients, batches)
+
+    def train(trainer, ranks):
+        fetched = in_turns(trainer, ranks, order, clients, batches)
+        np.testing.assert_allclose(fetched, right, rtol=1e-12, atol=1e-13)
+        assert trainer.staleness == staleness[ranks.rank]
+        assert trainer.version == max(i + 1 for i, turn in enumerate(order) if turn == ranks.rank)
+
+    served = on_both(comm, *linear(), strategy, train)
+    if served is not None:
+        assert served == staleness
+
+
+def network():
+    """Return a network whose running statistics move, in float64."""
+    return problem.network().train()
+
+
+def steps(trainer, rank, ranks, numbers=range(4)):
+    """Take steps on shards of the test's batches; each step with a rate of its own."""
+    for step in numbers:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.1 / (1 + step)
+        images, labels = problem.shards(step, ranks)[rank]
+        trainer.optimizer.zero_grad()
+        F.cross_entropy(trainer.model(images), labels).backward()
+        trainer.votes[0] = step
+        trainer.step()
+
+
+def same(found, right):
+    return found.keys() == right.keys() and all(torch.equal(found[n], right[n]) for n in right)
+
+
+@pytest.mark.parametrize("make", [problem.sgd, problem.sgd_all, problem.adam])
+def test_one_client_is_synchronous_training(comm, make):
+    """Oracle: `DataParallel` on the client's ranks, bit for bit, with running statistics."""
+    model, right = network(), network()
+    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+
+    def train(trainer, ranks):
+        steps(trainer, ranks.rank, ranks.size)
+        trainer.combine()
+        assert trainer.combined and trainer.votes[0] == 3
+        alone = DataParallel(right, make(right), ranks)
+        steps(alone, ranks.rank, ranks.size)
+        assert same(model.state_dict(), right.state_dict())
+        assert trainer.staleness == {0: 4}
+
+    served = on_both(comm, model, make(model), strategy, train)
+    assert served in (None, [{0: 4}])
+
+
+def test_all_clients_hold_the_same_model_after_they_met(comm):
+    """Oracle: the other clients; votes are means over clients, and every update was taken."""
+    model = network()
+
+    def train(trainer, ranks):
+        steps(trainer, ranks.rank, ranks.size, range(3))
+        assert not trainer.combined
+        with pytest.raises(ValueError, match="call combine"):
+            trainer.state_dict()
+        trainer.votes[1] = ranks.rank
+        steps(trainer, ranks.rank, ranks.size, range(3, 4))
+        trainer.combine()
+        assert trainer.combined and trainer.version == 4 * ranks.size
+        assert trainer.votes[:2].tolist() == [3, (ranks.size - 1) / 2]
+        states = ranks.allgather({name: t.cpu() for name, t in model.state_dict().items()})
+        assert all(same(state, states[0]) for state in states)
+        assert sum(sum(c.values()) for c in ranks.allgather(trainer.staleness)) == trainer.version
+
+    on_both(comm, model, problem.sgd(model), UPDATES, train)
+
+
+def test_a_call_makes_all_clients_meet_after_the_same_step(comm):
+    """Oracle: the other clients; some are slower than the client that calls."""
+    model = network()
+
+    def train(trainer, ranks):
+        met = []
+        for step in range(40):
+            if ranks.rank == 0 and step == 5:
+                trainer.call()
+            time.sleep(0.002 * ranks.rank)
+            steps(trainer, ranks.rank, ranks.size, [step])
+            met += [step] * trainer.combined
+            if met:
+                break
+        assert len(set(ranks.allgather(tuple(met)))) == 1
+        assert len(met) == 1 and 5 <= met[0] < 40
+
+    on_both(comm, model, problem.sgd(model), UPDATES, train)
+
+
+@pytest.mark.parametrize("warm", [5, 50])
+def test_a_warm_start_is_of_one_client(comm, warm):
+    """Oracle: the number of updates of each client; a meeting ends the warm start."""
+    model = network()
+
+    def train(trainer, ranks):
+        seen = []
+        for step in range(8):
+            steps(trainer, ranks.rank, ranks.size, [step])
+            seen.append(trainer.version)
+        trainer.combine()
+        if ranks.rank:  # the first step waits, and sends no update
+            assert seen[0] >= min(warm, 8)
+        assert sum(trainer.staleness.values()) == 8 - (ranks.rank > 0)
+
+    on_both(comm, model, problem.sgd(model), UPDATES.changed(warm_updates=warm), train)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
+    """Oracle: a client that trains on without a pause, bit for bit; and `DataParallel`."""
+    if servers >= comm.size:
+        pytest.skip("no rank trains")
+    strategy = UPDATES.changed(client_ranks=comm.size - servers, servers=servers)
+    model, other = network(), network()
+    with torch.no_grad():
+        model[0].weight.mul_(0.9)
+
+    def first(trainer, ranks):
+        steps(trainer, ranks.rank, ranks.size, range(2))
+        trainer.combine()
+        state = copy.deepcopy(ranks.bcast(trainer.state_dict()))
+        steps(trainer, ranks.rank, ranks.size, range(2, 4))
+        assert not trainer.missing(state)
+        return state, copy.deepcopy(model.state_dict())
+
+    kept = on_both(comm, model, problem.sgd(model), strategy, first)
+
+    def second(trainer, ranks):
+        state, right = kept
+        trainer.load_state_dict(state)
+        assert (trainer.steps, trainer.version) == (2, 2)
+        steps(trainer, ranks.rank, ranks.size, range(2, 4))
+        assert same(other.state_dict(), right)
+        alone = network()
+        synchronous = DataParallel(alone, problem.sgd(alone), ranks)
+        synchronous.load_state_dict(state)
+        steps(synchronous, ranks.rank, ranks.size, range(2, 4))
+        assert same(alone.state_dict(), right)
+        trainer.combine()
+        trainer.load_state_dict(ranks.bcast(synchronous.state_dict()))
+        assert (trainer.steps, trainer.version) == (4, 4)
+
+    on_both(comm, other, problem.sgd(other), strategy, second)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(comm):
+    """Oracle: `DataParallel` on the client's ranks."""
+    model, right = network(), network()
+    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+
+    def broken(trainer, ranks):
+        steps(trainer, ranks.rank, ranks.size, range(1))
+        images, labels = problem.shards(1, ranks.size)[ranks.rank]
+        trainer.optimizer.zero_grad()
+        F.cross_entropy(trainer.model(images), labels).backward()
+        if ranks.rank == 0:
+            trainer.model[3].weight.grad[0] = torch.nan
+        trainer.step()
+        steps(trainer, ranks.rank, ranks.size, range(2, 3))
+
+    def train(trainer, ranks):
+        broken(trainer, ranks)
+        broken(DataParallel(right, problem.sgd(right), ranks), ranks)
+        assert same(model.state_dict(), right.state_dict())
+
+    on_both(comm, model, problem.sgd(model), strategy, train)
