@@ -36,6 +36,7 @@ from mpikfac.engine import (
     check_momentum,
     check_optimizer,
     check_plain,
+    check_synchronous,
     common_type,
     describe,
     fitting,
@@ -148,6 +149,8 @@ class KFAC:
     ) -> None:
         self._team = comm if isinstance(comm, Team) else Team(comm)
         check_optimizer(optimizer)
+        if strategy is not None:
+            check_synchronous(strategy)
         self._solvers, self._coverage = solvers_by_name(solver), coverage or Coverage()
         if damping is None and next(iter(self._solvers.values())).form.vector:
             damping = FOR_VECTORS

@@ -28,6 +28,7 @@ from mpikfac.comm.job import (
     leaving,
     lost_a_rank,
     survivors,
+    tells_of_loss,
     world,
 )
 from mpikfac.comm.messages import SUMMABLE
@@ -87,6 +88,7 @@ __all__ = [
     "summed",
     "survivors",
     "tell",
+    "tells_of_loss",
     "together",
     "told",
     "world",

@@ -191,8 +191,7 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
     Collective over: none.
     """
     if isinstance(error, MPI.Exception):
-        signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
-        return error.Get_error_class() in signs
+        return tells_of_loss(error)
     # If a rank dies in a collective, Open MPI may return without an error. The received values
     # are then undefined, and Open MPI reports the death later.
     deadline = time.monotonic() + PATIENCE
@@ -201,6 +200,12 @@ def lost_a_rank(comm: MPI.Intracomm, error: BaseException) -> bool:
             break
         time.sleep(0.01)
     return lost
+
+
+def tells_of_loss(error: BaseException) -> bool:
+    """Return whether an error of MPI says that a rank has died, or that a communicator is gone."""
+    signs = MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED
+    return isinstance(error, MPI.Exception) and error.Get_error_class() in signs
 
 
 def survivors(comm: MPI.Intracomm, communicators: Iterable[MPI.Comm]) -> MPI.Intracomm:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm.curvature_ranks import begin_receive, begin_send
-from mpikfac.comm.job import survives
+from mpikfac.comm.job import survives, tells_of_loss
 from mpikfac.comm.mpi import MPI
 
 PAUSE = 2e-4  # seconds between two looks for a message: a rank that polls takes a core
@@ -102,8 +102,8 @@ def look(link: MPI.Intercomm) -> tuple[int, int] | None:
     try:
         if link.Iprobe(status=status):
             return status.source, status.tag
-    except MPI.Exception:
-        if not survives():
+    except MPI.Exception as error:
+        if not tells_of_loss(error):
             raise
     time.sleep(PAUSE)
     return None
@@ -121,8 +121,7 @@ def lost(link: MPI.Intercomm) -> list[int]:
     """
     if not survives():
         return []
-    failed = link.Get_failed()
-    link.Ack_failed(failed.size)  # else a look raises the same error again
+    failed = MPI.COMM_WORLD.Get_failed()  # of an inter-communicator, Open MPI names no rank
     found = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
     return [rank for rank in found if rank != MPI.UNDEFINED]
 

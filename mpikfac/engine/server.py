@@ -33,6 +33,7 @@ from mpikfac.comm import (
     receive_items,
     receive_request,
     send_items,
+    tells_of_loss,
 )
 from mpikfac.engine.state import (
     check_optimizer,
@@ -154,7 +155,11 @@ class Server:
                 continue
             client, tag = found
             self._heard[client] = time.monotonic()
-            tasks[tag](client)
+            try:
+                tasks[tag](client)
+            except Exception as error:
+                if not tells_of_loss(error):
+                    raise
 
     # -- requests --------------------------------------------------------------------------------
 

@@ -110,9 +110,11 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
 
     Raises:
         ValueError: the machine has no times of the model or of the solver, the job's numbers are
-            out of bounds.
+            out of bounds, or clients train with servers, which the model does not know.
     """
     _check(job)
+    if plan.strategy.exchange.asynchronous:
+        raise ValueError("predictions need exchanged='gradients' or 'weights', not 'updates'")
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:

@@ -281,3 +281,89 @@ def test_a_gradient_that_is_not_finite_changes_nothing(comm):
         assert same(model.state_dict(), right.state_dict())
 
     on_both(comm, model, problem.sgd(model), strategy, train)
+
+
+def test_running_statistics_are_means_over_clients_in_order_of_arrival(comm):
+    """Oracle: the rule in numpy: a mean moves towards a client's by 1 over the clients."""
+    clients = comm.size - 1
+    order, momentum = script(clients), 0.1
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 1)).double().to(problem.DEVICE)
+
+    def batch(client):
+        return torch.tensor(quadratic(client)[0].reshape(-1, 1)).to(problem.DEVICE)
+
+    def train(trainer, ranks):
+        right, seen = 0.0, [0.0] * clients
+        for turn in order:
+            means = [
+                (1 - momentum) * x + momentum * float(batch(c).mean()) for c, x in enumerate(seen)
+            ]
+            right += (means[turn] - right) / clients
+            seen[turn] = right
+            if turn == ranks.rank:
+                trainer.optimizer.zero_grad()
+                trainer.model(batch(ranks.rank)).square().sum().backward()
+                trainer.step()
+            found = ranks.bcast(float(model[0].running_mean), root=turn)
+            assert found == pytest.approx(right, rel=1e-12)
+
+    on_both(comm, model, torch.optim.SGD(model.parameters(), lr=0.0), UPDATES, train)
+
+
+@pytest.mark.parametrize("push_every", [1, 2])
+def test_an_update_goes_once_to_the_servers(comm, push_every):
+    """Oracle: the numbers of the model and of votes, with padding, in every push."""
+    model = network()
+
+    def train(trainer, ranks):
+        size = trainer.gradients.arena.layout.size * 8
+        for step in range(4):
+            trainer.trace.clear()
+            steps(trainer, ranks.rank, ranks.size, [step])
+            sent = trainer.trace.sent["exchange updates"]
+            assert sent == size * ((step + 1) % push_every == 0)
+        trainer.combine()
+
+    on_both(comm, model, problem.sgd(model), UPDATES.changed(push_every=push_every), train)
+
+
+@pytest.mark.parametrize(
+    ("choices", "make", "said"),
+    [
+        ({"servers": 2}, problem.sgd, "servers=2, but the team has 1; give the trainer what"),
+        ({"client_ranks": 9}, problem.sgd, "client_ranks=9 must divide the number of ranks"),
+        ({"push_every": 2}, problem.adam, "push_every=2 needs the optimizer SGD, not Adam"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_a_line(comm, choices, make, said):
+    """Oracle: the message; nothing is sent before."""
+    team, model = mpikfac.split(comm, 1), network()
+    if team.comm is not None:
+        with pytest.raises(ValueError, match=said):
+            Asynchronous(model, make(model), team, UPDATES.changed(**choices))
+        with pytest.raises(ValueError, match="serve_updates.. is for ranks that split"):
+            mpikfac.serve_updates(model, make(model), team)
+    comm.Barrier()
+
+
+def test_other_trainers_refuse_updates(comm):
+    """Oracle: the message."""
+    model = network()
+    for make in (DataParallel, mpikfac.KFAC):
+        with pytest.raises(ValueError, match="needs the trainer mpikfac.Asynchronous"):
+            make(model, problem.sgd(model), comm, UPDATES)
+    with pytest.raises(ValueError, match="push_every=3 needs exchanged='updates'"):
+        Strategy.mem_opt(push_every=3)
+
+
+def test_new_parameters_end_the_training(comm):
+    """Oracle: the message."""
+    model = network()
+    strategy = UPDATES.changed(client_ranks=comm.size - 1)
+
+    def train(trainer, ranks):
+        model[0].weight.requires_grad_(False)
+        with pytest.raises(mpikfac.UserError, match="asynchronous training needs the same param"):
+            steps(trainer, ranks.rank, ranks.size, [0])
+
+    on_both(comm, model, problem.sgd(model), strategy, train)
