@@ -130,6 +130,11 @@ class Asynchronous(DataParallel):
         comm.Free()
         self.gradients.keep()
 
+    @property
+    def client_ranks(self) -> int:
+        """The number of ranks of a client."""
+        return self._asked.client_ranks
+
     def _keep_numbers(self) -> None:
         """Keep the present numbers of the optimizer: servers hear of changes only.
 

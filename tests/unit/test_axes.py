@@ -22,6 +22,7 @@ PLACES = {
         *("weights every 16 steps, after 1000 steps of gradients", "all ranks"),
         *("none", "none", "mean"),
     ),
+    "a-sgd": ("asynchronous, updates of a batch", "servers: 1", "none", "none", "mean"),
     "diloco": ("weights every 50 steps by an outer step", "all ranks", "none", "none", "mean"),
     "krum": ("gradients at every step", "all ranks", "none", "none", "krum"),
 }
@@ -31,6 +32,13 @@ PLACES = {
 def test_a_named_strategy_has_its_place_on_every_axis(name):
     """Oracle: the places by hand."""
     assert tuple(axes(NAMED[name].make(8)).items()) == tuple(zip(AXES, PLACES[name]))
+
+
+def test_clients_and_servers_are_an_architecture():
+    """Oracle: by hand."""
+    found = axes(NAMED["a-sgd"].make(8, servers=2, client_ranks=4, push_every=3))
+    assert found["architecture"] == "servers: 2, clients of 4 ranks"
+    assert found["synchronisation"] == "asynchronous, updates of 3 batches"
 
 
 def test_two_levels_are_an_architecture():

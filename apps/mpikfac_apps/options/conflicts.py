@@ -47,13 +47,16 @@ def _check_strategy(options: Options, ranks: int) -> None:
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
     if options.optimizer != "kfac" and options.distribution.strategy == "auto":
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
-    if not strategy.exchange.of_copies:
+    exchange = strategy.exchange
+    if exchange.asynchronous and options.optimizer == "kfac":
+        raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
+    if not (exchange.of_copies or exchange.asynchronous):
         return
     for name in ("average", "shrink"):
         if value := getattr(options, name):
             raise ValueError(
-                f"{name}={str(value).lower()} needs exchanged=gradients, not weights: ranks hold "
-                f"different copies of the model"
+                f"{name}={str(value).lower()} needs exchanged=gradients, not "
+                f"{exchange.exchanged}: ranks hold different copies of the model"
             )
 
 

@@ -36,28 +36,30 @@ USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
 """Settings of `KFAC` that a strategy may change."""
 
 
-def curvature_ranks(options: Options) -> int:
-    """Return the number of ranks that do not train, and decompose for the ranks that train."""
+def serving_ranks(options: Options) -> tuple[str, int]:
+    """Return the number of ranks that do not train, behind the name of the choice.
+
+    The ranks hold the weights for the ranks that train, or decompose for the ranks that train.
+    """
     asked = options.distribution
-    if options.optimizer != "kfac" or asked.strategy not in NAMED:
-        return 0
-    choices = {**NAMED[asked.strategy].choices, **asked.change}
-    return choices.get("curvature_ranks", 0)
+    named = NAMED[asked.strategy].choices if asked.strategy in NAMED else {}
+    choices = {**Strategy().choices(), **named, **asked.change}
+    if choices["exchanged"] == "updates":
+        return "servers", choices["servers"]
+    return "curvature_ranks", choices["curvature_ranks"] if options.optimizer == "kfac" else 0
 
 
 def training_ranks(options: Options, ranks: int) -> int:
     """Return the number of a job's ranks that train.
 
     Raises:
-        ValueError: no rank trains, or a job with curvature ranks may shrink.
+        ValueError: no rank trains, or a job with ranks that do not train may shrink.
     """
-    spared = curvature_ranks(options)
+    name, spared = serving_ranks(options)
     if spared >= ranks:
-        raise ValueError(
-            f"curvature_ranks={spared} must be less than the number of ranks ({ranks})"
-        )
+        raise ValueError(f"{name}={spared} must be less than the number of ranks ({ranks})")
     if spared and options.shrink:
-        raise ValueError(f"shrink=true needs curvature_ranks=0, not {spared}")
+        raise ValueError(f"shrink=true needs {name}=0, not {spared}")
     return ranks - spared
 
 

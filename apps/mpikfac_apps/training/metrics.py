@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,12 +16,15 @@ import mpikfac
 class Meter:
     """Means of loss and measure over the images of all ranks, each image counted once.
 
+    Args:
+        alone: `recent` is of the images of this rank alone, and waits for no rank.
+
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
     """
 
-    def __init__(self, comm: mpikfac.comm.Comm, device: torch.device) -> None:
-        self.comm = comm
+    def __init__(self, comm: mpikfac.comm.Comm, device: torch.device, alone: bool = False) -> None:
+        self.comm, self.alone = comm, alone
         self.loss = math.nan
         # Summed loss and measure, images: on this rank now, and on all ranks at the last call.
         self._here = torch.zeros(3, dtype=torch.float64, device=device)
@@ -41,9 +44,9 @@ class Meter:
     def recent(self) -> float:
         """Return the mean loss since the last call of `recent` or `everything`.
 
-        Collective over: world.
+        Collective over: world, or none if `alone`.
         """
-        total = self._total()
+        total = self._here.to("cpu", copy=True) if self.alone else self._total()
         self.loss = _means(total - self._reported)[0]
         self._reported = total
         return self.loss
@@ -63,7 +66,8 @@ class Meter:
 
         Collective over: world.
         """
-        return {"run/counted": self._total(), "run/reported": self._reported}
+        total = self._total()  # one rank's own means begin anew after a restart
+        return {"run/counted": total, "run/reported": total if self.alone else self._reported}
 
     def leave_out_lost(self, left: mpikfac.comm.Comm) -> None:
         """Continue with the ranks that are left; the means then miss the counts of lost ranks.
@@ -84,7 +88,7 @@ class Meter:
                 raise ValueError(f"item {name!r} must be float64 [3]; it is {list(value.shape)}")
         if self.comm.rank == 0:
             self._here.copy_(counted)
-        self._reported = reported
+        self._reported = self._here.to("cpu", copy=True) if self.alone else reported
 
     def _total(self) -> Tensor:
         return torch.tensor(self.comm.allgather(self._here.tolist()), dtype=torch.float64).sum(0)
@@ -93,6 +97,32 @@ class Meter:
 def _means(sums: Tensor) -> tuple[float, float]:
     loss, measured, images = sums.tolist()
     return (loss / images, measured / images) if images else (math.nan, math.nan)
+
+
+def mean_staleness(counts: Mapping[int, int]) -> float:
+    """Return the mean staleness of updates, from the number of updates of each staleness."""
+    return sum(k * n for k, n in counts.items()) / max(1, sum(counts.values()))
+
+
+def staleness_of_all(
+    trainer: mpikfac.Asynchronous, comm: mpikfac.comm.Comm
+) -> list[dict[int, int]]:
+    """Return for each client how many updates were of a staleness, since the run has started.
+
+    Collective over: comm.
+    """
+    return comm.allgather(dict(sorted(trainer.staleness.items())))[:: trainer.client_ranks]
+
+
+def told_staleness(counts: Sequence[Mapping[int, int]]) -> str:
+    """Return a line about the staleness of the updates of each client."""
+    told = (
+        f"client {number}: mean {mean_staleness(own):.2f} ("
+        + ", ".join(f"{found} of {staleness}" for staleness, found in own.items())
+        + ")"
+        for number, own in enumerate(counts)
+    )
+    return f"staleness of updates; {'; '.join(told)}"
 
 
 class Speed:

@@ -33,7 +33,13 @@ from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.text import measured
 from mpikfac_apps.training import batches, checkpoints, run_directory
-from mpikfac_apps.training.metrics import Meter, Speed
+from mpikfac_apps.training.metrics import (
+    Meter,
+    Speed,
+    mean_staleness,
+    staleness_of_all,
+    told_staleness,
+)
 from mpikfac_apps.training.optimizers import AVERAGED, Average, make_optimizer
 from mpikfac_apps.training.traced_steps import Recording
 
@@ -43,6 +49,16 @@ CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 SAMPLE, PASS = 1024, 128
 
 log = logging.getLogger("mpikfac.train")
+
+
+def build(
+    options: Options, classes: int, channels: int, device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the model with its first weights, and the optimizer."""
+    torch.manual_seed(options.seed)
+    model = models.build(options.model, classes, channels)
+    model = models.channels_last(model.to(device))
+    return model, make_optimizer(options, model)
 
 
 class Run:
@@ -81,7 +97,8 @@ class Run:
         self.steps = self.calendar.first(options.epochs)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
-        self.meter = Meter(comm, self.device)
+        alone = isinstance(self.trainer, mpikfac.Asynchronous)
+        self.meter = Meter(comm, self.device, alone)
         self.speed = Speed(self.trainer.trace)
         self.troubles = 0
         self.checkpoint_due = False  # by the number of steps
@@ -135,20 +152,22 @@ class Run:
     def _build_trainer(self, done: int) -> None:
         """Build model, optimizer and trainer as after `done` steps, except for their state."""
         comm, options = self.comm, self.options
-        torch.manual_seed(options.seed)
-        model = models.build(options.model, self.classes, self.channels)
-        model = models.channels_last(model.to(self.device))
+        model, self.optimizer = build(options, self.classes, self.channels, self.device)
         if isinstance(model, airbench.Airbench):  # the trainer sends rank 0's weights to all ranks
             model.whiten(self.normalise(self.batches.images[: airbench.SEEN]))
             model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
         rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
         self.lr = lambda step: rate(self.calendar.clock(step))
-        self.model, self.optimizer = model, make_optimizer(options, model)
+        self.model = model
         self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
             asked, kfac = options.distribution, options.kfac
             strategy, chosen = make_strategy(asked, kfac, comm.size, options.parts)
-            if options.optimizer != "kfac":
+            if strategy.exchange.asynchronous:
+                assert self.team.link, "there is a server"
+                mpikfac.comm.tell(self.team.link, (self.classes, self.channels))
+                self.trainer = mpikfac.Asynchronous(model, self.optimizer, self.team, strategy)
+            elif options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
             else:
                 shapes = mpikfac.layers.covered_shapes(model, coverage(kfac))
@@ -179,8 +198,8 @@ class Run:
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
                 self.step(step, images, labels)
-                if index + 1 == span.steps:
-                    self.trainer.combine()  # a test is of one model
+                if index + 1 == span.steps or self._meets(step + 1):
+                    self.trainer.combine()  # a test is of one model, and so is a checkpoint
             if step + 1 == recording.chosen.stop:
                 recording.write()
             if progress:
@@ -271,6 +290,11 @@ class Run:
         with torch.no_grad():
             meter.add(loss, self.task.measured(outputs, targets), len(outputs))
 
+    def _meets(self, steps: int) -> bool:
+        """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
+        every = self.options.checkpoint_every
+        return every is not None and steps % every == 0 and self.meter.alone
+
     # -- votes of the ranks ----------------------------------------------------------------------
 
     def _vote(self) -> None:
@@ -282,6 +306,8 @@ class Run:
         decompositions = self.trainer.trace.calls["decompositions"]
         votes = [due, asked.stop, written, late, troubles, decompositions]
         self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
+        if isinstance(self.trainer, mpikfac.Asynchronous) and (due or asked.stop or written):
+            self.trainer.call()
 
     def _follow_votes(self) -> bool:
         """Fulfil the requests of all ranks; return whether the run has to stop.
@@ -314,7 +340,9 @@ class Run:
         self._save(last=True)
         self.guard.enter("end", steps)
         self.saver.close()
-        if isinstance(self.trainer, mpikfac.KFAC):
+        if isinstance(self.trainer, mpikfac.Asynchronous):
+            log.info("%s", told_staleness(staleness_of_all(self.trainer, self.comm)))
+        if isinstance(self.trainer, mpikfac.KFAC | mpikfac.Asynchronous):
             self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
@@ -356,6 +384,8 @@ class Run:
         more: dict[str, float] = {}
         if isinstance(self.trainer, mpikfac.KFAC):
             more["kl_scale"] = self.trainer.kl_scale.item()
+        if isinstance(self.trainer, mpikfac.Asynchronous):
+            more["staleness"] = mean_staleness(self.trainer.staleness)
         if self.troubles:
             more["troubles"] = self.troubles
         if (
@@ -399,7 +429,8 @@ class Run:
         link = self.team.link
         size = checkpoints.megabytes(self.trainer, self.average is not None)
         per_epoch = ", then ".join(str(span.steps) for span in self.calendar.spans)
-        spared = f" and {link.remote_size} for curvature" if link else ""
+        use = "as servers" if self.meter.alone else "for curvature"
+        spared = f" and {link.remote_size} {use}" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
             f"ranks {self.comm.size}{spared}, batch {options.batch}, "

@@ -21,9 +21,9 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
-from mpikfac_apps.options.strategy import curvature_ranks
+from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import Place, share_cores
-from mpikfac_apps.training.run import Run
+from mpikfac_apps.training.run import Run, build
 from mpikfac_apps.training.shrink import go_on
 
 PATIENCE = 10.0  # seconds until a thread that still runs at the end is named
@@ -65,7 +65,7 @@ def tell_of_threads(rank: int) -> None:
 
 
 def train(comm: mpikfac.comm.Comm, options: Options) -> int:
-    """Train, or decompose for the ranks that train; return the exit code.
+    """Train, or serve the ranks that train; return the exit code.
 
     After a loss of ranks, the ranks that are left start again, if the options allow a new start.
 
@@ -75,9 +75,9 @@ def train(comm: mpikfac.comm.Comm, options: Options) -> int:
     while code is None:
         with mpikfac.ending(comm):
             place = settle(comm, options)
-            team = mpikfac.split(comm, curvature_ranks(options))
+            team = mpikfac.split(comm, serving_ranks(options)[1])
         if team.comm is None:
-            assist(comm, team, place.device)
+            assist(comm, team, options, place.device)
             code = comm.bcast(0)
         elif team.link is None:
             code, comm, options = run_training(team.comm, team, options, place)
@@ -100,18 +100,27 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> Place:
     return Place(device, hosts)
 
 
-def assist(comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, device: torch.device) -> None:
-    """Decompose for the ranks that train, until the ranks end the training.
+def assist(
+    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, device: torch.device
+) -> None:
+    """Decompose, or hold the weights, for the ranks that train, until these end the training.
 
     The ranks that train run the watchdog and obey signals: a curvature rank may have no work for a
     long time.
 
     Collective over: comm.
     """
-    with mpikfac.ending(comm, lambda: "curvature"):
+    servers = serving_ranks(options)[0] == "servers"
+    with mpikfac.ending(comm, lambda: "server" if servers else "curvature"):
         ignore_signals()
         ignore_one_interrupt()
-        mpikfac.serve(team, device)
+        assert team.link, "the rank serves"
+        if servers:
+            classes, channels = mpikfac.comm.told(team.link)
+            model, optimizer = build(options, classes, channels, device)
+            mpikfac.serve_updates(model, optimizer, team)
+        else:
+            mpikfac.serve(team, device)
 
 
 def run_training(

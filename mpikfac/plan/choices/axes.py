@@ -22,6 +22,8 @@ def axes(strategy: Strategy) -> dict[str, str]:
 
 def _synchronisation(strategy: Strategy) -> str:
     exchange = strategy.exchange
+    if exchange.asynchronous:
+        return f"asynchronous, updates of {_batches(exchange.asynchrony.push_every)}"
     if not exchange.of_copies:
         return "gradients at every step"
     later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
@@ -29,8 +31,16 @@ def _synchronisation(strategy: Strategy) -> str:
     return f"weights every {exchange.exchange_every} steps{outer}{later}"
 
 
+def _batches(count: int) -> str:
+    return "a batch" if count == 1 else f"{count} batches"
+
+
 def _architecture(strategy: Strategy) -> str:
+    exchange = strategy.exchange
     found = ["owners of layers" if strategy.update == "owner" else "all ranks"]
+    if exchange.asynchronous:
+        servers, ranks = exchange.asynchrony.servers, exchange.asynchrony.client_ranks
+        found = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)
     if strategy.transport.ranks_per_node is not None:
         found.append("two levels")
     if strategy.refresh.curvature_ranks:

@@ -206,6 +206,14 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={**_COPIES, "exchange_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
     ),
+    "a-sgd": Named(
+        "Clients push gradients to a server and fetch weights, and no client waits for a second; "
+        "the server steps the weights in order of arrival; `P` clients train",
+        "Downpour, Dean et al. 2012",
+        "0 + 0 + 4N to the server and 4N back - 2 (P-1)/P 4N",
+        same=False,
+        choices={"exchanged": "updates"},
+    ),
     "median": Named(
         "The median of each number of all ranks' gradients takes the place of the mean",
         "Yin et al. 2018",

@@ -187,7 +187,7 @@ STRATEGY: tuple[Combination, ...] = (
     Combination(
         "exchanged",
         ("updates",),
-        {"update": "everyone", "combine": "mean", "curvature_ranks": 0},
+        {"update": "everyone", "parts": None, "combine": "mean", "curvature_ranks": 0},
         "a server steps its weights by one update after the other",
     ),
     *(
