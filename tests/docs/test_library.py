@@ -102,6 +102,16 @@ print("saved")
 """
 
 
+SERVED = """
+if team.comm is None:
+    assert len({sum(counts.values()) for counts in staleness}) == 1
+    print("served", len(staleness), "clients")
+else:
+    assert trainer.version == sum(team.comm.allgather(sum(trainer.staleness.values())))
+    print("trains")
+"""
+
+
 def program(path: Path, word: str, after: str) -> str:
     """Return a file with the page's program that contains the word."""
     codes = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -136,6 +146,12 @@ def test_the_last_rank_decomposes_for_the_others(tmp_path):
     """Oracle: which ranks train, and the training ranks' loss."""
     job = launch(3, program(tmp_path / "program.py", "serve(", LEARNT))
     assert sorted(job.stdout.splitlines()) == ["decomposes", "trains", "trains"], job.stderr
+
+
+def test_the_last_rank_holds_the_weights(tmp_path):
+    """Oracle: which ranks train; the clients' loss; updates of two batches."""
+    job = launch(3, program(tmp_path / "program.py", "serve_updates(", SERVED))
+    assert sorted(job.stdout.splitlines()) == ["served 2 clients", "trains", "trains"], job.stderr
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,57 @@ def test_one_client_is_synchronous_training(comm, make):
     assert served in (None, [{0: 4}])
 
 
+@pytest.mark.parametrize("choices", [{"overlap": True, "fusion": 1}, {"gradient_wire": "int8"}])
+def test_a_clients_ranks_take_every_transport(comm, choices):
+    """Oracle: `DataParallel` on the client's ranks with the same transport, bit for bit."""
+    model, right = network(), network()
+    strategy = UPDATES.changed(client_ranks=comm.size - 1, **choices)
+
+    def train(trainer, ranks):
+        steps(trainer, ranks.rank, ranks.size)
+        alone = DataParallel(right, problem.sgd(right), ranks, Strategy.mem_opt(**choices))
+        steps(alone, ranks.rank, ranks.size)
+        assert same(model.state_dict(), right.state_dict())
+
+    on_both(comm, model, problem.sgd(model), strategy, train)
+
+
+@pytest.mark.parametrize("push_every", [1, 2])
+def test_a_scaled_loss_that_overflows_changes_nothing(comm, push_every):
+    """Oracle: the same training without the overflow; the scale falls."""
+    model, right = network().float(), network().float()
+    strategy = UPDATES.changed(client_ranks=comm.size - 1, push_every=push_every)
+
+    def scaled(trainer, ranks, overflows):
+        scaler = torch.amp.GradScaler(problem.DEVICE.type, init_scale=2.0**10)
+        for step in range(4):
+            images, labels = problem.shards(step, ranks.size)[ranks.rank]
+            trainer.optimizer.zero_grad()
+            kept = [buffer.clone() for buffer in trainer.model.buffers()]
+            scaler.scale(F.cross_entropy(trainer.model(images.float()), labels)).backward()
+            if step in (1, 3):
+                if not overflows:
+                    for buffer, value in zip(trainer.model.buffers(), kept):
+                        buffer.copy_(value)
+                    continue
+                trainer.model[0].weight.grad.fill_(torch.inf)
+            trainer.step(scaler)
+            scaler.update()
+        trainer.combine()
+        return scaler.get_scale()
+
+    def train(trainer, ranks):
+        assert scaled(trainer, ranks, True) == 2.0**8
+        alone = DataParallel(right, problem.sgd(right), ranks)
+        if push_every == 1:
+            scaled(alone, ranks, False)
+            parameters = zip(model.parameters(), right.parameters())
+            assert all(torch.equal(*pair) for pair in parameters)
+        assert all(tensor.isfinite().all() for tensor in model.state_dict().values())
+
+    on_both(comm, model, problem.sgd(model), strategy, train)
+
+
 def test_all_clients_hold_the_same_model_after_they_met(comm):
     """Oracle: the other clients; votes are means over clients, and every update was taken."""
     model = network()
