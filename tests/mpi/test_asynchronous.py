@@ -223,6 +223,7 @@ def test_all_clients_hold_the_same_model_after_they_met(comm):
         with pytest.raises(ValueError, match="call combine"):
             trainer.state_dict()
         trainer.votes[1] = ranks.rank
+        time.sleep(0.05 * ranks.rank)  # the first client waits for the others
         steps(trainer, ranks.rank, ranks.size, range(3, 4))
         trainer.combine()
         assert trainer.combined and trainer.version == 4 * ranks.size
@@ -243,7 +244,7 @@ def test_a_call_makes_all_clients_meet_after_the_same_step(comm):
         for step in range(40):
             if ranks.rank == 0 and step == 5:
                 trainer.call()
-            time.sleep(0.002 * ranks.rank)
+            time.sleep(0.02 * ranks.rank)
             steps(trainer, ranks.rank, ranks.size, [step])
             met += [step] * trainer.combined
             if met:

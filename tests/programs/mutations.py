@@ -422,6 +422,47 @@ TABLE = (
         "at <= start",
         "tests/unit/test_tuning.py",
     ),
+    # -- clients and servers
+    Mistake(
+        "asynchronous: a server does not note the version that a client fetches",
+        "engine/server.py",
+        "        self._fetched[client] = self.version\n",
+        "",
+        "tests/mpi/test_asynchronous.py",
+        2,
+    ),
+    Mistake(
+        "asynchronous: a meeting does not wait for all clients",
+        "engine/server.py",
+        "self._waiting >= self._present",
+        "self._waiting",
+        "tests/mpi/test_asynchronous.py",
+        3,
+    ),
+    Mistake(
+        "asynchronous: clients hear of a meeting one step too early",
+        "engine/server.py",
+        "max(self._steps.values()) + self._asked.push_every",
+        "min(self._steps.values())",
+        "tests/mpi/test_asynchronous.py",
+        3,
+    ),
+    Mistake(
+        "asynchronous: an update of several batches holds the last gradient only",
+        "asynchronous.py",
+        "sums[name] += arena[name]",
+        "sums[name].copy_(arena[name])",
+        "tests/mpi/test_asynchronous.py",
+        2,
+    ),
+    Mistake(
+        "asynchronous: running statistics become those of the last client",
+        "engine/server.py",
+        "block.tensor.lerp_(value, 1 / len(self._clients))",
+        "block.tensor.copy_(value)",
+        "tests/mpi/test_asynchronous.py",
+        3,
+    ),
     # -- copies of the model, and robust rules
     Mistake(
         "exchange: ranks average gradients between two exchanges of weights",
