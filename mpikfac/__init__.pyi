@@ -1,5 +1,6 @@
 from . import checkpoint as checkpoint
 from . import comm as comm
+from . import hybrid as hybrid
 from . import layers as layers
 from . import numerics as numerics
 from . import plan as plan
@@ -21,11 +22,15 @@ from .engine import serve as serve
 from .engine import serve_updates as serve_updates
 from .errors import UserError as UserError
 from .errors import ending as ending
+from .hybrid import SplitLayers as SplitLayers
+from .hybrid import layer_calls as layer_calls
+from .hybrid import split_layers as split_layers
 from .kfac import KFAC as KFAC
 from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
+from .plan import Distribution as Distribution
 from .plan import Exchange as Exchange
 from .plan import LayerShape as LayerShape
 from .plan import Refresh as Refresh

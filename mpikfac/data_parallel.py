@@ -30,6 +30,7 @@ from mpikfac.engine import (
     of_copies,
     of_rank,
 )
+from mpikfac.hybrid import split_of
 from mpikfac.layers import Votes, find_uncovered, take_model
 from mpikfac.plan import Strategy, plan_for
 from mpikfac.trace import Trace
@@ -93,12 +94,15 @@ class DataParallel:
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
         means = [block.name for block in blocks if not block.parameters]
         size = dtype.itemsize
-        self.plan = plan_for([], comm.size, self._strategy, shapes, itemsize=size, means=means)
+        split = split_of(model, blocks)
+        self.plan = plan_for(
+            [], comm.size, self._strategy, shapes, itemsize=size, means=means, split=split
+        )
         check_momentum(self.optimizer, self._strategy)
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
-        grid = Grid(comm, 1, self.trace, per_node)
+        grid = Grid(comm, 1, self.trace, per_node, split.distribution)
         site = Site(
             self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite, Flags()
         )

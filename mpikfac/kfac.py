@@ -52,6 +52,7 @@ from mpikfac.engine import (
     report_others,
 )
 from mpikfac.errors import UserError
+from mpikfac.hybrid import split_of
 from mpikfac.layers import Coverage, Votes, cover, offers, take_model
 from mpikfac.numerics import (
     LOSSES,
@@ -191,7 +192,8 @@ class KFAC:
         self._check_agreement(team.trains)
         broadcast(team.trains, [*model.parameters(), *model.buffers()])
         per_node = self.plan.strategy.transport.ranks_per_node
-        self.grid = Grid(team.trains, self.plan.grid.workers, self.trace, per_node)
+        rows, groups = self.plan.grid.workers, self.plan.split.distribution
+        self.grid = Grid(team.trains, rows, self.trace, per_node, groups)
         of_rank = self.plan.of(team.trains.rank)
         self._build(
             Site(of_rank, self.grid, self.trace, dtype, device, self.nonfinite, Flags()), team
@@ -232,7 +234,9 @@ class KFAC:
         others = [(other.name, tuple(other.tensor.shape)) for other in self.others]
         kept = (self.estimator.factor_dtype or dtype).itemsize, (run.dtype or dtype).itemsize
         means = [other.name for other in self.others if not other.parameters]
-        return plan_for(shapes, ranks, strategy, others, forms, dtype.itemsize, *kept, means)
+        split = split_of(self.model, [*self.layers, *self.others])
+        sizes = dtype.itemsize, *kept
+        return plan_for(shapes, ranks, strategy, others, forms, *sizes, means, split)
 
     def _build(self, site: Site, team: Team) -> None:
         """Make the parts of a step, in order."""

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 
 COMMUNICATION = (
+    "exchange activations",
+    "exchange activation gradients",
+    "exchange split statistics",
     "reduce scales",
     "reduce statistics",
     "send factors",
@@ -35,8 +38,8 @@ class Event(NamedTuple):
     Attributes:
         start: seconds of `time.perf_counter`, on this rank unless stated otherwise.
         over: communicator of the stage's collective: "world", "column" or "row", or a numbered part
-            like "world in node 3"; "curvature" and "servers" for messages to and from ranks that do
-            not train; "" if the stage sends nothing.
+            like "world in node 3"; "group" or "peers" for split layers; "curvature" and "servers"
+            for messages to and from ranks that do not train; "" if the stage sends nothing.
         bytes: bytes that this rank passed to MPI.
         depth: number of stages around the stage on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.

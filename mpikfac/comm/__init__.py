@@ -20,6 +20,7 @@ from mpikfac.comm.curvature_ranks import (
     told,
 )
 from mpikfac.comm.grid import Grid
+from mpikfac.comm.group import Group
 from mpikfac.comm.job import (
     Comm,
     check_survivable,
@@ -61,6 +62,7 @@ __all__ = [
     "Answer",
     "Comm",
     "Grid",
+    "Group",
     "Request",
     "Team",
     "agree",

@@ -24,14 +24,15 @@ from mpikfac.comm.messages import (
     sum_in_order,
 )
 from mpikfac.comm.mpi import MPI
-from mpikfac.plan import BETWEEN_NODES, IN_NODE, Layout, Message
+from mpikfac.plan import BETWEEN_NODES, IN_NODE, Distribution, Layout, Message
 from mpikfac.trace import Trace
 
 
 class Grid:
     """Arrange the ranks as `rows` x `columns`, with a communicator per column and per row.
 
-    Rank r sits at row `r // columns`, column `r % columns`. Collective over: world.
+    Rank r sits at row `r // columns`, column `r % columns`. With split layers, ranks also form
+    groups and teams of peers. Collective over: world.
 
     Attributes:
         world: all ranks; statistics and gradients are reduced over the world.
@@ -45,7 +46,12 @@ class Grid:
     """
 
     def __init__(
-        self, comm: MPI.Intracomm, rows: int, trace: Trace, ranks_per_node: int | None = None
+        self,
+        comm: MPI.Intracomm,
+        rows: int,
+        trace: Trace,
+        ranks_per_node: int | None = None,
+        distribution: Distribution | None = None,
     ) -> None:
         self.world = comm.Create_cart([rows, comm.size // rows])
         self.column = self.world.Sub([True, False])
@@ -56,6 +62,8 @@ class Grid:
         if ranks_per_node is not None:
             check_nodes(self.world, ranks_per_node)
             self._teams |= self._two_levels(self.world.rank // ranks_per_node)
+        if distribution is not None and distribution.ways > 1:
+            self._teams |= self._groups(distribution)
         self.trace = trace
         direct = cuda_aware()
         self.combiner = Combiner(trace)
@@ -78,6 +86,15 @@ class Grid:
             parts |= {IN_NODE.format(name): inside, BETWEEN_NODES.format(name): across}
             inside.name = f"{IN_NODE.format(name)} {node}"
             across.name = f"{BETWEEN_NODES.format(name)} {inside.rank}"
+        return parts
+
+    def _groups(self, distribution: Distribution) -> dict[str, MPI.Intracomm]:
+        """Return the communicators of the groups of split layers, and of peers."""
+        rank, ranks = self.world.rank, self.world.size
+        parts: dict[str, MPI.Intracomm] = {}
+        for name, team in (("group", distribution.group), ("peers", distribution.peers)):
+            parts[name] = cast(MPI.Intracomm, self.world.Split(team(rank, ranks)[0]))
+            parts[name].name = name
         return parts
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:

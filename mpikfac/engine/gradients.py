@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,6 +33,21 @@ class Slot:
     block: Block
     parts: Sequence[Tensor]
     steps: bool
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice of the gradient of a split layer, in both arenas.
+
+    Attributes:
+        member: the member of a group that makes the slice.
+        packed: the slice in the arena of slices.
+        whole: the slice in the arena of gradients.
+    """
+
+    member: int
+    packed: Tensor
+    whole: Tensor
 
 
 def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
@@ -81,6 +96,9 @@ class Gradients:
         self.slots = slots_in(self.arena, self.blocks, site)
         self.of_others = slots_in(self.arena, others, site)
         self._to_reduce = site.plan.reduce_gradients()
+        self.slices = site.arena(site.plan.layouts.slices)
+        self._of_slices = site.plan.reduce_slices()
+        self._cuts = list(self._found_cuts(model))
         self._to_publish = site.plan.publish_weights()
         # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
         changing = self.arena.layout if site.plan.publishes_changes else lay_out([])
@@ -218,6 +236,36 @@ class Gradients:
             return
         share_out(self.arena, self.plan)
         self.grid.exchange(self._to_reduce, self.arena.flat)
+        self._reduce_slices()
+
+    def _reduce_slices(self) -> None:
+        """Average gradients of split layers, of which each rank of a group has made a slice.
+
+        Collective over: world.
+        """
+        if not self._of_slices:
+            return
+        stage, own = "reduce gradients", self.plan.member
+        with self.site.trace.stage(stage):
+            copy_all((cut.packed, cut.whole) for cut in self._cuts if cut.member == own)
+        self.grid.exchange(self._of_slices, self.slices.flat)
+        with self.site.trace.stage(stage):
+            copy_all((cut.whole, cut.packed) for cut in self._cuts)
+
+    def _found_cuts(self, model: nn.Module) -> Iterator[Cut]:
+        """Yield all slices of gradients of split layers."""
+        split = self.plan.in_slices
+        ways = split.distribution.ways
+        sliced = {parameter.name: parameter for parameter in split.parameters}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for slot in self.slots:
+            for part, parameter in zip(slot.parts, slot.block.parameters):
+                if (one := sliced.get(names.get(id(parameter), ""))) is None:
+                    continue
+                for member in range(ways):
+                    (start, stop), (name, _) = one.span(member, ways), one.slice_of(member, ways)
+                    whole = part.narrow(one.dim, start, stop - start)
+                    yield Cut(member, self.slices[name], whole)
 
     def weigh(self, examples: int) -> float:
         """Weigh the rank's gradients and running statistics by the number of examples.

@@ -121,7 +121,10 @@ class Layer:
         # layer breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:
             return None
-        return given[0] if given else named["input"], output.register_hook
+        x = given[0] if given else named["input"]
+        # A split layer may have other examples and channels than the rank's.
+        watch = getattr(self.module.forward, "watch", None)
+        return (x, output.register_hook) if watch is None else watch(x, output)
 
     def inputs(self, x: Tensor) -> Tensor:
         """Return the vectors `a` `[batch, shared, inputs]`, without the bias's 1."""

@@ -31,6 +31,12 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
     TRAINERS[model] = ref(trainer)
 
 
+def trainer_of(model: nn.Module) -> Trainer | None:
+    """Return the trainer of the model; None if there is none."""
+    found = TRAINERS.get(model)
+    return None if found is None else found()
+
+
 class Trained:
     """The trained parameters of a model, as the trainer knows the parameters.
 

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+from mpikfac.plan.activations import (
+    BACKWARD,
+    FORWARD,
+    STATISTICS,
+    LayerCall,
+    Place,
+    activation_messages,
+    cheapest,
+    gradient_messages,
+    layer_messages,
+    places,
+    told,
+    wire_bytes,
+)
 from mpikfac.plan.choices import (
     NAMED,
     STRATEGY,
@@ -27,6 +41,7 @@ from mpikfac.plan.choices import (
     shown,
 )
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
+from mpikfac.plan.distribution import AXES, SPLIT, Axis, Distribution, Sliced, Split, span
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
@@ -52,22 +67,30 @@ from mpikfac.plan.shapes import (
 
 __all__ = [
     "ALIGNMENT",
+    "AXES",
+    "BACKWARD",
     "BETWEEN_NODES",
+    "FORWARD",
     "IN_NODE",
     "IN_SHARDS",
     "IN_TWO_SUMS",
     "NAMED",
     "PIECE",
     "PLACE",
+    "SPLIT",
+    "STATISTICS",
     "STRATEGY",
     "Asynchrony",
     "AtLeast",
+    "Axis",
     "Codec",
     "Combination",
+    "Distribution",
     "Exchange",
     "Factor",
     "FactorShape",
     "Form",
+    "LayerCall",
     "LayerShape",
     "Layout",
     "Matrix",
@@ -75,6 +98,7 @@ __all__ = [
     "Named",
     "OneOf",
     "Outer",
+    "Place",
     "Plan",
     "PlannedLayer",
     "RankPlan",
@@ -82,10 +106,14 @@ __all__ = [
     "Robust",
     "Same",
     "Shape",
+    "Sliced",
+    "Split",
     "Strategy",
     "Transport",
     "Wires",
     "axes",
+    "activation_messages",
+    "cheapest",
     "check",
     "check_count",
     "check_layers",
@@ -93,12 +121,18 @@ __all__ = [
     "divisors",
     "few",
     "forward_only",
+    "gradient_messages",
     "lay_out",
+    "layer_messages",
     "message",
     "named",
     "one_of",
+    "places",
     "plan_for",
     "shard_length",
     "shown",
+    "span",
+    "told",
     "usual_rule",
+    "wire_bytes",
 ]

@@ -28,6 +28,7 @@ class Layouts:
         scales: running averages of scales, in the form of gradients.
         scale_sums: a batch's scales, each a sum beside its number of examples.
         gradients: all gradients: model order, or updater by updater if owners update.
+        slices: gradients of split layers that travel in slices, slice by slice.
         directions: preconditioned gradients: column by column, or the rank's own if owners update.
         copies: the rank's copy of the model, if ranks exchange weights; else nothing.
     """
@@ -40,6 +41,7 @@ class Layouts:
     scales: Layout
     scale_sums: Layout
     gradients: Layout
+    slices: Layout
     directions: Layout
     copies: Layout
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from mpikfac.plan.choices import Strategy, one_of
+from mpikfac.plan.choices import Strategy, check, one_of
+from mpikfac.plan.distribution import SPLIT, Split
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
 from mpikfac.plan.rank import Itemsizes, RankPlan
@@ -41,6 +42,7 @@ class Plan:
         owners: rank to decompose a factor ("conv1.A").
         updaters: rank to step a layer or uncovered parameter if update="owner".
         shares_of: share of a refresh of every layer, from 0 to `stagger` - 1.
+        split: the split layers of the model.
     """
 
     layers: tuple[LayerShape, ...]
@@ -56,6 +58,7 @@ class Plan:
     owners: dict[str, int]
     updaters: dict[str, int]
     shares_of: dict[str, int]
+    split: Split = Split()
 
     def of(self, rank: int) -> RankPlan:
         """Return the roles, layouts and messages of a rank."""
@@ -70,6 +73,7 @@ class Plan:
             updaters=self.updaters,
             itemsizes=itemsizes,
             solvers=self.all_solvers,
+            split=self.split,
         )
 
     def digest(self) -> str:
@@ -108,7 +112,8 @@ class Plan:
         """The ranks as rows and columns, on nodes."""
         strategy = self.strategy
         per_node, curvature = strategy.transport.ranks_per_node, strategy.refresh.curvature_ranks
-        return RankGrid(self.ranks, strategy.workers, per_node, curvature)
+        split = self.split.distribution
+        return RankGrid(self.ranks, strategy.workers, per_node, curvature, split)
 
     def load(self, rank: int) -> int:
         """Return the work of `rank` in a refresh: the sum of n^3 over the factors to decompose.
@@ -155,6 +160,7 @@ def plan_for(
     factor_itemsize: int | None = None,
     basis_itemsize: int | None = None,
     means: Iterable[str] = (),
+    split: Split | None = None,
 ) -> Plan:
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
@@ -165,6 +171,7 @@ def plan_for(
         factor_itemsize: bytes of an element of running averages; `itemsize` if None.
         basis_itemsize: bytes of an element of decompositions; `itemsize` if None.
         means: names of `others` of which ranks always take the mean: running statistics, votes.
+        split: the split layers of the model.
 
     Raises:
         ValueError: a choice that cannot work; the text names the needs.
@@ -173,6 +180,9 @@ def plan_for(
         raise ValueError(f"ranks={ranks} must be at least 1")
     strategy.check_ranks(ranks)
     _check_layers(layers, ranks, strategy, forms)
+    split = split or Split()
+    of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
+    check(SPLIT, strategy.choices() | of_split)
     of_layers = _forms_of(layers, forms)
     shares_of = deal(layers, of_layers, strategy.refresh.stagger)
     placed = place(layers, of_layers, ranks, strategy, shares_of)
@@ -193,6 +203,7 @@ def plan_for(
         owners=placed.owners,
         updaters=updaters | spread(others, ranks),
         shares_of=shares_of,
+        split=split,
     )
 
 

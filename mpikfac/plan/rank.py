@@ -11,6 +11,7 @@ from typing import NamedTuple
 from mpikfac.plan import layouts
 from mpikfac.plan.choices import Outer, Strategy
 from mpikfac.plan.codec import Codec, matrix
+from mpikfac.plan.distribution import Split
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
 from mpikfac.plan.messages import (
@@ -49,6 +50,7 @@ class RankPlan:
         means: names of `others` of which ranks always take the mean.
         updaters: rank to step a layer or uncovered parameter if update="owner".
         solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
+        split: the split layers of the model.
     """
 
     rank: int
@@ -60,6 +62,7 @@ class RankPlan:
     updaters: Mapping[str, int]
     itemsizes: Itemsizes
     solvers: str
+    split: Split = Split()
 
     # -- who does what ---------------------------------------------------------------------------
 
@@ -88,6 +91,20 @@ class RankPlan:
     def owner_updates(self) -> bool:
         """Whether a layer or parameter is stepped by the updater only."""
         return self.strategy.update == "owner"
+
+    @cached_property
+    def in_slices(self) -> Split:
+        """The split layers whose gradients travel in slices; nothing if gradients travel whole."""
+        transport = self.strategy.transport
+        whole = self.owner_updates or transport.overlap or self.strategy.exchange.of_copies
+        whole |= transport.wires.gradient_wire is not None
+        whole |= (transport.parts, transport.ranks_per_node) != (None, None)
+        return Split() if whole or self.grid.count == 1 else self.split
+
+    @property
+    def member(self) -> int:
+        """The place of the rank in the group of split layers."""
+        return self.grid.team(self.rank, "group").index(self.rank)
 
     def steps(self, name: str) -> bool:
         """Return whether the rank steps the layer or parameter `name`."""
@@ -183,6 +200,7 @@ class RankPlan:
             scales=lay_out([scales]),
             scale_sums=lay_out([layouts.counted(scales)]),
             gradients=self._gradients(),
+            slices=self.in_slices.layout(),
             directions=self._directions(),
             copies=self._gradients() if self.strategy.exchange.of_copies else lay_out([]),
         )
@@ -266,6 +284,7 @@ class RankPlan:
         # With copies of the model, a step that ends with an exchange.
         copies = self.strategy.exchange.of_copies
         found += self.exchange_weights() if copies else self.reduce_gradients()
+        found += [] if copies else self.reduce_slices()
         found += self.publish_directions()
         return found + (self.clip() if clip else []) + self.publish_weights()
 
@@ -313,7 +332,7 @@ class RankPlan:
         return self._gathers("publish bases", "column", layout, kinds, size, codec)
 
     def reduce_gradients(self) -> list[Message]:
-        """Return the sums of all gradients."""
+        """Return the sums of all gradients that do not travel in slices."""
         layout, wires = self.layouts.gradients, self.strategy.transport.wires
         if self.strategy.exchange.robust.combine != "mean":
             return self._combinations("reduce gradients", layout)
@@ -322,11 +341,27 @@ class RankPlan:
         codec = self._codec_of_sums(layout)
         if codec and codec.name == "top-k":
             codec = replace(codec, momentum=wires.top_momentum)
+        apart_from = dict.fromkeys(self.in_slices.blocks)
         return [
             message
             for codec, some in self._encoded_and_others(codec, kinds, -1)
-            for message in self._sums("reduce gradients", layout, some, codec)
+            for message in self._sums("reduce gradients", layout, {**some, **apart_from}, codec)
         ]
+
+    def reduce_slices(self) -> list[Message]:
+        """Return the sums of slices over peers, and the messages that give all slices to all.
+
+        A member of a group makes the gradient of a slice from all examples of the group.
+        """
+        layout, size = self.layouts.slices, self.itemsizes.numbers
+        peers, group = (len(self.grid.team(self.rank, over)) for over in ("peers", "group"))
+        if layout.size == 0:
+            return []
+        stage, own = "reduce gradients", self.member
+        mine = layout.segments()[own : own + 1]
+        found = [message(stage, "Allreduce", "peers", mine, peers, size)]
+        gathered = gathers(stage, "group", layout, lambda _: 0, own, group, size)
+        return (found if peers > 1 else []) + gathered
 
     def exchange_weights(self) -> list[Message]:
         """Return the sums of all copies of the model, or of changes since the last exchange."""

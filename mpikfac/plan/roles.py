@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mpikfac.plan.choices import Strategy
+from mpikfac.plan.distribution import Distribution
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import IN_NODE, Seat, seat
 from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
@@ -118,12 +119,14 @@ class RankGrid:
         workers: rows, which are the gradient workers of a layer.
         per_node: ranks of a node; None for one level of communication.
         curvature: ranks to decompose for the training ranks.
+        distribution: the groups of split layers.
     """
 
     count: int
     workers: int
     per_node: int | None = None
     curvature: int = 0
+    distribution: Distribution = Distribution()
 
     @property
     def columns(self) -> int:
@@ -142,6 +145,10 @@ class RankGrid:
         if over == "curvature":
             peer = self.count + self.curvature_rank(rank)
             return range(rank, peer + 1, peer - rank)
+        if over == "group":
+            return self.distribution.group(rank, self.count)
+        if over == "peers":
+            return self.distribution.peers(rank, self.count)
         row, column = self.position(rank)
         whole, _, level = over.partition(" ")
         team = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpikfac.comm.messages.buffers import SUMMABLE, Buffers, check_summable
+from mpikfac.comm.messages.buffers import MAX_COUNT, SUMMABLE, Buffers, check_summable
 from mpikfac.comm.messages.collectives import (
     COPIES,
     PRIMITIVES,
@@ -16,6 +16,7 @@ from mpikfac.comm.messages.robust import Combiner
 
 __all__ = [
     "COPIES",
+    "MAX_COUNT",
     "PRIMITIVES",
     "SUMMABLE",
     "SUMS",

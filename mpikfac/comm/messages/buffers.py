@@ -79,6 +79,25 @@ class Buffers:
         with self._trace.stage(stage):
             flat.copy_(host)
 
+    @contextmanager
+    def both(self, sent: Tensor, received: Tensor, stage: str) -> Iterator[tuple[Any, Any]]:
+        """Yield buffers for MPI to read in place of `sent`, and to fill in place of `received`."""
+        if sent.is_cpu:
+            yield sent.numpy(), received.numpy()
+            return
+        if self._direct:
+            synchronize(sent)
+            yield sent, received
+            return
+        kind = torch.empty(0, dtype=sent.dtype, device="cpu")
+        host = self.like(kind, "host", sent.numel() + received.numel(), pinned=True)
+        of_sent, of_received = host[: sent.numel()], host[sent.numel() :]
+        with self._trace.stage(stage):
+            of_sent.copy_(sent)
+        yield of_sent.numpy(), of_received.numpy()
+        with self._trace.stage(stage):
+            received.copy_(of_received)
+
     def joined(self, buffer: Any, spans: Sequence[tuple[int, int]]) -> Any:
         """Return all spans in one piece, without a copy if the spans are contiguous."""
         first, last = spans[0][0], spans[-1][1]

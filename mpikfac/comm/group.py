@@ -1,0 +1,123 @@
+"""Exchange activations in a group of ranks: gathers, sums in parts, and changes of the cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm.job import cuda_aware
+from mpikfac.comm.messages import MAX_COUNT, SUMMABLE, Buffers
+from mpikfac.comm.mpi import MPI
+from mpikfac.errors import UserError
+from mpikfac.trace import Trace
+
+Call = Callable[[Any, Any], None]
+
+
+class Group:
+    """Exchange activations between the ranks that share out the channels of split layers.
+
+    Collective over: comm.
+
+    Args:
+        color: the same on all ranks of a group.
+
+    Attributes:
+        size: ranks of the group.
+        member: the place of the rank in the group.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, color: int, trace: Trace) -> None:
+        self._comm = cast(MPI.Intracomm, comm.Split(color, comm.rank))
+        self._comm.name = "group"
+        self.size, self.member, self.trace = self._comm.size, self._comm.rank, trace
+        self._buffers = Buffers(trace, cuda_aware())
+
+    def free(self) -> None:
+        """Free the communicator.
+
+        Collective over: group.
+        """
+        self._comm.Free()
+
+    def check_alike(self, layer: str, x: Tensor) -> None:
+        """Check that all ranks of the group call the same layer with inputs of the same shape.
+
+        Collective over: group.
+
+        Raises:
+            UserError: layers or shapes differ; the text names both.
+        """
+        first, *rest = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
+        for member, other in enumerate(rest, start=1):
+            if other != first:
+                (name, shape, dtype), (other_name, other_shape, other_dtype) = first, other
+                raise UserError(
+                    f"split layers need the same call on all ranks of a group: layer {name!r} gets "
+                    f"{list(shape)} {dtype} on member 0, layer {other_name!r} gets "
+                    f"{list(other_shape)} {other_dtype} on member {member}"
+                )
+
+    def gather(self, x: Tensor, dim: int, stage: str) -> Tensor:
+        """Return the tensors of all members, joined along `dim`.
+
+        Collective over: group.
+        """
+        sent = x.contiguous()
+        received = sent.new_empty(self.size, *sent.shape)
+        self._send(self._comm.Allgather, sent, received, stage)
+        return _joined(received, dim)
+
+    def sum_parts(self, x: Tensor, dim: int, stage: str) -> Tensor:
+        """Return the rank's part along `dim` of the sum of all members' tensors.
+
+        Numbers of less than 32 bits are added up in float32.
+
+        Collective over: group.
+        """
+        if x.dtype not in SUMMABLE:
+            return self.sum_parts(x.float(), dim, stage).to(x.dtype)
+        sent = _parts(x, self.size, dim)
+        received = torch.empty_like(sent[0])
+        self._send(self._comm.Reduce_scatter_block, sent, received, stage)
+        return received
+
+    def turn(self, x: Tensor, cut: int, join: int, stage: str) -> Tensor:
+        """Send each member a part of `x` along `cut`; return the parts received, joined.
+
+        Collective over: group.
+        """
+        sent = _parts(x, self.size, cut)
+        received = torch.empty_like(sent)
+        self._send(self._comm.Alltoall, sent, received, stage)
+        return _joined(received, join)
+
+    def _send(self, call: Call, sent: Tensor, received: Tensor, stage: str) -> None:
+        flats = sent.view(-1), received.view(-1)
+        if sent.dtype not in SUMMABLE:  # copies of numbers that MPI may not know
+            flats = flats[0].view(torch.uint8), flats[1].view(torch.uint8)
+        count = max(map(len, flats))
+        if count > MAX_COUNT:
+            raise ValueError(
+                f"a message of a split layer has {count} elements, and MPI takes at most "
+                f"{MAX_COUNT}: take smaller batches"
+            )
+        with (
+            self._buffers.both(*flats, stage) as buffers,
+            self.trace.stage(stage, "group", sent.nbytes),
+        ):
+            call(*buffers)
+
+
+def _parts(x: Tensor, count: int, dim: int) -> Tensor:
+    """Return the equal parts of `x` along `dim`, `[count, ...]`, stored part by part."""
+    return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim if dim >= 0 else dim - 1, 0).contiguous()
+
+
+def _joined(parts: Tensor, dim: int) -> Tensor:
+    """Return the inverse of `_parts`."""
+    at = dim if dim >= 0 else parts.dim() - 1 + dim
+    return parts.movedim(0, at).flatten(at, at + 1)

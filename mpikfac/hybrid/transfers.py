@@ -1,0 +1,60 @@
+"""Exchanges of activations as functions that autograd differentiates.
+
+An exchange is a linear function of the tensors of all ranks of a group, and the backward pass is
+the transposed function: a sum in parts for a gather, a gather for a sum in parts, and the way back
+for a change of the cut.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import Group
+from mpikfac.plan import BACKWARD, FORWARD
+
+Exchange = Any
+"""A function of a tensor and a stage."""
+
+
+class _Linear(torch.autograd.Function):
+    """Call an exchange forward, and the transposed exchange backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+        ctx.back = back
+        return there(x, stage=FORWARD)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        return ctx.back(g, stage=BACKWARD), None, None
+
+
+def gather(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the tensors of all members of the group, joined along `dim`.
+
+    Collective over: group, forward and backward.
+    """
+    there, back = partial(group.gather, dim=dim), partial(group.sum_parts, dim=dim)
+    return _Linear.apply(x, there, back)  # type: ignore[no-any-return]
+
+
+def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
+    """Return the rank's part along `dim` of the sum over the group.
+
+    Collective over: group, forward and backward.
+    """
+    there, back = partial(group.sum_parts, dim=dim), partial(group.gather, dim=dim)
+    return _Linear.apply(x, there, back)  # type: ignore[no-any-return]
+
+
+def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
+    """Return the tensor with all of `join` and a slice along `cut`, from the reverse.
+
+    Collective over: group, forward and backward.
+    """
+    there = partial(group.turn, cut=cut, join=join)
+    return _Linear.apply(x, there, partial(group.turn, cut=join, join=cut))  # type: ignore[no-any-return]

@@ -1,0 +1,264 @@
+"""The messages of split layers, and the bytes of split against data parallel layers.
+
+Between modules, activations have one of two forms. "examples": a rank has its own examples, with
+all channels. "channels": a rank has all examples of the group, with a slice of the channels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpikfac.plan.choices import divisors
+from mpikfac.plan.distribution import AXES, Axis, Distribution, span
+from mpikfac.plan.layout import Shape
+from mpikfac.plan.messages import Message, message
+
+FORWARD = "exchange activations"
+BACKWARD = "exchange activation gradients"
+STATISTICS = "exchange split statistics"
+GRADIENTS = "reduce gradients"
+Cost = Callable[[Message], float]
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """The calls of a layer in a step on a rank, with numbers of a batch.
+
+    Attributes:
+        weight: the shape of the weight: outputs, inputs, and the kernel of a convolution.
+        taken: numbers in the inputs of the rank's batch, of all calls.
+        given: numbers in the outputs of the rank's batch, of all calls.
+        differentiated: whether the backward pass needs the gradient of the input.
+        follows: the layer whose outputs reach this layer by modules that act on single channels
+            alone; "" for none.
+    """
+
+    name: str
+    weight: Shape
+    bias: bool
+    taken: int
+    given: int
+    differentiated: bool = True
+    follows: str = ""
+
+    @property
+    def numbers(self) -> int:
+        """The numbers in weight and bias."""
+        return math.prod(self.weight) + self.bias * self.weight[0]
+
+    def channels(self, axis: Axis) -> int:
+        """Return the number of channels that are dealt out."""
+        return self.weight[AXES.index(axis)]
+
+    def can_split(self, axis: Axis, ways: int) -> bool:
+        """Return whether all members of a group get equally many channels."""
+        return self.channels(axis) % ways == 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a layer among the ranks.
+
+    Attributes:
+        axis: the channels that the ranks of a group share out; None for a data parallel layer.
+        takes: whether the layer takes slices of channels from a split layer before.
+        gives: whether the layer gives slices of channels to a split layer behind.
+    """
+
+    axis: Axis | None = None
+    takes: bool = False
+    gives: bool = False
+
+
+def places(calls: Sequence[LayerCall], axes: Mapping[str, Axis]) -> dict[str, Place]:
+    """Return the place of each layer: two split layers in a row hand on slices."""
+    taking = {c.name for c in calls if c.name in axes and c.follows in axes}
+    giving = {call.follows for call in calls if call.name in taking}
+    return {c.name: Place(axes.get(c.name), c.name in taking, c.name in giving) for c in calls}
+
+
+def activation_messages(
+    call: LayerCall, place: Place, ways: int, itemsize: int, statistics: bool = False
+) -> list[Message]:
+    """Return the messages of a layer's activations in a step, forward and then backward.
+
+    Args:
+        statistics: with the messages for the statistics of K-FAC.
+    """
+    if place.axis is None or ways == 1:
+        return []
+    found: list[Message | None]
+
+    def of(stage: str, primitive: str, count: int) -> Message:
+        parts = [span(count, member, ways) for member in range(ways)]
+        if primitive == "Reduce_scatter":
+            parts = [(count * member, count * (member + 1)) for member in range(ways)]
+        if primitive == "Allgather":
+            parts = [(0, count)]
+        return message(stage, primitive, "group", parts, ways, itemsize)
+
+    taken, given = call.taken, call.given
+    if place.axis == "outputs":
+        found = [of(FORWARD, "Allgather", taken)]
+        found += [] if place.gives else [of(FORWARD, "Alltoall", given)]
+        found += [] if place.gives else [of(BACKWARD, "Alltoall", given)]
+        found += [of(BACKWARD, "Reduce_scatter", taken)] if call.differentiated else []
+    else:
+        found = [] if place.takes else [of(FORWARD, "Alltoall", taken)]
+        found += [of(FORWARD, "Reduce_scatter", given), of(BACKWARD, "Allgather", given)]
+        turned = call.differentiated and not place.takes
+        found += [of(BACKWARD, "Alltoall", taken)] if turned else []
+    if statistics:
+        found += [of(STATISTICS, "Alltoall", taken)] if place.takes else []
+        found += [of(STATISTICS, "Alltoall", given)] if place.gives else []
+    return [one for one in found if one is not None]
+
+
+def gradient_messages(
+    numbers: int, split: bool, ways: int, ranks: int, itemsize: int
+) -> list[Message]:
+    """Return the messages of a layer's gradient, as if the layer had messages of its own."""
+    found = []
+    if not split or ways == 1:
+        found = [message(GRADIENTS, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
+        return found if ranks > 1 else []
+    slices = [span(numbers, member, ways) for member in range(ways)]
+    if ranks > ways:
+        mine = [slices[0]]
+        found.append(message(GRADIENTS, "Allreduce", "peers", mine, ranks // ways, itemsize))
+    return [*found, message(GRADIENTS, "Allgatherv", "group", slices, ways, itemsize)]
+
+
+def layer_messages(
+    call: LayerCall, place: Place, ways: int, ranks: int, itemsize: int
+) -> list[Message]:
+    """Return the messages of a layer in a first-order step."""
+    split = place.axis is not None
+    return [
+        *activation_messages(call, place, ways, itemsize),
+        *gradient_messages(call.numbers, split, ways, ranks, itemsize),
+    ]
+
+
+def wire_bytes(messages: Iterable[Message]) -> int:
+    """Return the bytes that a rank sends, if all collectives are rings."""
+    return sum(one.wire for one in messages)
+
+
+# -- the choice -----------------------------------------------------------------------------------
+
+
+def cheapest(
+    calls: Sequence[LayerCall],
+    ranks: int,
+    itemsize: int = 4,
+    strided: bool = False,
+    cost_for: Callable[[Distribution], Cost] = lambda _: lambda one: one.wire,
+) -> Distribution:
+    """Return the distribution with the least cost, over all divisors of the number of ranks.
+
+    Args:
+        cost_for: a function that returns the cost of a message, for a distribution without layers.
+            By default the bytes that a rank sends in a ring.
+    """
+    best, least = Distribution(strided=strided), math.inf
+    for ways in divisors(ranks):
+        among = Distribution(ways, strided=strided)
+        cost, axes = _cheapest_axes(calls, ways, ranks, itemsize, cost_for(among))
+        if cost < least:
+            ways = ways if axes else 1
+            best, least = Distribution(ways, axes, strided), cost
+    return best
+
+
+def _cheapest_axes(
+    calls: Sequence[LayerCall], ways: int, ranks: int, itemsize: int, cost: Cost
+) -> tuple[float, dict[str, Axis]]:
+    """Return the least cost and the split layers, by dynamic programming along each row of layers.
+
+    A layer's cost depends on its neighbours alone: on whether slices are handed on.
+    """
+    total, chosen = 0.0, {}
+    for row in _rows(calls):
+        # By the axis of the last layer and by whether the layer gives slices: cost, and axes.
+        states: dict[Place, tuple[float, dict[str, Axis]]] = {Place(): (0.0, {})}
+        for call, last in zip(row, [*[False] * (len(row) - 1), True]):
+            states = _extended(states, call, last, ways, lambda place, call=call: sum(
+                cost(one) for one in layer_messages(call, place, ways, ranks, itemsize)
+            ))
+        least, axes = min(states.values(), key=lambda state: state[0])
+        total += least
+        chosen |= axes
+    return total, chosen
+
+
+def _extended(
+    states: Mapping[Place, tuple[float, dict[str, Axis]]],
+    call: LayerCall,
+    last: bool,
+    ways: int,
+    cost_of: Callable[[Place], float],
+) -> dict[Place, tuple[float, dict[str, Axis]]]:
+    """Return the cheapest ways to end with each place of the next layer of a row."""
+    found: dict[Place, tuple[float, dict[str, Axis]]] = {}
+    axes = [axis for axis in AXES if ways > 1 and call.can_split(axis, ways)]
+    for before, (cost, chosen) in states.items():
+        options = [Place(axis, before.gives, g) for axis in axes for g in {False, not last}]
+        options += [] if before.gives else [Place()]
+        for place in options:
+            # A split layer in front of a split layer hands on slices.
+            if place.axis and before.axis and not before.gives:
+                continue
+            sum_of = cost + cost_of(place)
+            if place not in found or sum_of < found[place][0]:
+                found[place] = sum_of, chosen | ({call.name: place.axis} if place.axis else {})
+    return found
+
+
+def _rows(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
+    """Return the layers in rows, in which each layer follows the layer before."""
+    rows: list[list[LayerCall]] = []
+    for call in calls:
+        if call.follows and rows and rows[-1][-1].name == call.follows:
+            rows[-1].append(call)
+        else:
+            rows.append([call])
+    return rows
+
+
+# -- text -----------------------------------------------------------------------------------------
+
+
+def told(
+    calls: Sequence[LayerCall], distribution: Distribution, ranks: int, itemsize: int = 4
+) -> str:
+    """Return a table of the layers: data x model parts, and bytes against data parallel layers."""
+    at = places(calls, distribution.layers)
+    groups = "strided" if distribution.strided else "neighbouring"
+    lines = [
+        f"{ranks} ranks in groups of {distribution.ways} {groups} ranks; "
+        f"MiB that a rank sends in a step, in rings",
+        f"{'layer':<20} {'data':>5} {'model':>5}  {'split':<8} {'takes':<9} {'gives':<9} "
+        f"{'activations':>11} {'gradients':>10} {'together':>9} {'data parallel':>13}",
+    ]
+    totals = [0, 0]
+    for call in calls:
+        place, form = at[call.name], ("examples", "channels")
+        ways = distribution.ways if place.axis else 1
+        moved = wire_bytes(activation_messages(call, place, ways, itemsize))
+        gradients = gradient_messages(call.numbers, bool(place.axis), ways, ranks, itemsize)
+        reduced = wire_bytes(gradients)
+        whole = wire_bytes(gradient_messages(call.numbers, False, 1, ranks, itemsize))
+        totals = [totals[0] + moved + reduced, totals[1] + whole]
+        sizes = "".join(
+            f"{size / 2**20:>{width}.3f}"
+            for size, width in ((moved, 12), (reduced, 11), (moved + reduced, 10), (whole, 14))
+        )
+        lines.append(
+            f"{call.name:<20} {ranks // ways:>5} {ways:>5}  {place.axis or '-':<8} "
+            f"{form[place.takes]:<9} {form[place.gives]:<9}{sizes}"
+        )
+    lines.append(f"{'together':<62}{'':>23}{totals[0] / 2**20:>10.3f}{totals[1] / 2**20:>14.3f}")
+    return "\n".join(lines)

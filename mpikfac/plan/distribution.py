@@ -1,0 +1,150 @@
+"""How layers are dealt over groups of ranks, as plain data.
+
+The ranks form a grid of groups: a split layer is dealt over the `ways` ranks of a group, and groups
+share the data. Ranks with the same place in their groups hold the same slices: they are peers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from mpikfac.plan.choices import Combination, OneOf, check_count, divisors, one_of
+from mpikfac.plan.layout import Layout, Shape, lay_out
+
+Axis = Literal["outputs", "inputs"]
+AXES = ("outputs", "inputs")
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Deal out layers over groups of ranks.
+
+    Attributes:
+        ways: the number of ranks of a group.
+        layers: by name of a split layer, the channels that the ranks of a group share out. Layers
+            without an entry are data parallel.
+        strided: the ranks of a group are `P / ways` ranks apart; otherwise neighbours.
+    """
+
+    ways: int = 1
+    layers: Mapping[str, Axis] = field(default_factory=dict, hash=False)
+    strided: bool = False
+
+    def __post_init__(self) -> None:
+        check_count("ways", self.ways, 1)
+        for name, axis in self.layers.items():
+            one_of(f"layer {name!r}: channels", axis, AXES)
+        if self.layers and self.ways == 1:
+            raise ValueError("ways=1 splits no layer; give ways of at least 2, or no layers")
+
+    def check_ranks(self, ranks: int) -> None:
+        """Check that groups are equally large.
+
+        Raises:
+            ValueError: `ways` does not divide the number of ranks.
+        """
+        if ranks % self.ways:
+            some = ", ".join(map(str, divisors(ranks)))
+            raise ValueError(f"ways={self.ways} must divide the {ranks} ranks: one of {some}")
+
+    def group(self, rank: int, ranks: int) -> range:
+        """Return the ranks of the group of `rank`."""
+        if self.strided:
+            return range(rank % (ranks // self.ways), ranks, ranks // self.ways)
+        first = rank - rank % self.ways
+        return range(first, first + self.ways)
+
+    def peers(self, rank: int, ranks: int) -> range:
+        """Return the ranks with the same place in their groups as `rank`."""
+        if self.strided:
+            first = rank - rank % (ranks // self.ways)
+            return range(first, first + ranks // self.ways)
+        return range(rank % self.ways, ranks, self.ways)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A parameter of a split layer: each member of a group makes the gradient of a slice.
+
+    Attributes:
+        name: the name of the parameter.
+        block: the block of gradients with the parameter.
+        dim: the dimension that is cut.
+    """
+
+    name: str
+    block: str
+    shape: Shape
+    dim: int
+
+    def span(self, member: int, ways: int) -> tuple[int, int]:
+        """Return the first and last (exclusive) index of a member's slice."""
+        return span(self.shape[self.dim], member, ways)
+
+    def slice_of(self, member: int, ways: int) -> tuple[str, Shape]:
+        """Return the name and the shape of a member's slice."""
+        start, stop = self.span(member, ways)
+        shape = (*self.shape[: self.dim], stop - start, *self.shape[self.dim + 1 :])
+        return slice_name(self.name, member), shape
+
+
+@dataclass(frozen=True)
+class Split:
+    """The split layers of a model, as a plan sees the layers.
+
+    Attributes:
+        parameters: the trained parameters of split layers.
+        handed_on: the layers whose outputs stay in slices, for a second split layer.
+    """
+
+    distribution: Distribution = field(default_factory=Distribution)
+    parameters: tuple[Sliced, ...] = ()
+    handed_on: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> set[str]:
+        """The blocks of gradients that are made in slices."""
+        return {parameter.block for parameter in self.parameters}
+
+    def layout(self) -> Layout:
+        """Return the layout of all gradients of split layers, slice by slice."""
+        ways = self.distribution.ways
+        slices = ([p.slice_of(member, ways) for p in self.parameters] for member in range(ways))
+        return lay_out(slices if self.parameters else [])
+
+
+def span(count: int, member: int, ways: int) -> tuple[int, int]:
+    """Return the first and last (exclusive) of `count` channels that a member of a group has."""
+    return count * member // ways, count * (member + 1) // ways
+
+
+def slice_name(name: str, member: int) -> str:
+    """Return the name of the slice of a parameter."""
+    return f"{name}[{member}]"
+
+
+SPLIT: tuple[Combination, ...] = (
+    Combination(
+        "ways",
+        None,
+        {"combine": "mean"},
+        "a rank has the gradient of a slice alone, so ranks cannot be compared",
+        default=1,
+    ),
+    Combination(
+        "ways",
+        None,
+        {"exchanged": "gradients"},
+        "the ranks of a group compute with slices of the same weights",
+        default=1,
+    ),
+    Combination(
+        "handed_on",
+        (True,),
+        {"reduction": OneOf(("everyone", "owners"))},
+        "all ranks of a group exchange the inputs of two split layers in a row for statistics",
+    ),
+)
+"""The needs of split layers."""
