@@ -114,7 +114,11 @@ class Group:
 
 def _parts(x: Tensor, count: int, dim: int) -> Tensor:
     """Return the equal parts of `x` along `dim`, `[count, ...]`, stored part by part."""
-    return x.unflatten(dim, (count, x.shape[dim] // count)).movedim(dim if dim >= 0 else dim - 1, 0).contiguous()
+    return (
+        x.unflatten(dim, (count, x.shape[dim] // count))
+        .movedim(dim if dim >= 0 else dim - 1, 0)
+        .contiguous()
+    )
 
 
 def _joined(parts: Tensor, dim: int) -> Tensor:

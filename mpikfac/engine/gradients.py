@@ -287,7 +287,7 @@ class Gradients:
                 f"examples={examples} needs overlap=False and parts=None, not "
                 f"overlap={transport.overlap} and parts={transport.parts}"
             )
-        (total,) = summed(self.grid.world, [examples])
+        total = sum(self._counted_examples(examples))
         if not total:
             raise ValueError(f"examples={examples} on all ranks; a step needs an example")
         weight = examples * self.plan.grid.count / total
@@ -296,6 +296,27 @@ class Gradients:
                 values = self.arena[block.name]
                 values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
         return weight
+
+    def _counted_examples(self, examples: int) -> list[float]:
+        """Return the sum over ranks; with split layers the numbers of all ranks.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: the ranks of a group have different numbers.
+        """
+        split, ranks = self.plan.split, self.plan.grid.count
+        if not split.parameters:
+            return summed(self.grid.world, [examples])
+        counts = summed(self.grid.world, [examples * (r == self.plan.rank) for r in range(ranks)])
+        for rank, count in enumerate(counts):
+            first = split.distribution.group(rank, ranks)[0]
+            if count != counts[first]:
+                raise ValueError(
+                    f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
+                    f"the ranks of a group of split layers need equally many"
+                )
+        return counts
 
     def clip(self, max_norm: float) -> None:
         """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.

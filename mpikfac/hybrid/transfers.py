@@ -7,6 +7,7 @@ for a change of the cut.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from mpikfac.comm import Group
 from mpikfac.plan import BACKWARD, FORWARD
 
-Exchange = Any
+Exchange = Callable[..., Tensor]
 """A function of a tensor and a stage."""
 
 
@@ -26,11 +27,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
         ctx.back = back
-        return there(x, stage=FORWARD)  # type: ignore[no-any-return]
+        found: Tensor = there(x, stage=FORWARD)
+        return found
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:
         return ctx.back(g, stage=BACKWARD), None, None
+
+
+def _linear(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
+    found: Tensor = _Linear.apply(x, there, back)  # type: ignore[no-untyped-call]
+    return found
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -38,8 +45,7 @@ def gather(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Collective over: group, forward and backward.
     """
-    there, back = partial(group.gather, dim=dim), partial(group.sum_parts, dim=dim)
-    return _Linear.apply(x, there, back)  # type: ignore[no-any-return]
+    return _linear(x, partial(group.gather, dim=dim), partial(group.sum_parts, dim=dim))
 
 
 def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -47,8 +53,7 @@ def sum_parts(x: Tensor, group: Group, dim: int) -> Tensor:
 
     Collective over: group, forward and backward.
     """
-    there, back = partial(group.sum_parts, dim=dim), partial(group.gather, dim=dim)
-    return _Linear.apply(x, there, back)  # type: ignore[no-any-return]
+    return _linear(x, partial(group.sum_parts, dim=dim), partial(group.gather, dim=dim))
 
 
 def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
@@ -56,5 +61,5 @@ def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
 
     Collective over: group, forward and backward.
     """
-    there = partial(group.turn, cut=cut, join=join)
-    return _Linear.apply(x, there, partial(group.turn, cut=join, join=cut))  # type: ignore[no-any-return]
+    there, back = partial(group.turn, cut=cut, join=join), partial(group.turn, cut=join, join=cut)
+    return _linear(x, there, back)

@@ -7,10 +7,9 @@ all channels. "channels": a rank has all examples of the group, with a slice of 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpikfac.plan.choices import divisors
 from mpikfac.plan.distribution import AXES, Axis, Distribution, span
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message, message
@@ -19,7 +18,6 @@ FORWARD = "exchange activations"
 BACKWARD = "exchange activation gradients"
 STATISTICS = "exchange split statistics"
 GRADIENTS = "reduce gradients"
-Cost = Callable[[Message], float]
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,6 @@ def activation_messages(
     """
     if place.axis is None or ways == 1:
         return []
-    found: list[Message | None]
 
     def of(stage: str, primitive: str, count: int) -> Message:
         parts = [span(count, member, ways) for member in range(ways)]
@@ -113,7 +110,7 @@ def activation_messages(
     if statistics:
         found += [of(STATISTICS, "Alltoall", taken)] if place.takes else []
         found += [of(STATISTICS, "Alltoall", given)] if place.gives else []
-    return [one for one in found if one is not None]
+    return found
 
 
 def gradient_messages(
@@ -145,87 +142,6 @@ def layer_messages(
 def wire_bytes(messages: Iterable[Message]) -> int:
     """Return the bytes that a rank sends, if all collectives are rings."""
     return sum(one.wire for one in messages)
-
-
-# -- the choice -----------------------------------------------------------------------------------
-
-
-def cheapest(
-    calls: Sequence[LayerCall],
-    ranks: int,
-    itemsize: int = 4,
-    strided: bool = False,
-    cost_for: Callable[[Distribution], Cost] = lambda _: lambda one: one.wire,
-) -> Distribution:
-    """Return the distribution with the least cost, over all divisors of the number of ranks.
-
-    Args:
-        cost_for: a function that returns the cost of a message, for a distribution without layers.
-            By default the bytes that a rank sends in a ring.
-    """
-    best, least = Distribution(strided=strided), math.inf
-    for ways in divisors(ranks):
-        among = Distribution(ways, strided=strided)
-        cost, axes = _cheapest_axes(calls, ways, ranks, itemsize, cost_for(among))
-        if cost < least:
-            ways = ways if axes else 1
-            best, least = Distribution(ways, axes, strided), cost
-    return best
-
-
-def _cheapest_axes(
-    calls: Sequence[LayerCall], ways: int, ranks: int, itemsize: int, cost: Cost
-) -> tuple[float, dict[str, Axis]]:
-    """Return the least cost and the split layers, by dynamic programming along each row of layers.
-
-    A layer's cost depends on its neighbours alone: on whether slices are handed on.
-    """
-    total, chosen = 0.0, {}
-    for row in _rows(calls):
-        # By the axis of the last layer and by whether the layer gives slices: cost, and axes.
-        states: dict[Place, tuple[float, dict[str, Axis]]] = {Place(): (0.0, {})}
-        for call, last in zip(row, [*[False] * (len(row) - 1), True]):
-            states = _extended(states, call, last, ways, lambda place, call=call: sum(
-                cost(one) for one in layer_messages(call, place, ways, ranks, itemsize)
-            ))
-        least, axes = min(states.values(), key=lambda state: state[0])
-        total += least
-        chosen |= axes
-    return total, chosen
-
-
-def _extended(
-    states: Mapping[Place, tuple[float, dict[str, Axis]]],
-    call: LayerCall,
-    last: bool,
-    ways: int,
-    cost_of: Callable[[Place], float],
-) -> dict[Place, tuple[float, dict[str, Axis]]]:
-    """Return the cheapest ways to end with each place of the next layer of a row."""
-    found: dict[Place, tuple[float, dict[str, Axis]]] = {}
-    axes = [axis for axis in AXES if ways > 1 and call.can_split(axis, ways)]
-    for before, (cost, chosen) in states.items():
-        options = [Place(axis, before.gives, g) for axis in axes for g in {False, not last}]
-        options += [] if before.gives else [Place()]
-        for place in options:
-            # A split layer in front of a split layer hands on slices.
-            if place.axis and before.axis and not before.gives:
-                continue
-            sum_of = cost + cost_of(place)
-            if place not in found or sum_of < found[place][0]:
-                found[place] = sum_of, chosen | ({call.name: place.axis} if place.axis else {})
-    return found
-
-
-def _rows(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:
-    """Return the layers in rows, in which each layer follows the layer before."""
-    rows: list[list[LayerCall]] = []
-    for call in calls:
-        if call.follows and rows and rows[-1][-1].name == call.follows:
-            rows[-1].append(call)
-        else:
-            rows.append([call])
-    return rows
 
 
 # -- text -----------------------------------------------------------------------------------------

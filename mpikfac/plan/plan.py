@@ -58,7 +58,7 @@ class Plan:
     owners: dict[str, int]
     updaters: dict[str, int]
     shares_of: dict[str, int]
-    split: Split = Split()
+    split: Split
 
     def of(self, rank: int) -> RankPlan:
         """Return the roles, layouts and messages of a rank."""

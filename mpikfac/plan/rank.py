@@ -62,7 +62,7 @@ class RankPlan:
     updaters: Mapping[str, int]
     itemsizes: Itemsizes
     solvers: str
-    split: Split = Split()
+    split: Split
 
     # -- who does what ---------------------------------------------------------------------------
 

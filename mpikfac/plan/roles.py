@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from mpikfac.plan.choices import Strategy
@@ -126,7 +126,7 @@ class RankGrid:
     workers: int
     per_node: int | None = None
     curvature: int = 0
-    distribution: Distribution = Distribution()
+    distribution: Distribution = field(default_factory=Distribution)
 
     @property
     def columns(self) -> int:

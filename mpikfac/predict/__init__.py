@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpikfac.predict.costs import level_of
+from mpikfac.predict.distributions import choose_distribution
 from mpikfac.predict.machine import (
     Level,
     Machine,
@@ -24,6 +25,7 @@ __all__ = [
     "Step",
     "cheapest",
     "choose",
+    "choose_distribution",
     "level_of",
     "load_machine",
     "published_machines",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from mpikfac.plan import STRATEGY, Combination, shown
+from mpikfac.plan import SPLIT, STRATEGY, Combination, shown
 from mpikfac.settings import SETTINGS
 from mpikfac.solvers import SOLVERS
 
@@ -28,7 +28,7 @@ Code refuses by the table below; a test keeps this page equal to the table.
 def page() -> str:
     """Return the page."""
     solvers = [need for solver in SOLVERS.values() for need in solver.form.needs]
-    return HEADING + "".join(rows([*STRATEGY, *solvers, *SETTINGS]))
+    return HEADING + "".join(rows([*STRATEGY, *SPLIT, *solvers, *SETTINGS]))
 
 
 def rows(table: list[Combination]) -> Iterator[str]:
