@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -52,8 +51,8 @@ class SplitForward:
         return self._by_outputs(input) if self.place.axis == "outputs" else self._by_inputs(input)
 
     def __reduce__(self) -> Any:
-        # A copied or saved module takes its attributes along; the copy computes alone.
-        return MethodType, (type(self.module).forward, self.module)
+        # A copied or saved module takes its attributes along: the copy has the class's method.
+        return getattr, (self.module, "forward")
 
     def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
         """Return the input of the rank's examples, and a function that hooks on gradients.

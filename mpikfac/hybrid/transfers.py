@@ -19,24 +19,26 @@ from mpikfac.plan import BACKWARD, FORWARD
 
 Exchange = Callable[..., Tensor]
 """A function of a tensor and a stage."""
+Stages = tuple[str, str]
 
 
 class _Linear(torch.autograd.Function):
     """Call an exchange forward, and the transposed exchange backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-        ctx.back = back
-        found: Tensor = there(x, stage=FORWARD)
-        return found
+    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange, stages: Stages) -> Tensor:
+        ctx.back, ctx.there, ctx.stages = back, there, stages
+        return there(x, stage=stages[0])
 
     @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Any:
-        return ctx.back(g, stage=BACKWARD), None, None
+    def backward(ctx: Any, g: Tensor) -> Any:  # itself an exchange, for derivatives of gradients
+        return _linear(g, ctx.back, ctx.there, ctx.stages[::-1]), None, None, None
 
 
-def _linear(x: Tensor, there: Exchange, back: Exchange) -> Tensor:
-    found: Tensor = _Linear.apply(x, there, back)  # type: ignore[no-untyped-call]
+def _linear(
+    x: Tensor, there: Exchange, back: Exchange, stages: Stages = (FORWARD, BACKWARD)
+) -> Tensor:
+    found: Tensor = _Linear.apply(x, there, back, stages)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -10,10 +10,10 @@ from mpikfac.plan.activations import (
     LayerCall,
     Place,
     activation_messages,
+    distribution_table,
     gradient_messages,
     layer_messages,
     places,
-    told,
     wire_bytes,
 )
 from mpikfac.plan.choices import (
@@ -118,6 +118,7 @@ __all__ = [
     "check_count",
     "check_layers",
     "count_of",
+    "distribution_table",
     "divisors",
     "few",
     "forward_only",
@@ -132,7 +133,6 @@ __all__ = [
     "shard_length",
     "shown",
     "span",
-    "told",
     "usual_rule",
     "wire_bytes",
 ]

@@ -147,15 +147,19 @@ def wire_bytes(messages: Iterable[Message]) -> int:
 # -- text -----------------------------------------------------------------------------------------
 
 
-def told(
+def distribution_table(
     calls: Sequence[LayerCall], distribution: Distribution, ranks: int, itemsize: int = 4
 ) -> str:
     """Return a table of the layers: data x model parts, and bytes against data parallel layers."""
     at = places(calls, distribution.layers)
-    groups = "strided" if distribution.strided else "neighbouring"
+    apart = "strided" if distribution.strided else "neighbouring"
+    groups = (
+        f"in groups of {distribution.ways} {apart} ranks"
+        if distribution.layers
+        else "without split layers"
+    )
     lines = [
-        f"{ranks} ranks in groups of {distribution.ways} {groups} ranks; "
-        f"MiB that a rank sends in a step, in rings",
+        f"{ranks} ranks {groups}; MiB that a rank sends in a step, in rings",
         f"{'layer':<20} {'data':>5} {'model':>5}  {'split':<8} {'takes':<9} {'gives':<9} "
         f"{'activations':>11} {'gradients':>10} {'together':>9} {'data parallel':>13}",
     ]

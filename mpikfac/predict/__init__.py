@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpikfac.predict.costs import level_of
-from mpikfac.predict.distributions import choose_distribution
+from mpikfac.predict.distributions import choose_distribution, distribution_seconds
 from mpikfac.predict.machine import (
     Level,
     Machine,
@@ -26,6 +26,7 @@ __all__ = [
     "cheapest",
     "choose",
     "choose_distribution",
+    "distribution_seconds",
     "level_of",
     "load_machine",
     "published_machines",

@@ -18,6 +18,7 @@ from mpikfac.plan import (
     Strategy,
     divisors,
     layer_messages,
+    places,
     plan_for,
 )
 from mpikfac.predict.costs import message_seconds
@@ -60,11 +61,27 @@ def choose_distribution(
     return best
 
 
+def distribution_seconds(
+    calls: Sequence[LayerCall],
+    distribution: Distribution,
+    ranks: int,
+    machine: Machine,
+    itemsize: int = 4,
+) -> float:
+    """Return the seconds of all messages of the layers in a first-order step on a machine.
+
+    Gradients of all layers share messages, so the latency of messages with gradients is left out.
+    """
+    cost, ways = _cost(distribution, ranks, machine, itemsize), distribution.ways
+    at = places(calls, distribution.layers)
+    return sum(cost(layer_messages(c, at[c.name], ways, ranks, itemsize)) for c in calls)
+
+
 def _cost(distribution: Distribution, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
     """Return the cost of messages as a function."""
     if machine is None:
         return lambda messages: sum(one.wire for one in messages)
-    split = Split(distribution)
+    split = Split(Distribution(distribution.ways, strided=distribution.strided))
     plan = plan_for([], ranks, Strategy.mem_opt(), itemsize=itemsize, split=split)
     return lambda messages: sum(_seconds(one, plan, machine) for one in messages)
 

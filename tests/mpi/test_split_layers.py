@@ -263,6 +263,26 @@ def test_accumulated_and_scaled_steps(comm):
         torch.testing.assert_close(trained(distribution), expected, rtol=1e-10, atol=1e-10)
 
 
+def test_gradients_of_gradients(comm):
+    """Oracle: the ordinary model, with a penalty on the gradient of the inputs."""
+
+    def trained(distribution=None):
+        model = model_of(convolutions)
+        if distribution:
+            mpikfac.split_layers(model, comm, distribution)
+        trainer = DataParallel(model, problem.sgd_all(model), comm)
+        images, labels = shard(0, comm)
+        loss = F.cross_entropy(model(images.requires_grad_()), labels)
+        (slope,) = torch.autograd.grad(loss, images, create_graph=True)
+        (loss + slope.square().sum()).backward()
+        trainer.step()
+        return problem.state(model)
+
+    expected = trained()
+    for distribution in distributions(comm, AXES[convolutions][1]):
+        torch.testing.assert_close(trained(distribution), expected, rtol=1e-10, atol=1e-10)
+
+
 def test_autocast(comm):
     """Oracle: the ordinary model under autocast, to the digits of bfloat16."""
 
