@@ -152,12 +152,10 @@ def distribution_table(
 ) -> str:
     """Return a table of the layers: data x model parts, and bytes against data parallel layers."""
     at = places(calls, distribution.layers)
-    apart = "strided" if distribution.strided else "neighbouring"
-    groups = (
-        f"in groups of {distribution.ways} {apart} ranks"
-        if distribution.layers
-        else "without split layers"
-    )
+    groups = "without split layers"
+    if distribution.layers:
+        kind = "strided" if distribution.strided else "neighbouring"
+        groups = f"in groups of {distribution.ways} {kind} ranks"
     lines = [
         f"{ranks} ranks {groups}; MiB that a rank sends in a step, in rings",
         f"{'layer':<20} {'data':>5} {'model':>5}  {'split':<8} {'takes':<9} {'gives':<9} "
