@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpikfac.comm import Group
 from mpikfac.hybrid.transfers import gather, sum_parts, turn
-from mpikfac.plan import AXES, STATISTICS, Distribution, Place, span
+from mpikfac.plan import CHANNELS, STATISTICS, Distribution, Place, span
 
 Hook = Callable[[Tensor], None]
 
@@ -105,7 +105,7 @@ class SplitForward:
 
     def _check_batch(self, x: Tensor) -> None:
         least = 2 if isinstance(self.module, nn.Linear) else self.module.weight.dim()
-        channels = self.module.weight.shape[AXES.index("inputs")]
+        channels = self.module.weight.shape[CHANNELS.index("inputs")]
         if self.place.takes:
             channels //= self.group.size
         if x.dim() < least or x.shape[self.channels] != channels:

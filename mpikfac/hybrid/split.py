@@ -11,7 +11,7 @@ from mpikfac.comm import Comm, Group, agree
 from mpikfac.hybrid.forward import SplitForward, split_forward
 from mpikfac.hybrid.rows import layers_before, refusal
 from mpikfac.layers import trainer_of
-from mpikfac.plan import AXES, Axis, Distribution, Place, Sliced, Split
+from mpikfac.plan import CHANNELS, Channels, Distribution, Place, Sliced, Split
 from mpikfac.trace import Trace
 
 
@@ -93,7 +93,7 @@ def check_layers(model: nn.Module, distribution: Distribution) -> None:
         if why := refusal(model, name):
             raise ValueError(f"layer {name!r}: {why}")
         weight: Any = model.get_submodule(name).weight
-        count = weight.shape[AXES.index(axis)]
+        count = weight.shape[CHANNELS.index(axis)]
         if count % distribution.ways:
             raise ValueError(
                 f"layer {name!r} has {count} {axis}, which ways={distribution.ways} does not divide"
@@ -133,7 +133,7 @@ def split_of(model: nn.Module, blocks: Iterable[Block]) -> Split:
     return Split(distribution, tuple(found), tuple(handed_on))
 
 
-def _cuts(module: Any, axis: Axis | None) -> list[tuple[Tensor, int]]:
+def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:
     """Return weight and bias, with the dimension that is cut; a bias is cut by outputs."""
-    dim = 0 if axis is None else AXES.index(axis)
+    dim = 0 if axis is None else CHANNELS.index(axis)
     return [(p, d) for p, d in ((module.weight, dim), (module.bias, 0)) if p is not None]

@@ -41,7 +41,7 @@ from mpikfac.plan.choices import (
     shown,
 )
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
-from mpikfac.plan.distribution import AXES, SPLIT, Axis, Distribution, Sliced, Split, span
+from mpikfac.plan.distribution import CHANNELS, SPLIT, Channels, Distribution, Sliced, Split, span
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
@@ -67,9 +67,9 @@ from mpikfac.plan.shapes import (
 
 __all__ = [
     "ALIGNMENT",
-    "AXES",
     "BACKWARD",
     "BETWEEN_NODES",
+    "CHANNELS",
     "FORWARD",
     "GRADIENTS",
     "IN_NODE",
@@ -83,7 +83,7 @@ __all__ = [
     "STRATEGY",
     "Asynchrony",
     "AtLeast",
-    "Axis",
+    "Channels",
     "Codec",
     "Combination",
     "Distribution",
@@ -112,8 +112,8 @@ __all__ = [
     "Strategy",
     "Transport",
     "Wires",
-    "axes",
     "activation_messages",
+    "axes",
     "check",
     "check_count",
     "check_layers",

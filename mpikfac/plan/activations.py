@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpikfac.plan.distribution import AXES, Axis, Distribution, span
+from mpikfac.plan.distribution import CHANNELS, Channels, Distribution, span
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message, message
 
@@ -46,11 +46,11 @@ class LayerCall:
         """The numbers in weight and bias."""
         return math.prod(self.weight) + self.bias * self.weight[0]
 
-    def channels(self, axis: Axis) -> int:
+    def channels(self, axis: Channels) -> int:
         """Return the number of channels that are dealt out."""
-        return self.weight[AXES.index(axis)]
+        return self.weight[CHANNELS.index(axis)]
 
-    def can_split(self, axis: Axis, ways: int) -> bool:
+    def can_split(self, axis: Channels, ways: int) -> bool:
         """Return whether all members of a group get equally many channels."""
         return self.channels(axis) % ways == 0
 
@@ -65,12 +65,12 @@ class Place:
         gives: whether the layer gives slices of channels to a split layer behind.
     """
 
-    axis: Axis | None = None
+    axis: Channels | None = None
     takes: bool = False
     gives: bool = False
 
 
-def places(calls: Sequence[LayerCall], axes: Mapping[str, Axis]) -> dict[str, Place]:
+def places(calls: Sequence[LayerCall], axes: Mapping[str, Channels]) -> dict[str, Place]:
     """Return the place of each layer: two split layers in a row hand on slices."""
     taking = {c.name for c in calls if c.name in axes and c.follows in axes}
     giving = {call.follows for call in calls if call.name in taking}

@@ -13,8 +13,8 @@ from typing import Literal
 from mpikfac.plan.choices import Combination, OneOf, check_count, divisors, one_of
 from mpikfac.plan.layout import Layout, Shape, lay_out
 
-Axis = Literal["outputs", "inputs"]
-AXES = ("outputs", "inputs")
+Channels = Literal["outputs", "inputs"]
+CHANNELS: tuple[Channels, ...] = ("outputs", "inputs")
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Distribution:
     """
 
     ways: int = 1
-    layers: Mapping[str, Axis] = field(default_factory=dict, hash=False)
+    layers: Mapping[str, Channels] = field(default_factory=dict, hash=False)
     strided: bool = False
 
     def __post_init__(self) -> None:
         check_count("ways", self.ways, 1)
         for name, axis in self.layers.items():
-            one_of(f"layer {name!r}: channels", axis, AXES)
+            one_of(f"layer {name!r}: channels", axis, CHANNELS)
         if self.layers and self.ways == 1:
             raise ValueError("ways=1 splits no layer; give ways of at least 2, or no layers")
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mpikfac.plan import (
+    CHANNELS,
     GRADIENTS,
-    Axis,
+    Channels,
     Distribution,
     LayerCall,
     Message,
@@ -25,10 +26,9 @@ from mpikfac.predict.costs import message_seconds
 from mpikfac.predict.machine import Machine
 
 Cost = Callable[[Sequence[Message]], float]
-Ways = Mapping[Place, tuple[float, dict[str, Axis]]]
+Ways = Mapping[Place, tuple[float, dict[str, Channels]]]
 """By the place of the last layer of a row: the least cost of the row so far, and the split layers.
 """
-AXES: tuple[Axis, ...] = ("outputs", "inputs")
 
 
 def choose_distribution(
@@ -52,7 +52,7 @@ def choose_distribution(
     best, least = Distribution(strided=strided), math.inf
     for ways in divisors(ranks):
         cost = _cost(Distribution(ways, strided=strided), ranks, machine, itemsize)
-        total, axes = 0.0, dict[str, Axis]()
+        total, axes = 0.0, dict[str, Channels]()
         for row in _rows(calls):
             of_row, chosen = _cheapest(row, ways, ranks, itemsize, cost)
             total, axes = total + of_row, axes | chosen
@@ -97,11 +97,11 @@ def _seconds(one: Message, plan: Plan, machine: Machine) -> float:
 
 def _cheapest(
     row: Sequence[LayerCall], ways: int, ranks: int, itemsize: int, cost: Cost
-) -> tuple[float, dict[str, Axis]]:
+) -> tuple[float, dict[str, Channels]]:
     """Return the least cost of a row of layers, by dynamic programming along the row."""
     found: Ways = {Place(): (0.0, {})}
     for call in row:
-        longer: dict[Place, tuple[float, dict[str, Axis]]] = {}
+        longer: dict[Place, tuple[float, dict[str, Channels]]] = {}
         for before, (so_far, axes) in found.items():
             for place in _places(call, before, call is row[-1], ways):
                 total = so_far + cost(layer_messages(call, place, ways, ranks, itemsize))
@@ -116,7 +116,7 @@ def _places(call: LayerCall, before: Place, last: bool, ways: int) -> Iterator[P
     if not before.gives:
         yield Place()
     if before.axis is None or before.gives:
-        for axis in AXES if ways > 1 else ():
+        for axis in CHANNELS if ways > 1 else ():
             if call.can_split(axis, ways):
                 yield from (Place(axis, before.gives, gives) for gives in {False, not last})
 

@@ -13,7 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Distribution
 from mpikfac.hybrid.rows import layers_before
-from mpikfac.plan import AXES, LayerCall, distribution_table, divisors, layer_messages, places
+from mpikfac.plan import CHANNELS, LayerCall, distribution_table, divisors, layer_messages, places
 from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
 
 MACHINE = Machine("given", Level(1e-3, 1e6), (), {})
@@ -37,7 +37,7 @@ def all_distributions(calls, ranks):
     """Return every distribution of every number of ways."""
     found = [Distribution()]
     for ways in divisors(ranks)[1:]:
-        for axes in itertools.product((None, *AXES), repeat=len(calls)):
+        for axes in itertools.product((None, *CHANNELS), repeat=len(calls)):
             chosen = {call.name: axis for call, axis in zip(calls, axes) if axis}
             if chosen and all(c.can_split(chosen[c.name], ways) for c in calls if c.name in chosen):
                 found.append(Distribution(ways, chosen))
