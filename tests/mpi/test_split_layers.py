@@ -284,16 +284,16 @@ def test_gradients_of_gradients(comm):
 
 
 def test_autocast(comm):
-    """Oracle: the ordinary model under autocast, to the digits of bfloat16."""
+    """Oracle: the ordinary model under autocast, to the digits of bfloat16; on the host."""
 
     def trained(distribution=None):
-        model = model_of(multilayer).float()
+        model = model_of(multilayer).float().cpu()
         if distribution:
             mpikfac.split_layers(model, comm, distribution)
         trainer = DataParallel(model, problem.sgd_all(model), comm)
         images, labels = shard(0, comm)
-        with torch.autocast(problem.DEVICE.type, torch.bfloat16):
-            loss = F.cross_entropy(model(images.float()), labels)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(images.float().cpu()), labels.cpu())
         loss.backward()
         trainer.step()
         return problem.state(model)
