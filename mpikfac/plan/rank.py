@@ -240,6 +240,8 @@ class RankPlan:
             name.replace("_", " "): layout.size * each.get(name, numbers)
             for name, layout in vars(self.layouts).items()
         }
+        if not self.split.parameters:
+            del sizes["slices"]
         # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
         momentum = self.strategy.exchange.outer.outer_momentum > 0
         sizes["copies"] *= 1 + self.exchanges_changes + momentum

@@ -218,6 +218,7 @@ def test_slices_save_bytes_of_gradients(comm):
         saved = numbers * (ways - 1) / ways + 2 * numbers / ways * (peers - 1) / peers
         assert abs(wire - saved) <= 16 * ways * 4  # padding
         assert wire < 2 * numbers * (ranks - 1) / ranks
+        assert plan.memory()["slices"] == 8 * plan.layouts.slices.size >= 8 * numbers
 
 
 def test_without_gradients_a_rank_is_alone(comm):
