@@ -94,7 +94,7 @@ class DataParallel:
         shapes = [(block.name, tuple(block.tensor.shape)) for block in blocks]
         means = [block.name for block in blocks if not block.parameters]
         size = dtype.itemsize
-        split = split_of(model, blocks)
+        split = split_of(model, blocks, comm.size)
         self.plan = plan_for(
             [], comm.size, self._strategy, shapes, itemsize=size, means=means, split=split
         )

@@ -234,7 +234,7 @@ class KFAC:
         others = [(other.name, tuple(other.tensor.shape)) for other in self.others]
         kept = (self.estimator.factor_dtype or dtype).itemsize, (run.dtype or dtype).itemsize
         means = [other.name for other in self.others if not other.parameters]
-        split = split_of(self.model, [*self.layers, *self.others])
+        split = split_of(self.model, [*self.layers, *self.others], ranks)
         sizes = dtype.itemsize, *kept
         return plan_for(shapes, ranks, strategy, others, forms, *sizes, means, split)
 

@@ -27,6 +27,7 @@ class SplitForward:
     Attributes:
         place: the channels that are dealt out, and the forms of input and output.
         distribution: of all split layers of the model.
+        ranks: the number of ranks of all groups together.
     """
 
     name: str
@@ -34,6 +35,7 @@ class SplitForward:
     group: Group
     place: Place
     distribution: Distribution
+    ranks: int
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return the layer's output, of the rank's examples or in slices of channels.

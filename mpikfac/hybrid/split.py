@@ -40,7 +40,7 @@ class SplitLayers:
         self._group = Group(comm, color, trace)
         for name, place in self.places.items():
             module: Any = model.get_submodule(name)
-            module.forward = SplitForward(name, module, self._group, place, distribution)
+            module.forward = SplitForward(name, module, self._group, place, distribution, comm.size)
 
     def detach(self) -> None:
         """Make the layers ordinary layers again.
@@ -111,11 +111,15 @@ def _places(model: nn.Module, distribution: Distribution) -> dict[str, Place]:
 # -- for trainers ----------------------------------------------------------------------------------
 
 
-def split_of(model: nn.Module, blocks: Iterable[Block]) -> Split:
+def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
     """Return what a plan has to know of the split layers of a model.
 
     Args:
         blocks: the blocks of the model's gradients.
+        ranks: the number of ranks that average gradients.
+
+    Raises:
+        ValueError: the layers are split over another number of ranks.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of = {id(p): block.name for block in blocks for p in block.parameters}
@@ -124,6 +128,11 @@ def split_of(model: nn.Module, blocks: Iterable[Block]) -> Split:
         forward = split_forward(module)
         if forward is None:
             continue
+        if forward.ranks != ranks:
+            raise ValueError(
+                f"layers are split over {forward.ranks} ranks, and {ranks} ranks average "
+                f"gradients: give split_layers the communicator of the trainer"
+            )
         distribution = forward.distribution
         handed_on += [name] if forward.place.gives else []
         for parameter, dim in _cuts(module, forward.place.axis):

@@ -381,6 +381,8 @@ def test_refusals_of_strategies(comm):
     ):
         with pytest.raises(ValueError, match=f"ways={comm.size} needs "):
             DataParallel(model, optimizer, comm, Strategy(1, exchange=exchange))
+    with pytest.raises(ValueError, match=f"over {comm.size} ranks, and 1 ranks average"):
+        DataParallel(model, optimizer, comm.Split(comm.rank))
     with pytest.raises(ValueError, match="handed_on=True needs reduction='everyone' or 'owners'"):
         mpikfac.KFAC(model, optimizer, comm, Strategy.mem_opt(reduction="none"))
 
