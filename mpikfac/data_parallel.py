@@ -102,9 +102,9 @@ class DataParallel:
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
-        grid = Grid(comm, 1, self.trace, per_node, split.distribution)
+        self.grid = Grid(comm, 1, self.trace, per_node, split.distribution)
         site = Site(
-            self.plan.of(comm.rank), grid, self.trace, dtype, device, self.nonfinite, Flags()
+            self.plan.of(comm.rank), self.grid, self.trace, dtype, device, self.nonfinite, Flags()
         )
         self.gradients = Gradients(site, model, [], blocks)
         self.replicas = Replicas(site, self.gradients)

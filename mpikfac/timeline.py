@@ -1,4 +1,4 @@
-"""Join the events of all ranks to a timeline: waiting, means by stage, a picture for a browser.
+"""Join the events of all ranks to a timeline: waiting, means, hidden messages, a picture.
 
 All functions are pure functions of a `Trace`'s events. docs/trace.md describes the two formats.
 """
@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from mpikfac.trace import Event
+from mpikfac.trace import COMMUNICATION, Event
 
 MEANS = ("seconds", "calls", "bytes", "waiting")
-Stages = dict[str, dict[str, float]]  # MEANS by stage
+SENT = ("bytes", "isolated", "in_flight", "exposed")
+Stages = dict[str, dict[str, float]]  # MEANS or SENT by stage
+Spans = list[tuple[float, float]]  # starts and ends
 
 
 class Recorded(NamedTuple):
@@ -163,6 +165,87 @@ def _cells(
 
 def _mean(totals: Iterable[Mapping[str, float]], key: str) -> float:
     return fmean(of_rank[key] for of_rank in totals)
+
+
+# -- messages: alone, in flight, exposed, hidden -------------------------------------------------
+
+
+def collective_means(
+    ranks: Sequence[Recorded], isolated: Sequence[Mapping[str, float]]
+) -> dict[str, dict[str, float | None]]:
+    """Return every stage of messages by name, as means per step and over ranks: for `stages.json`.
+
+    A message is in flight from the begin of the message, or of the first piece, to the end of the
+    last piece. The exposed part is the time in flight in which the training is in a stage of
+    messages, and so does not compute. Hidden is the share that is not exposed.
+
+    Args:
+        isolated: by rank and stage, the seconds of a step's messages alone; a stage without an
+            entry has None in the result.
+    """
+    rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
+    found: dict[str, dict[str, float | None]] = {}
+    for stage in dict.fromkeys(stage for row in rows for stage in row):
+        of_ranks = [row.get(stage, dict.fromkeys(SENT, 0.0)) for row in rows]
+        means = {key: _mean(of_ranks, key) for key in SENT}
+        found[stage] = {**means, "hidden": _hidden(means)}
+        if not any(stage in times for times in isolated):
+            found[stage]["isolated"] = None
+    return found
+
+
+def _of_rank(recorded: Recorded, isolated: Mapping[str, float]) -> Stages:
+    """Return SENT by stage of messages, per step."""
+    waits = [(e.start, e.end) for e in recorded.events if e.name in COMMUNICATION and not e.thread]
+    busy, steps, found = _covered(waits), recorded.steps.values(), {}
+    for stage, flights in _flights(recorded.events).items():
+        flown = _covered(flights)
+        runs = sum(any(start <= begun < end for begun, _ in flights) for start, end in steps)
+        values = {
+            "bytes": sum(e.bytes for e in recorded.events if e.over and e.name == stage),
+            "isolated": runs * isolated.get(stage, 0.0),
+            "in_flight": flown,
+            "exposed": flown - (_covered(flights + waits) - busy),
+        }
+        found[stage] = {key: value / len(steps) for key, value in values.items()}
+    return found
+
+
+def _hidden(values: Mapping[str, float]) -> float:
+    return 1 - values["exposed"] / values["in_flight"] if values["in_flight"] else 0.0
+
+
+def _flights(events: Sequence[Event]) -> dict[str, Spans]:
+    """Return by stage begin and end of every message; all pieces of a message are one flight."""
+    pieces: defaultdict[tuple[str, str, int], list[Event]] = defaultdict(list)
+    for number, event in enumerate(events, start=1):
+        if event.over:
+            pieces[event.name, event.thread, event.flight or -number].append(event)
+    found: defaultdict[str, Spans] = defaultdict(list)
+    for (stage, _, _), some in pieces.items():
+        found[stage].append((some[0].start, some[-1].end))
+    return found
+
+
+def _covered(spans: Spans) -> float:
+    """Return the seconds covered by spans; seconds in several spans count once."""
+    total, last = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        if end > last:
+            total, last = total + end - max(start, last), end
+    return total
+
+
+def collective_table(means: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
+    """Return `collective_means` as rows of cells, in ms and MB, with a row of sums."""
+    sums = {key: sum(values[key] or 0.0 for values in means.values()) for key in SENT}
+    every = [*means.items(), ("all", sums | {"hidden": _hidden(sums)})]
+    rows = [["collective", "MB sent", "isolated", "in flight", "exposed", "hidden"]]
+    for stage, values in every:
+        bytes, *times, hidden = (values[key] for key in (*SENT, "hidden"))
+        ms = ["-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
+        rows.append([stage, f"{(bytes or 0) / 1e6:.3f}", *ms, f"{hidden or 0:.1%}"])
+    return rows
 
 
 # -- a picture -----------------------------------------------------------------------------------

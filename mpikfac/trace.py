@@ -43,6 +43,8 @@ class Event(NamedTuple):
         bytes: bytes that this rank passed to MPI.
         depth: number of stages around the stage on the same thread.
         thread: "" for the training itself, otherwise the name of the background thread.
+        flight: number of the overlapped message of which the stage sends a piece; 0 in other
+            stages.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Event(NamedTuple):
     bytes: int = 0
     depth: int = 0
     thread: str = ""
+    flight: int = 0
 
 
 class Trace:
@@ -107,7 +110,7 @@ class Trace:
         self._origin = None
 
     @contextmanager
-    def stage(self, name: str, over: str = "", bytes: int = 0) -> Iterator[None]:
+    def stage(self, name: str, over: str = "", bytes: int = 0, flight: int = 0) -> Iterator[None]:
         """Add the body's time to stage `name`, and the `bytes` sent `over` a communicator."""
         thread = self._thread()
         outer, depth = self.current, self._depths[thread]
@@ -121,13 +124,13 @@ class Trace:
                 start.record()
                 yield
                 end.record()
-                event = Event(name, 0.0, 0.0, over, bytes, depth, thread)
+                event = Event(name, 0.0, 0.0, over, bytes, depth, thread, flight)
                 self._finish(_Running(event, start, end, origin))
             else:
                 began = time.perf_counter()
                 yield
                 now = time.perf_counter()
-                self._finish(Event(name, began, now, over, bytes, depth, thread))
+                self._finish(Event(name, began, now, over, bytes, depth, thread, flight))
         finally:
             self._depths[thread] = depth
             if not thread:

@@ -21,6 +21,7 @@ from mpikfac.comm.curvature_ranks import (
 )
 from mpikfac.comm.grid import Grid
 from mpikfac.comm.group import Group
+from mpikfac.comm.isolated import isolated_seconds
 from mpikfac.comm.job import (
     Comm,
     check_survivable,
@@ -77,6 +78,7 @@ __all__ = [
     "cuda_aware",
     "device",
     "handed_over",
+    "isolated_seconds",
     "joined",
     "leave",
     "leaving",

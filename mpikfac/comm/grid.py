@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import cast
@@ -64,12 +65,27 @@ class Grid:
             self._teams |= self._two_levels(self.world.rank // ranks_per_node)
         if distribution is not None and distribution.ways > 1:
             self._teams |= self._groups(distribution)
-        self.trace = trace
-        direct = cuda_aware()
+        self._progress: ProgressThread | None = None
+        self._keep_nothing(trace)
+
+    def _keep_nothing(self, trace: Trace) -> None:
+        """Begin with no stage recorded in `trace`, and nothing kept of earlier messages."""
+        self.trace, direct = trace, cuda_aware()
         self.combiner = Combiner(trace)
         self.encoded = Encoded(direct)
         self._buffers = Buffers(trace, direct)
-        self._progress: ProgressThread | None = None
+
+    def apart(self) -> Grid:
+        """Return a grid of the same communicators that knows nothing of this grid's messages.
+
+        Messages of the new grid leave the trace and the losses of encoding of this grid as they
+        are. Waits until this grid's overlapped messages are sent.
+        """
+        if self._progress is not None:
+            self._progress.flush()
+        apart = copy.copy(self)
+        apart._keep_nothing(Trace())
+        return apart
 
     @property
     def communicators(self) -> list[MPI.Intracomm]:

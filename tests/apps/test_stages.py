@@ -37,6 +37,15 @@ def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
         assert re.search(rf"^  {name} +\d+\.\d\d +\d+\.\d%", log, re.MULTILINE), name
     means = json.loads((tmp_path / "stages.json").read_text())
     assert (means["steps"], means["rows"], means["columns"]) == ([2, 3, 4], 1, 2)
+    assert "messages of these steps, in ms:" in log
+    assert set(means["collectives"]) == {
+        *("reduce statistics", "reduce gradients", "publish gradients")
+    }
+    for stage, values in means["collectives"].items():
+        assert re.search(rf"^  {stage}( +\d+\.\d+){{4}} +0\.0%$", log, re.MULTILINE), stage
+        sent = sum(row["stages"][stage]["bytes"] for row in means["ranks"]) / 2
+        assert values["bytes"] == pytest.approx(sent)
+        assert values["hidden"] == 0 and values["isolated"] > 0
     ranks = picture(tmp_path)
     assert sorted(ranks) == [0, 1]
     for rank, row in enumerate(means["ranks"]):

@@ -96,6 +96,17 @@ def test_a_number_is_free_again_once_it_was_waited_for(line, outbox):
     line.let_through(1)
 
 
+def test_a_flush_waits_and_leaves_messages_to_their_waits(line, outbox):
+    """Oracle: all pieces are through, and `wait` finds the message still."""
+    line.let_through(3)
+    outbox.put(0, 0, line.pieces("first", 2))
+    outbox.put(1, 0, line.pieces("second", 1))
+    outbox.flush()
+    assert line.arrived == ["first", "first", "second"]
+    outbox.wait(0)
+    outbox.wait(1)
+
+
 def test_what_the_thread_meets_is_raised_wherever_a_message_is_waited_for(outbox):
     """Oracle: the thread's error, also for a message put after the thread's end; no hang."""
 

@@ -7,7 +7,16 @@ import json
 
 import pytest
 
-from mpikfac.timeline import Recorded, chrome_trace, self_seconds, stage_means, stage_table, waiting
+from mpikfac.timeline import (
+    Recorded,
+    chrome_trace,
+    collective_means,
+    collective_table,
+    self_seconds,
+    stage_means,
+    stage_table,
+    waiting,
+)
 from mpikfac.trace import Event
 
 # Rank 0's backward pass ends early, so that rank 0 waits 2 s for rank 1 in the sum; rank 1
@@ -116,6 +125,66 @@ def test_the_table_shows_shares_without_waiting():
     assert rows[beside] == ["2750.00", "26.2%", "4500.00", "0.00", "0.000"]
     parts = [float(row[0]) for name, row in rows.items() if name not in ("stage", "step", beside)]
     assert sum(parts) == pytest.approx(10500)
+
+
+# Two steps of 10 s on a rank. Message 1 has two pieces, 2 to 5 s, with a piece of the more urgent
+# message 2 between them; message 3 crosses the border of the steps. The training waits for the
+# statistics from 4.5 to 5 s and for the gradients from 8 to 9 s.
+SENDING = [
+    Event("reduce statistics", 2.0, 2.5, "world", 40, thread="outbox", flight=1),
+    Event("reduce gradients", 3.0, 3.5, "world", 8, thread="outbox", flight=2),
+    Event("reduce statistics", 4.0, 5.0, "world", 60, thread="outbox", flight=1),
+    Event("reduce statistics", 4.5, 5.0),
+    Event("backward", 0.0, 7.0),
+    Event("publish gradients", 7.0, 8.0, "row", 30),
+    Event("reduce gradients", 8.0, 9.0),
+    Event("reduce gradients", 7.5, 12.5, "world", 20, thread="outbox", flight=3),
+]
+STEPS = {4: (0.0, 10.0), 5: (10.0, 20.0)}
+
+
+def test_messages_are_hidden_while_the_training_computes():
+    """Oracle: by hand, halved for two steps.
+
+    Statistics fly 3 s, of which the training waits 0.5 s. Gradients fly 0.5 s and 5 s; in the last
+    half second of `publish gradients` and during the wait of 1 s nothing is computed. Both stages
+    begin in one of the two steps, so one run of each counts alone.
+    """
+    alone = {"reduce statistics": 2.0, "reduce gradients": 3.0}
+    found = collective_means([Recorded(STEPS, SENDING)], [alone])
+    assert found["reduce statistics"] == {
+        **{"bytes": 50.0, "isolated": 1.0, "in_flight": 1.5, "exposed": 0.25},
+        "hidden": 1 - 0.25 / 1.5,
+    }
+    assert found["reduce gradients"] == {
+        **{"bytes": 14.0, "isolated": 1.5, "in_flight": 2.75, "exposed": 0.75},
+        "hidden": 1 - 0.75 / 2.75,
+    }
+    blocking = {"bytes": 15.0, "isolated": None, "in_flight": 0.5, "exposed": 0.5, "hidden": 0.0}
+    assert found["publish gradients"] == blocking
+    assert json.loads(json.dumps(found)) == found
+
+
+def test_means_of_messages_are_over_all_ranks():
+    """Oracle: by hand; a rank without a stage counts with 0."""
+    mine = Recorded({4: (0.0, 10.0)}, [Event("clip", 1.0, 3.0, "world", 8)])
+    idle = Recorded({4: (0.0, 10.0)}, [])
+    found = collective_means([mine, idle], [{"clip": 1.0}, {"clip": 1.0}])
+    assert found == {
+        "clip": {"bytes": 4.0, "isolated": 0.5, "in_flight": 1.0, "exposed": 1.0, "hidden": 0.0}
+    }
+    assert collective_means([idle, idle], [{}, {}]) == {}
+
+
+def test_the_table_of_messages_has_sums():
+    """Oracle: the numbers above, in ms; the hidden share of the sums, 1 - 1.5 / 4.75."""
+    alone = {"reduce statistics": 2.0, "reduce gradients": 3.0}
+    found = collective_means([Recorded(STEPS, SENDING)], [alone])
+    rows = {row[0]: row[1:] for row in collective_table(found)}
+    assert rows["collective"] == ["MB sent", "isolated", "in flight", "exposed", "hidden"]
+    assert rows["reduce statistics"] == ["0.000", "1000.00", "1500.00", "250.00", "83.3%"]
+    assert rows["publish gradients"] == ["0.000", "-", "500.00", "500.00", "0.0%"]
+    assert rows["all"] == ["0.000", "2500.00", "4750.00", "1500.00", "68.4%"]
 
 
 def test_the_picture_is_json_whose_slices_nest():

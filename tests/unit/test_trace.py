@@ -171,9 +171,9 @@ def test_events_are_kept_while_recording_is_on():
         pass
     kept = [(name, *rest) for name, _, _, *rest in trace.events]
     assert kept == [
-        ("statistics", "", 0, 1, ""),
-        ("backward", "", 0, 0, ""),
-        ("clip", "world", 8, 0, ""),
+        ("statistics", "", 0, 1, "", 0),
+        ("backward", "", 0, 0, "", 0),
+        ("clip", "world", 8, 0, "", 0),
     ]
     inner, outer, last = [(event.start, event.end) for event in trace.events]
     times = [before, outer[0], *inner, outer[1], *last, after]

@@ -41,7 +41,7 @@ class Recording:
         last: int,
     ) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
-        self.trace, self.columns = trainer.trace, trainer.plan.grid.columns
+        self.trainer, self.trace = trainer, trainer.trace
         begin, wanted = trainer.steps + WARM_UP, options.trace_steps or 0
         self.chosen = range(begin, min(begin + wanted, last))
         self._steps: dict[int, tuple[float, float]] = {}
@@ -61,7 +61,7 @@ class Recording:
         self._steps[step] = start, time.perf_counter()
 
     def write(self) -> None:
-        """Write the recorded steps, once.
+        """Write the recorded steps, once, and send the step's messages alone for comparison.
 
         Collective over: world.
         """
@@ -70,19 +70,33 @@ class Recording:
         recorded = mpikfac.timeline.Recorded(self._steps, self.trace.events)
         self._steps = {}
         ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
-        if ranks is not None:
-            self._write(ranks)
+        isolated = self.comm.gather(self._isolated())
+        if ranks is not None and isolated is not None:
+            self._write(ranks, isolated)
 
-    def _write(self, ranks: list[mpikfac.timeline.Recorded]) -> None:
-        """Print the table, and write the files unless existing files hold more steps."""
-        means = mpikfac.timeline.stage_means(ranks, self.columns)
+    def _isolated(self) -> dict[str, float]:
+        """Return the seconds of a step's messages alone, by stage."""
+        device = next(self.trainer.model.parameters()).device
+        plan = self.trainer.plan.of(self.comm.rank)
+        return mpikfac.comm.isolated_seconds(self.trainer.grid, plan, device)
+
+    def _write(
+        self, ranks: list[mpikfac.timeline.Recorded], isolated: list[dict[str, float]]
+    ) -> None:
+        """Print the tables, and write the files unless existing files hold more steps."""
+        columns = self.trainer.plan.grid.columns
+        means = mpikfac.timeline.stage_means(ranks, columns)
+        means["collectives"] = mpikfac.timeline.collective_means(ranks, isolated)
         lines = table(mpikfac.timeline.stage_table(means))
         first, last = means["steps"][0], means["steps"][-1]
         log.info("steps %d to %d, means over ranks, in ms:\n%s", first, last, "\n".join(lines))
+        if means["collectives"]:
+            lines = table(mpikfac.timeline.collective_table(means["collectives"]))
+            log.info("messages of these steps, in ms:\n%s", "\n".join(lines))
         if _steps(self.directory / "stages.json") > len(means["steps"]):
             log.info("stages.json and trace.json.gz hold more steps of an earlier start: kept")
             return
-        picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, self.columns))
+        picture = json.dumps(mpikfac.timeline.chrome_trace(ranks, columns))
         try:
             files.write_text(self.directory / "stages.json", json.dumps(means, indent=1) + "\n")
             files.write_bytes(self.directory / "trace.json.gz", gzip.compress(picture.encode()))

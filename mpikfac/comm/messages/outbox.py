@@ -79,6 +79,13 @@ class Outbox:
         with self._changed:
             del self._letters[number]
 
+    def flush(self) -> None:
+        """Wait until all messages put in so far are sent on this rank."""
+        with self._changed:
+            letters = list(self._letters.values())
+        for letter in letters:
+            letter.sent.wait()
+
     def close(self) -> None:
         """End the thread, once all messages are sent."""
         with self._changed:

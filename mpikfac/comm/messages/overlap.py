@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import count
 from typing import cast
 
 import torch
@@ -102,6 +103,7 @@ class ProgressThread:
         self._encoded = Encoded(direct=False, kept=kept)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
+        self._flights = count(1)
         self._outbox = Outbox(self._in_common)
 
     def overlapped(
@@ -123,6 +125,10 @@ class ProgressThread:
 
         return OverlappedSums(messages, layout, send, wait)
 
+    def flush(self) -> None:
+        """Wait until all messages are sent."""
+        self._outbox.flush()
+
     def close(self) -> None:
         """End the thread, once all messages are sent.
 
@@ -140,46 +146,49 @@ class ProgressThread:
 
     def _pieces(self, message: Message, flat: Tensor) -> list[Callable[[], None]]:
         """Return functions that send a message piece by piece on the outbox's thread."""
+        flight = next(self._flights)
         ready = None if flat.is_cpu else torch.Event(flat.device)
         if ready is not None:
             ready.record()
         if message.codec and message.primitive not in SUMS:
-            return [partial(self._send_encoded, message, flat, ready)]
+            return [partial(self._send_encoded, message, flat, flight, ready)]
         ((start, stop),) = message.spans
         return [
-            partial(
-                self._send_piece, message, flat[offset : min(offset + SMALL_PIECE, stop)], ready
-            )
-            for offset in range(start, stop, SMALL_PIECE)
+            partial(self._send_piece, message, piece, flight, ready)
+            for piece in flat[start:stop].split(SMALL_PIECE)
         ]
 
-    def _send_encoded(self, message: Message, flat: Tensor, ready: torch.Event | None) -> None:
+    def _send_encoded(
+        self, message: Message, flat: Tensor, flight: int, ready: torch.Event | None
+    ) -> None:
         if ready is not None:
             ready.synchronize()
         with (
             self._stream or nullcontext(),
-            self._trace.stage(message.stage, message.over, message.bytes),
+            self._trace.stage(message.stage, message.over, message.bytes, flight),
         ):
             self._encoded.exchange(self._patient, message, flat)
             synchronize(flat)
 
-    def _send_piece(self, message: Message, piece: Tensor, ready: torch.Event | None) -> None:
+    def _send_piece(
+        self, message: Message, piece: Tensor, flight: int, ready: torch.Event | None
+    ) -> None:
         if ready is not None:
             ready.synchronize()
         with self._stream or nullcontext():
             if not message.codec:
-                self._sum(message, piece)
+                self._sum(message, piece, flight)
                 return
             rounded = piece.to(torch.bfloat16)
-            self._sum(message, rounded.view(torch.int16))
+            self._sum(message, rounded.view(torch.int16), flight)
             piece.copy_(rounded)
             synchronize(piece)
 
-    def _sum(self, message: Message, numbers: Tensor) -> None:
+    def _sum(self, message: Message, numbers: Tensor, flight: int) -> None:
         """Add up with MPI, which takes bfloat16 for integers."""
         with (
             self._buffers.on_host(numbers, message.stage) as buffer,
-            self._trace.stage(message.stage, message.over, numbers.nbytes),
+            self._trace.stage(message.stage, message.over, numbers.nbytes, flight),
         ):
             if message.primitive == "Allreduce":
                 self._patient.Allreduce(MPI.IN_PLACE, buffer, op_of(message))

@@ -1,0 +1,75 @@
+"""Measure the collectives of a plan alone: the same messages, and no computation beside them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, median
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm.grid import Grid
+from mpikfac.plan import Message, RankPlan
+
+REPEATS = 5  # after a first time that counts for nothing
+DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[str, float]:
+    """Return by stage the seconds of the messages that the stage sends in a step, alone.
+
+    The messages go one after another, on scratch buffers, over the communicators of the training.
+    All ranks begin together; a time is the median of five. With `stagger`, a time is the mean over
+    the shares of a refresh. Messages to and from curvature ranks are not measured.
+
+    Collective over: world.
+    """
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    apart = grid.apart()
+    for share in plan.shares[1:] or plan.shares:
+        for stage, messages in _by_stage(plan.messages(True, True, share=share)).items():
+            found[stage].append(_seconds(apart, plan, messages, device))
+    return {stage: fmean(seconds) for stage, seconds in found.items()}
+
+
+def _by_stage(messages: Sequence[Message]) -> dict[str, list[Message]]:
+    found: defaultdict[str, list[Message]] = defaultdict(list)
+    for message in messages:
+        if message.over != "curvature":
+            found[message.stage].append(message)
+    return found
+
+
+def _seconds(
+    grid: Grid, plan: RankPlan, messages: Sequence[Message], device: torch.device
+) -> float:
+    """Return the median seconds of the messages of a stage.
+
+    Collective over: world.
+    """
+    numbers = _numbers(plan, messages, device)
+    parts = numbers.clone().expand(plan.parts, -1)
+    times = []
+    for _ in range(1 + REPEATS):
+        grid.world.Barrier()
+        began = time.perf_counter()
+        if messages[0].primitive == "Send, Bcast":
+            grid.sum_in_order(parts, numbers, messages[0].stage)
+        else:
+            grid.exchange(messages, numbers)
+        if not numbers.is_cpu:
+            torch.accelerator.synchronize(device)
+        times.append(time.perf_counter() - began)
+    return median(times[1:])
+
+
+def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
+    """Return made-up numbers in the place of the stage's arena, up to the last message."""
+    sizes = plan.itemsizes
+    size = sizes.bases if messages[0].stage == "publish bases" else sizes.numbers
+    last = max(stop for message in messages for _, stop in message.spans)
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(last, generator=generator, device="cpu")
+    return numbers.to(device, DTYPES[size])
