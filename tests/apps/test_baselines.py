@@ -1,4 +1,4 @@
-"""Muon and SOAP in the training program."""
+"""Muon, SOAP, LARS and LAMB in the training program."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ needs_package = pytest.mark.skipif(
     reason="pytorch_optimizer is not installed; run pip install pytorch_optimizer",
 )
 BOTH = ["muon", "soap"]
+ALL = [*BOTH, "lars", "lamb"]
 QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1")
 TIMES = ("seconds", "images_per_second", "communication")
 STEPS = "--epochs=5"  # 15 steps; SOAP refreshes its bases in step 12
@@ -37,7 +38,7 @@ def rows(run_dir):
     return [{key: row[key] for key in row if key not in TIMES} for row in lines]
 
 
-@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("optimizer", ALL)
 def test_a_missing_package_is_named(monkeypatch, optimizer):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = (
@@ -49,7 +50,7 @@ def test_a_missing_package_is_named(monkeypatch, optimizer):
 
 
 @needs_package
-@pytest.mark.parametrize("optimizer", BOTH)
+@pytest.mark.parametrize("optimizer", ALL)
 def test_a_resumed_run_goes_on_exactly(tmp_path, optimizer):
     """Oracle: the uninterrupted run."""
     chosen, whole, parts = (f"--optimizer={optimizer}", STEPS), tmp_path / "whole", tmp_path / "x"
@@ -131,3 +132,29 @@ def test_muon_steps_along_the_polar_factor_and_adamw_along_the_sign():
             assert (found - found.diag().diag()).abs().max() < 0.05
         else:
             torch.testing.assert_close(step, gradient.sign(), rtol=0, atol=1e-3)
+
+
+@needs_package
+@pytest.mark.parametrize("optimizer", ["lars", "lamb"])
+def test_steps_are_in_proportion_to_the_norm_of_a_layers_weights(optimizer):
+    """Oracle: the first step by hand: [You et al. 2017, 2020], without bias correction."""
+    lr, decay = 0.5, 0.1
+    model = models.build("digits_cnn", classes=10, channels=1)
+    made = make_optimizer(Options(optimizer=optimizer, lr=lr, weight_decay=decay), model)
+    before = [p.detach().clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+    gradients = [p.grad.clone() for p in model.parameters()]
+    made.step()
+    for p, old, gradient in zip(model.parameters(), before, gradients):
+        if optimizer == "lars" and p.dim() > 1:
+            share = 0.001 * old.norm() / (gradient.norm() + decay * old.norm())
+            expected = old - lr * share * (gradient + decay * old)
+        elif optimizer == "lars":
+            expected = old - lr * gradient
+        else:
+            old = old * (1 - lr * decay)
+            direction = 0.1 * gradient / (math.sqrt(0.001) * gradient.abs() + 1e-6)
+            norm = old.norm().clamp(max=10)
+            expected = old - lr * (norm / direction.norm() if norm else 1) * direction
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-4, atol=1e-6)

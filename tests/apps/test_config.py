@@ -44,7 +44,7 @@ BAD = {
     "wrong element": ("--decay_epochs=[1,x]", "decay_epochs=x must be a list of whole numbers"),
     "not a choice": (
         "--optimizer=adam",
-        "optimizer=adam must be one of kfac, sgd, adamw, muon, soap",
+        "optimizer=adam must be one of kfac, sgd, adamw, muon, soap, lars, lamb",
     ),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
@@ -239,7 +239,7 @@ BAD = {
     "bool for a count": ("epochs: true\n", "epochs=True must be a whole number >= 1"),
     "number for a name": (
         "optimizer: 1\n",
-        "optimizer=1 must be one of kfac, sgd, adamw, muon, soap",
+        "optimizer=1 must be one of kfac, sgd, adamw, muon, soap, lars, lamb",
     ),
 }
 

@@ -13,6 +13,7 @@ from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
 
+PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
 USUAL_BATCH = 256  # images of a step of all ranks together
 
 
@@ -33,7 +34,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_strategy(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
-    if options.optimizer in ("muon", "soap") and not importlib.util.find_spec("pytorch_optimizer"):
+    if options.optimizer in PACKAGED and not importlib.util.find_spec("pytorch_optimizer"):
         raise ValueError(
             f"optimizer={options.optimizer} needs the package pytorch_optimizer, which is not "
             f"installed; run pip install pytorch_optimizer"

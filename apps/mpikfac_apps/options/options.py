@@ -127,7 +127,10 @@ class KfacOptions:
     coverage: CoverageOptions = inline(CoverageOptions)
 
 
-USUAL_RATES = {"kfac": 0.003, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003}
+USUAL_RATES = {
+    **{"kfac": 0.003, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
+    **{"lars": 10.0, "lamb": 0.03},
+}
 """Learning rates; of K-FAC with steps of the length of Adam's."""
 
 
@@ -139,8 +142,9 @@ class Options:
         optimizer: the optimizer. "kfac": SGD with gradients that K-FAC preconditions; the rest are
             baselines. "muon": Muon for weights of linear layers and convolutions, with filters as
             matrices, and AdamW for the first layer, the last layer and all other parameters;
-            "soap": Adam in Shampoo's eigenbases. "muon" and "soap" need the package
-            pytorch_optimizer.
+            "soap": Adam in Shampoo's eigenbases; "lars" and "lamb": SGD and Adam with steps in
+            proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
+            the package pytorch_optimizer.
         model: the network. Autoencoders learn the pixels of their inputs; all other networks are
             classifiers and learn labels.
         data: the data set.
@@ -159,7 +163,8 @@ class Options:
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
         lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, Muon and SOAP; 0.001 for
-            AdamW; and 0.1 for SGD and K-FAC with steps of another length.
+            AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with steps of another
+            length.
         scale_lr: the learning rate is multiplied by the number of ranks at the first start; a
             warm-up then starts at the rate of lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
@@ -168,10 +173,10 @@ class Options:
             "cosine": a fall to 0 at the end along half a cosine.
         decay_epochs: the epochs at which the learning rate falls, for schedule=step.
         decay_factor: the factor by which the learning rate falls, for schedule=step.
-        momentum: the momentum of SGD, K-FAC and Muon, or beta1 of AdamW and SOAP.
+        momentum: the momentum of SGD, K-FAC, Muon and LARS, or beta1 of AdamW, SOAP and LAMB.
         nesterov: the momentum of SGD and K-FAC is Nesterov's.
-        weight_decay: the weight decay: an L2 penalty of SGD and K-FAC, or decoupled from the
-            gradient in AdamW, Muon and SOAP.
+        weight_decay: the weight decay: an L2 penalty of SGD, K-FAC and LARS, or decoupled from the
+            gradient in AdamW, Muon, SOAP and LAMB.
         label_smoothing: the share of an image's label that all classes have in equal parts in the
             loss of the training; the test takes the plain label.
         average: tests of the network take an exponential average of the weights after every step.
@@ -203,7 +208,7 @@ class Options:
         tensorboard: TensorBoard events are written, too.
     """
 
-    optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap"] = "kfac"
+    optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap", "lars", "lamb"] = "kfac"
     model: str = listed(MODELS, "digits_cnn")
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)

@@ -27,6 +27,8 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
             return _muon(options, model)
         case "soap":
             return _soap(options, model)
+        case "lars" | "lamb":
+            return _by_layer(options, model)
     return torch.optim.SGD(parameters, lr, beta, weight_decay=decay, nesterov=options.nesterov)
 
 
@@ -56,6 +58,18 @@ def _soap(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     soap = SOAP(model.parameters(), options.rate, betas, weight_decay=options.weight_decay)
     soap.register_step_post_hook(_in_rows)
     return soap
+
+
+def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
+    """Return LARS or LAMB, with steps in proportion to the norm of each layer's weights."""
+    from pytorch_optimizer import LARS, Lamb
+
+    parameters, lr, beta = model.parameters(), options.rate, options.momentum
+    decay = options.weight_decay
+    if options.optimizer == "lars":
+        return LARS(parameters, lr, weight_decay=decay, momentum=beta)
+    # Without adam_debias, the package divides a step of the right length by 1 - beta1^t once more.
+    return Lamb(parameters, lr, (beta, 0.999), weight_decay=decay, adam_debias=True)
 
 
 def _in_rows(optimizer: torch.optim.Optimizer, *_: object) -> None:
