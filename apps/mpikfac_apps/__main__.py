@@ -14,6 +14,7 @@ PROGRAMS = {
     "check": ("checking.check", "check K-FAC on a model: covered layers, right numbers"),
     "calibrate": ("planning.calibrate", "measure a machine (under mpirun or srun)"),
     "simulate": ("planning.simulate", "predict step times on a machine, without MPI"),
+    "advise": ("planning.advise", "choose batch, servers and strategy that hide messages"),
     "compare": ("study.compare", "compare several runs: a table and curves"),
     "study": ("study.study", "run a matrix of options and write a report in HTML"),
     "inspect": ("inspecting.inspect", "show the contents and the spectra of a checkpoint"),

@@ -24,6 +24,7 @@ STAGES = (
     "exchange weights",
 )
 BACKWARD = ("backward", "statistics")
+OVERLAPPED = ("urgent", "overlapped")  # kinds of events
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -69,6 +70,7 @@ class Step:
         seconds: duration of the step.
         exposed: seconds of the step in which a rank waits for messages and computes nothing.
         waiting: seconds of the step in which a rank waits for slower ranks to compute.
+        overlapped: seconds of messages that are sent during computations, hidden or not.
         sent: bytes that a rank sends if collectives are rings.
         stages: seconds by stage, hidden seconds of overlapped messages included.
     """
@@ -76,6 +78,7 @@ class Step:
     seconds: float
     exposed: float
     waiting: float
+    overlapped: float
     sent: float
     stages: Mapping[str, float]
 
@@ -225,7 +228,7 @@ def sequence(
     With `overlap` the backward pass comes in slices, and some messages are ready after every slice.
     """
     found: list[Event] = []
-    sent = [message for message in messages if message.kind in ("urgent", "overlapped")]
+    sent = [message for message in messages if message.kind in OVERLAPPED]
     if overlap and sent:
         found.append(Event("forward", compute.get("forward", 0.0)))
         found += _backward(compute, sent)
@@ -313,6 +316,7 @@ def _step(
         seconds,
         exposed,
         waiting=sum(compute.values()) * (1 - 1 / slowest),
+        overlapped=sum(event.seconds for event in events if event.kind in OVERLAPPED),
         sent=max(sum(message.wire for message in found) for found in seen.values()),
         stages=stages,
     )
@@ -339,17 +343,17 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
     gradients = message.stage == "reduce gradients"
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
-    numbers = {
-        name: number
-        for number, layer in enumerate(plan.covered)
-        for name in ([layer.name] if gradients else [factor.name for factor in layer.factors])
-    }
+    names = [
+        [layer.name] if gradients else [factor.name for factor in layer.factors]
+        for layer in plan.covered
+    ] or [[name] for name in plan.of(rank).messages_of]  # without K-FAC, parameters
+    numbers = {name: number for number, some in enumerate(names) for name in some}
     sent = (
         numbers[name]
         for name, offset in layout.offsets.items()
         if name in numbers and any(start <= offset < stop for start, stop in message.spans)
     )
-    return 1 - min(sent, default=0) / len(plan.layers)
+    return 1 - min(sent, default=0) / len(names)
 
 
 def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
@@ -399,6 +403,7 @@ def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:
         mean(lambda step: step.seconds),
         mean(lambda step: step.exposed),
         mean(lambda step: step.waiting),
+        mean(lambda step: step.overlapped),
         mean(lambda step: step.sent),
         stages,
     )

@@ -182,7 +182,8 @@ def leaves(group: type) -> tuple[Leaf, ...]:
 def _leaves(group: type) -> Iterator[Leaf]:
     hints = typing.get_type_hints(group)
     about = docstring_parser.parse(group.__doc__ or "")
-    helps = {param.arg_name: param.description or "" for param in about.params}
+    texts = (docstring_parser.parse(base.__doc__ or "") for base in reversed(group.__mro__))
+    helps = {param.arg_name: param.description or "" for text in texts for param in text.params}
     for field in dataclasses.fields(group):
         name, kind, meta = field.name, hints[field.name], field.metadata
         inner = meta.get("changes", kind)

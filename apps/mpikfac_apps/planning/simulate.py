@@ -115,9 +115,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     """
     every = at_start(options.kfac.factor_every), options.basis_every
     job = mpikfac.predict.Job(options.model, options.batch_per_rank, *every, options.stragglers)
-    covered = models.shapes_of(options.model, options.classes, coverage(options.kfac))
-    bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
-    shapes = {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
+    shapes = both_shapes(options)
     rows: list[dict[str, Any]] = []
     for ranks in dict.fromkeys(options.ranks):
         for name in options.strategy:
@@ -134,6 +132,13 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     if all("left_out" in row for row in rows):
         raise ValueError(rows[0]["left_out"])
     return rows
+
+
+def both_shapes(options: SimulateOptions) -> dict[bool, Shapes]:
+    """Return the shapes of the network with K-FAC (True) and without K-FAC (False)."""
+    covered = models.shapes_of(options.model, options.classes, coverage(options.kfac))
+    bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
+    return {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
 
 
 def plan_of(

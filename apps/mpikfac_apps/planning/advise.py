@@ -1,0 +1,214 @@
+"""Advise batch, servers and strategy that hide the messages of training on a machine. No MPI.
+
+    mpikfac advise --model resnet50 --ranks 64 --machine v100-edr --factor_every 10
+
+docs/model.md states the assumptions of the two lemmas.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps import cli
+from mpikfac_apps.options.by_epoch import at_start
+from mpikfac_apps.options.command_line import read
+from mpikfac_apps.planning.simulate import (
+    BASIC,
+    BOUNDED,
+    SimulateOptions,
+    both_shapes,
+    predictions,
+)
+from mpikfac_apps.text import MIB, number, show, table
+
+PROGRAM = "mpikfac advise"
+GROWING = ("forward", "backward", "statistics")  # computing that grows with the batch
+FLOAT32 = 4  # bytes
+WIDTH = 96
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AdviseOptions(SimulateOptions):
+    """Advise batch, servers and strategy that hide messages on a machine. No MPI."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the advice; return 0, or 2 after one line about wrong options."""
+    return cli.run(PROGRAM, lambda: advise(read(PROGRAM, AdviseOptions, argv, basic=BASIC)))
+
+
+def advise(options: AdviseOptions) -> int:
+    """Print the advice for each number of ranks; return 0.
+
+    Raises:
+        ValueError: no strategy can be predicted.
+        OSError: a file cannot be read or written.
+    """
+    machine = mpikfac.predict.load_machine(options.machine)
+    asked = replace(
+        options.distribution, change={"overlap": True} | dict(options.distribution.change)
+    )
+    options = replace(options, distribution=asked)
+    rows = [row | needs(row, options.batch_per_rank) for row in predictions(options, machine)]
+    if options.json:
+        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
+    sections = [heading(options, machine)]
+    for ranks in dict.fromkeys(options.ranks):
+        mine = [row for row in rows if row["ranks"] == ranks]
+        if any("left_out" not in row for row in mine):
+            row = best(mine, options.batch_per_rank)
+            sections += [overview(ranks, mine), of_batch(row, options)]
+            sections += [of_servers(ranks, options, machine), of_rate(row, options)]
+    show(sections)
+    return 0
+
+
+# -- the lemmas ------------------------------------------------------------------------------------
+
+
+def images_to_cover(messages: float, per_image: float) -> int:
+    """Return the least images per rank whose computing takes as long as messages, in seconds."""
+    return max(1, math.ceil(messages / per_image - 1e-9))
+
+
+def servers_to_hide(size: float, workers: int, bandwidth: float, computing: float) -> int:
+    """Return the least servers that take and give `size` bytes of all workers while these compute.
+
+    Every worker pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
+    all servers. A server moves `bandwidth` bytes per second.
+    """
+    return max(1, math.ceil(2 * size * workers / (bandwidth * computing) - 1e-9))
+
+
+def needs(row: Row, images: int) -> Row:
+    """Return the computing of an image and the images needed, for a predicted row."""
+    if "left_out" in row:
+        return {}
+    stages = row["mean"]["stages"]
+    per_image = sum(stages.get(stage, 0.0) for stage in GROWING) / images
+    return {
+        "per_image": per_image,
+        "images": images_to_cover(row["mean"]["overlapped"], per_image),
+    }
+
+
+def best(rows: Sequence[Row], images: int) -> Row:
+    """Return the quickest strategy that `images` images cover, or the one that needs least images.
+
+    Strategies with the numbers of one process come first, before strategies with another estimator
+    or with an upper bound as prediction, and these before training without K-FAC.
+    """
+    known = [row for row in rows if "left_out" not in row]
+    rank = min(_place(row["strategy"]) for row in known)
+    known = [row for row in known if _place(row["strategy"]) == rank]
+    covered = [row for row in known if row["images"] <= images]
+    if covered:
+        return min(covered, key=lambda row: row["mean"]["seconds"])
+    return min(known, key=lambda row: (row["images"], row["mean"]["seconds"]))
+
+
+def _place(name: str) -> int:
+    if name.startswith("sgd"):
+        return 2
+    return 0 if mpikfac.plan.NAMED[name].same and name not in BOUNDED else 1
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+
+def heading(options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return lines with the job, the machine and the meaning of the columns."""
+    return [
+        f"{options.model}, {options.batch_per_rank} images per rank, solver {options.solver}, "
+        f"factors every {at_start(options.kfac.factor_every)} steps, "
+        f"bases every {options.basis_every}",
+        f"Machine: {machine.name}; predicted, not measured",
+        "Milliseconds of a mean step. overlapped: messages sent while ranks compute; blocking: all",
+        "  further messages, which no batch hides; step, exposed: the step played by the model,",
+        "  and the part in which a rank does nothing but communicate.",
+        "images: the least images per rank whose computing takes as long as overlapped messages",
+    ]
+
+
+def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
+    """Return the table of all strategies for a number of ranks."""
+    lines = [("strategy", "overlapped", "blocking", "images", "step", "exposed")]
+    for row in rows:
+        if "left_out" not in row:
+            step = row["mean"]
+            times = step["overlapped"], blocking(row), step["seconds"], step["exposed"]
+            overlapped, blocked, *played = map(ms, times)
+            lines.append((row["strategy"], overlapped, blocked, f"{row['images']}", *played))
+    left_out = [row["strategy"] for row in rows if "left_out" in row]
+    words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
+    more = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
+    return [number(ranks, "rank"), *table(lines), *more]
+
+
+def of_batch(row: Row, options: AdviseOptions) -> list[str]:
+    """Return the arithmetic of the mini-batch lemma for a strategy."""
+    step, images, given = row["mean"], row["images"], options.batch_per_rank
+    parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in GROWING]
+    least = step["overlapped"] / row["per_image"]
+    taken = max(images, given)
+    one = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
+    played = predictions(replace(options, **one), mpikfac.predict.load_machine(options.machine))[0]
+    return [
+        f"Batch per rank, with {row['strategy']}",
+        f"  computing of an image = ({' + '.join(parts)}) ms / {number(given, 'image')} = "
+        f"{ms(row['per_image'], 3)} ms",
+        f"  images >= overlapped messages / computing of an image = "
+        f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",
+        f"  Take --strategy {row['strategy']} --overlap true --batch_per_rank {taken}",
+        f"  A step is then {ms(played['mean']['seconds'])} ms, of which "
+        f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
+        f"messages among them",
+    ]
+
+
+def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:
+    """Return the arithmetic of the parameter-server lemma."""
+    _, others = both_shapes(options)[False]
+    size = FLOAT32 * sum(math.prod(shape) for _, shape in others)
+    network = machine.network(options.model, options.batch_per_rank)
+    computing = network.forward + network.backward
+    bandwidth = (machine.between or machine.inside).bandwidth
+    least = 2 * size * ranks / (bandwidth * computing)
+    return [
+        "Parameter servers, for as many workers without K-FAC",
+        "  servers >= 2 x bytes of the model x workers / (bandwidth of a server x computing)",
+        f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
+        f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
+        f"{servers_to_hide(size, ranks, bandwidth, computing)}",
+    ]
+
+
+def of_rate(row: Row, options: AdviseOptions) -> list[str]:
+    """Return the learning rates of the batch of all ranks, by both rules."""
+    ranks, images = row["ranks"], max(row["images"], options.batch_per_rank)
+    return [
+        f"Learning rate of {number(ranks * images, 'image')}, in place of {images} on one rank",
+        f"  --scale_lr linear: lr x {ranks}",
+        f"  --scale_lr sqrt: lr x {math.sqrt(ranks):.2f}",
+    ]
+
+
+def blocking(row: Row) -> float:
+    """Return the seconds of messages that block, in a mean step."""
+    step = row["mean"]
+    sent = (step["stages"].get(stage, 0.0) for stage in mpikfac.trace.COMMUNICATION)
+    return max(0.0, sum(sent) - step["overlapped"])
+
+
+def ms(seconds: float, digits: int = 1) -> str:
+    """Return seconds in milliseconds."""
+    return f"{1e3 * seconds:,.{digits}f}"
