@@ -46,6 +46,11 @@ BAD = {
         "--optimizer=adam",
         "optimizer=adam must be one of kfac, sgd, adamw, muon, soap, lars, lamb",
     ),
+    "a rate scaled without a rule": (
+        "scale_lr: true\n",
+        "scale_lr=True must be one of linear, sqrt, false",
+    ),
+    "unknown rule": ("--scale_lr=cube", "scale_lr=cube must be one of linear, sqrt, false"),
     "nan": ("--lr=.nan", "lr=nan must be a finite number > 0"),
     "infinity": ("--weight_decay=.inf", "weight_decay=inf must be a finite number >= 0"),
     "negative": ("--kfac.damping=-1", "kfac.damping=-1.0 must be a finite number of at least 0"),
@@ -483,9 +488,12 @@ def test_the_step_schedule_decays_at_its_epochs():
 
 
 def test_a_rate_scaled_by_ranks_warms_up_from_the_unscaled_rate():
-    """Oracle: the line from lr to 4 lr over 4 steps; none on one rank."""
-    chosen = {"schedule": "constant", "scale_lr": True, "warmup_epochs": 2}
+    """Oracle: lines over 4 steps from lr to 4 lr, or to 2 lr by the root; none on one rank."""
+    chosen = {"schedule": "constant", "scale_lr": "linear", "warmup_epochs": 2}
     assert rates(4, [0, 2, 4, 19], **chosen) == pytest.approx([0.1, 0.25, 0.4, 0.4])
+    assert rates(1, [0, 2, 4, 19], **chosen) == pytest.approx([0.1] * 4)
+    chosen["scale_lr"] = "sqrt"
+    assert rates(4, [0, 2, 4, 19], **chosen) == pytest.approx([0.1, 0.15, 0.2, 0.2])
     assert rates(1, [0, 2, 4, 19], **chosen) == pytest.approx([0.1] * 4)
 
 

@@ -118,7 +118,7 @@ def plain(run_dir, *more):
 
 def runs(root):
     """Yield ranks and options of runs on several ranks."""
-    chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=true", "--warmup_epochs=1")
+    chosen = ("--batch=null", "--batch_per_rank=60", "--scale_lr=linear", "--warmup_epochs=1")
     yield 2, plain(root / "whole", *chosen)
     yield 2, plain(root / "parts", *chosen, "--max_steps=2")
     yield 1, plain(root / "parts", *chosen, "--max_steps=5", "--resume=auto")
@@ -141,7 +141,7 @@ def runs(root):
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = job / "whole", job / "parts"
-    kept = "begun with ranks=2; kept: batch=120, lr scaled by 2"
+    kept = "begun with ranks=2; kept: batch=120, lr scaled for 2"
     assert (parts / "log.txt").read_text().count(kept) == 2
     assert_same_training(rows(parts), rows(whole))
     saved = yaml.safe_load((parts / "config.yaml").read_text())

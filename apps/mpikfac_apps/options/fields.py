@@ -312,5 +312,5 @@ def _in_words(kind: Any) -> str:
     """Return a type in words."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join(map(str, members))}"
+        return f"one of {', '.join('false' if one is False else str(one) for one in members)}"
     return LISTS[members[0]] if origin in (list, tuple) else WORDS[kind]

@@ -165,8 +165,9 @@ class Options:
         lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, Muon and SOAP; 0.001 for
             AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with steps of another
             length.
-        scale_lr: the learning rate is multiplied by the number of ranks at the first start; a
-            warm-up then starts at the rate of lr.
+        scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
+            lr times the number; "sqrt": lr times the square root of the number; false: not at all.
+            If the rate grows, a warm-up starts at lr.
         warmup_epochs: the number of epochs at the start in which the learning rate rises linearly.
         schedule: how the learning rate changes. "constant": no change; "step": a fall by
             decay_factor at each of decay_epochs; "linear": a linear fall to 0 at the end;
@@ -219,7 +220,7 @@ class Options:
     eval_every: int = bounded(1, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
     lr: float | None = bounded(None, "> 0")
-    scale_lr: bool = False
+    scale_lr: Literal["linear", "sqrt", False] = False
     warmup_epochs: float = bounded(0.0, ">= 0")
     schedule: Literal["constant", "step", "linear", "cosine"] = "linear"
     decay_epochs: list[int] = field(default_factory=list, metadata={"bounds": (">= 1",)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -212,7 +213,8 @@ def _basis_dtype(options: KfacOptions) -> torch.dtype | None:
 
 def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callable[[int], float]:
     """Return the learning rate as a function of the step, for a run that began on `ranks` ranks."""
-    peak = options.rate * (ranks if options.scale_lr else 1)
+    scale = {"linear": float(ranks), "sqrt": math.sqrt(ranks)}.get(options.scale_lr or "", 1.0)
+    peak = options.rate * scale
     rate = schedule.constant(peak)
     if options.schedule == "step":
         at = [epoch * steps_per_epoch for epoch in options.decay_epochs]
@@ -223,5 +225,5 @@ def learning_rate(options: Options, steps_per_epoch: int, ranks: int) -> Callabl
         rate = schedule.cosine(peak, 0.0, options.epochs * steps_per_epoch)
     warm = round(options.warmup_epochs * steps_per_epoch)
     if warm:
-        rate = schedule.warmup(rate, warm, 1 / ranks if options.scale_lr else 1 / (warm + 1))
+        rate = schedule.warmup(rate, warm, 1 / scale if options.scale_lr else 1 / (warm + 1))
     return rate

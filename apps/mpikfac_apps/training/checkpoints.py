@@ -240,7 +240,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
             f"start one of {mpikfac.plan.divisors(common)} ranks"
         )
     if given != batch or (options.scale_lr and began_on != ranks):
-        scaled = f", lr scaled by {began_on}" if options.scale_lr else ""
+        scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
         log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options
 

@@ -1,0 +1,142 @@
+"""The advise program: arithmetic of the lemmas, and a machine with round numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+import mpikfac
+from mpikfac.predict import Level, Machine, Network
+from mpikfac_apps.planning import advise
+
+OWN = "import torch\n\ndef build():\n    return torch.nn.Linear(1000, 500, bias=False)\n"
+
+
+@pytest.fixture
+def round_machine(tmp_path):
+    """Return arguments for a network of 1000 x 500 weights on a machine with round numbers.
+
+    Messages have no latency to speak of and 1 GB/s; an image takes 1 ms forward, 2 ms backward and
+    1 ms of statistics.
+    """
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path / 'own.py'}:build"
+    network = Network(name, 4, 0.004, 0.008, 0.004, 0.0, 0.0, precondition=0.0)
+    level = Level(1e-15, 1e9)
+    machine = Machine("round", level, (network,), {"inverse": ((1000.0, 1e-9),)})
+    (tmp_path / "round.json").write_text(machine.to_json())
+    return ["--machine", str(tmp_path / "round.json"), "--model", name]
+
+
+@pytest.mark.parametrize(
+    ("messages", "per_image", "images"),
+    [(0.034, 0.002, 17), (0.0341, 0.002, 18), (0.0, 0.002, 1), (0.3, 0.1, 3)],
+)
+def test_computing_covers_messages(messages, per_image, images):
+    """Oracle: by hand: 34 ms are 17 images of 2 ms; 3 x 0.1 rounds above 0.3 and is enough."""
+    assert advise.images_to_cover(messages, per_image) == images
+
+
+@pytest.mark.parametrize(
+    ("size", "workers", "bandwidth", "computing", "servers"),
+    [(100e6, 10, 1e9, 0.5, 4), (100e6, 11, 1e9, 0.5, 5), (1.0, 1, 1e9, 1.0, 1)],
+)
+def test_servers_take_and_give_the_model_while_workers_compute(
+    size, workers, bandwidth, computing, servers
+):
+    """Oracle: by hand: 10 workers push and fetch 100 MB each, 2 GB in 0.5 s: 4 servers of 1 GB/s.
+
+    One server less would need more than the computing time.
+    """
+    found = advise.servers_to_hide(size, workers, bandwidth, computing)
+    assert found == servers
+    assert 2 * size * workers / (found * bandwidth) <= computing
+    if found > 1:
+        assert 2 * size * workers / ((found - 1) * bandwidth) > computing
+
+
+def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
+    """Oracle: by hand, 4 ranks: rings of 1.5 x bytes at 1 GB/s.
+
+    Gradients of 2 MB take 3 ms. The factors as triangles, 500500 and 125250 numbers, take 3.75 ms.
+    An image computes 4 ms, so 6.75 / 4 = 1.7 are 2 images. Servers: 2 x 2 MB x 4 workers in 3 ms of
+    an image at 1 GB/s: 5.3 are 6.
+    """
+    file = tmp_path / "found.json"
+    asked = ["--ranks", "4", "--strategy", "comm-opt", "--batch_per_rank", "1"]
+    assert advise.main([*round_machine, *asked, "--json", str(file)]) == 0
+    text = capsys.readouterr().out
+    (kfac,) = json.loads(file.read_text())
+    assert kfac["mean"]["overlapped"] == pytest.approx(1.5 * 4 * (500e3 + 625750) / 1e9, rel=1e-3)
+    assert kfac["images"] == 2
+    assert kfac["per_image"] == pytest.approx(0.004)
+    for line in (
+        "computing of an image = (forward 1.0 + backward 2.0 + statistics 1.0) ms / 1 image = "
+        "4.000 ms",
+        "images >= overlapped messages / computing of an image = 6.8 ms / 4.000 ms = 1.7: 2",
+        "Take --strategy comm-opt --overlap true --batch_per_rank 2",
+        "= 2 x 1.91 MiB x 4 / (1.00 GB/s x 3.0 ms) = 5.3: 6",
+        "Learning rate of 8 images, in place of 2 on one rank",
+        "--scale_lr linear: lr x 4",
+        "--scale_lr sqrt: lr x 2.00",
+    ):
+        assert line in text
+
+
+def test_a_large_batch_is_enough(round_machine, capsys):
+    """Oracle: by hand: with statistics at every second step, (3 + 3.75 / 2) / (3 + 1 / 2) = 1.4."""
+    asked = ["--ranks", "4", "--strategy", "comm-opt", "--batch_per_rank", "8"]
+    assert advise.main([*round_machine, *asked, "--factor_every", "2"]) == 0
+    text = capsys.readouterr().out
+    assert "= 4.9 ms / 3.500 ms = 1.4: 2" in text
+    assert "Take --strategy comm-opt --overlap true --batch_per_rank 8" in text
+
+
+def row(name, images, seconds):
+    return {"strategy": name, "images": images, "mean": {"seconds": seconds}}
+
+
+def test_the_quickest_covered_strategy_with_the_numbers_of_one_process_is_advised():
+    """Oracle: by hand; dp-kfac has another estimator, delayed an upper bound."""
+    rows = [
+        *(row("sgd", 1, 1.0), row("dp-kfac", 1, 2.0), row("delayed", 1, 2.0)),
+        *(row("comm-opt", 9, 3.0), row("mem-opt", 5, 4.0), {"strategy": "eva", "left_out": "why"}),
+    ]
+    assert advise.best(rows, 9)["strategy"] == "comm-opt"
+    assert advise.best(rows, 8)["strategy"] == "mem-opt"
+    assert advise.best(rows, 2)["strategy"] == "mem-opt"
+    assert advise.best(rows[:3], 2)["strategy"] == "dp-kfac"
+    assert advise.best(rows[:1], 2)["strategy"] == "sgd"
+
+
+def test_published_machines_and_strategies_that_cannot_overlap(capsys):
+    """Oracle: the lemma from the numbers of `mpikfac.predict`; the names in the catalogue."""
+    asked = ["--machine", "v100-edr", "--model", "resnet50", "--ranks", "64"]
+    assert advise.main([*asked, "--strategy", "comm-opt,kfac-lw"]) == 0
+    text = capsys.readouterr().out
+    assert "Left out: kfac-lw; mpikfac simulate --overlap true says why" in text
+    network = mpikfac.predict.load_machine("v100-edr").network("resnet50", 32)
+    per_image = (network.forward + network.backward + network.statistics) / 32
+    (line,) = (line for line in text.splitlines() if "images >= overlapped" in line)
+    told = float(line.split(" ms / ")[0].split("= ")[-1]) / 1e3
+    assert line.endswith(f": {math.ceil(told / per_image)}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--model resnet50 --ranks 2", "--machine"),
+        ("--model resnet50 --machine v100-edr --ranks 0", "at least 1"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --batch_per_rank 0", "batch_per_rank=0"),
+        ("--model resnet20 --machine v100-edr --ranks 2", "only of: resnet50"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --strategy kfac-lw", "overlap=True needs"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments, told, capsys):
+    """Oracle: code 2, nothing on the output, and a line that names the value."""
+    assert advise.main(arguments.split()) == 2
+    output = capsys.readouterr()
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert told in output.err
