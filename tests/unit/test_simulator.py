@@ -219,6 +219,19 @@ def test_overlapped_messages_are_hidden():
     assert beside.factors.exposed < 0.5 * plain.factors.exposed
     assert beside.factors.seconds < plain.factors.seconds
     assert beside.mean.sent == plain.mean.sent
+    sums = sum(beside.factors.stages[f"reduce {what}"] for what in ("statistics", "gradients"))
+    assert beside.factors.overlapped == pytest.approx(sums)
+    assert plain.mean.overlapped == 0
+
+
+def test_gradients_without_layers_are_sent_parameter_by_parameter():
+    """Oracle: by hand: two parameters take half of the backward pass each, the last one first."""
+    others = [("first", (16,)), ("last", (16,))]
+    plan = make_plan([], 2, Strategy(1).changed(fusion=1, overlap=True), others)
+    events = simulator._timed(plan.messages(0, False, False), plan, 0, MACHINE)
+    assert sorted(event.ready for event in events) == [0.5, 1.0]
+    found = mpikfac.predict.simulate(plan, MACHINE, JOB).mean
+    assert found.overlapped == found.stages["reduce gradients"] > 0
 
 
 def test_a_staggered_refresh_is_spread():
