@@ -78,7 +78,8 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     in the same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    teams["curvature"] = f"{rank}"  # ranks do not wait for one another in messages to curvature
+    # Ranks do not wait for one another in messages to curvature ranks and servers.
+    teams |= dict.fromkeys(("curvature", "servers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
         kind = event.thread, event.name, event.over, teams[event.over.partition(" ")[0]]

@@ -22,7 +22,8 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     The messages go one after another, on scratch buffers, over the communicators of the training.
     All ranks begin together; a time is the median of five. With `stagger`, a time is the mean over
-    the shares of a refresh. Messages to and from curvature ranks are not measured.
+    the shares of a refresh. Messages to and from curvature ranks and
+    servers are not measured.
 
     Collective over: world.
     """

@@ -40,28 +40,28 @@ def test_computing_covers_messages(messages, per_image, images):
 
 
 @pytest.mark.parametrize(
-    ("size", "workers", "bandwidth", "computing", "servers"),
+    ("size", "clients", "bandwidth", "computing", "servers"),
     [(100e6, 10, 1e9, 0.5, 4), (100e6, 11, 1e9, 0.5, 5), (1.0, 1, 1e9, 1.0, 1)],
 )
-def test_servers_take_and_give_the_model_while_workers_compute(
-    size, workers, bandwidth, computing, servers
+def test_servers_take_and_give_the_model_while_clients_compute(
+    size, clients, bandwidth, computing, servers
 ):
-    """Oracle: by hand: 10 workers push and fetch 100 MB each, 2 GB in 0.5 s: 4 servers of 1 GB/s.
+    """Oracle: by hand: 10 clients push and fetch 100 MB each, 2 GB in 0.5 s: 4 servers of 1 GB/s.
 
     One server less would need more than the computing time.
     """
-    found = advise.servers_to_hide(size, workers, bandwidth, computing)
+    found = advise.servers_to_hide(size, clients, bandwidth, computing)
     assert found == servers
-    assert 2 * size * workers / (found * bandwidth) <= computing
+    assert 2 * size * clients / (found * bandwidth) <= computing
     if found > 1:
-        assert 2 * size * workers / ((found - 1) * bandwidth) > computing
+        assert 2 * size * clients / ((found - 1) * bandwidth) > computing
 
 
 def test_the_arithmetic_is_that_of_the_machine(round_machine, tmp_path, capsys):
     """Oracle: by hand, 4 ranks: rings of 1.5 x bytes at 1 GB/s.
 
     Gradients of 2 MB take 3 ms. The factors as triangles, 500500 and 125250 numbers, take 3.75 ms.
-    An image computes 4 ms, so 6.75 / 4 = 1.7 are 2 images. Servers: 2 x 2 MB x 4 workers in 3 ms of
+    An image computes 4 ms, so 6.75 / 4 = 1.7 are 2 images. Servers: 2 x 2 MB x 4 clients in 3 ms of
     an image at 1 GB/s: 5.3 are 6.
     """
     file = tmp_path / "found.json"

@@ -71,6 +71,22 @@ def test_sgd_has_stages_too(tmp_path):
     assert rank["beside"] == {}
 
 
+def test_clients_of_servers_have_stages_too(tmp_path):
+    """Oracle: two clients of two ranks: sums of a client alone, and messages to the server."""
+    chosen = ("--strategy=a-sgd", "--optimizer=sgd", "--client_ranks=2", "--trace_steps=2")
+    job = launch(5, TRAIN, *QUICK, *chosen, f"--run_dir={tmp_path}")
+    assert job.returncode == 0, job.stderr
+    means = json.loads((tmp_path / "stages.json").read_text())
+    assert (means["rows"], means["columns"]) == (2, 2)
+    found = means["collectives"]
+    assert set(found) == {"reduce gradients", "exchange updates"}
+    assert found["exchange updates"]["isolated"] is None
+    assert found["reduce gradients"]["isolated"] > 0
+    for row in means["ranks"]:
+        for stage in row["stages"].values():
+            assert 0 <= stage["waiting"] <= stage["seconds"]
+
+
 def test_a_run_that_ends_before_leaves_the_steps_that_it_took(tmp_path):
     """Oracle: 4 steps are taken, 2 of 4 warm up; then a second start, with 2 steps left."""
     chosen = ("--trace_steps=10", f"--run_dir={tmp_path}")

@@ -79,6 +79,12 @@ def test_ranks_wait_for_members_of_their_own_node_and_place():
         assert waiting(ranks, columns=4) == [[seconds] for seconds in expected]
 
 
+def test_ranks_do_not_wait_for_one_another_at_servers():
+    """Oracle: by hand: every rank talks to the servers alone."""
+    ranks = [[Event("exchange updates", s, 9.0, "servers", 8)] for s in (0.0, 5.0)]
+    assert waiting(ranks, columns=1) == [[0.0], [0.0]]
+
+
 def test_nobody_waits_in_a_collective_that_is_over():
     """Oracle: the end; a sender may be through before the last receiver comes."""
     ranks = [[Event("clip", 0.0, 1.0, "world", 8)], [Event("clip", 5.0, 6.0, "world", 8)]]

@@ -80,13 +80,13 @@ def images_to_cover(messages: float, per_image: float) -> int:
     return max(1, math.ceil(messages / per_image - 1e-9))
 
 
-def servers_to_hide(size: float, workers: int, bandwidth: float, computing: float) -> int:
-    """Return the least servers that take and give `size` bytes of all workers while these compute.
+def servers_to_hide(size: float, clients: int, bandwidth: float, computing: float) -> int:
+    """Return the least servers that take and give `size` bytes of all clients while these compute.
 
-    Every worker pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
+    Every client pushes gradients and fetches weights, `size` bytes each, in equal parts to and from
     all servers. A server moves `bandwidth` bytes per second.
     """
-    return max(1, math.ceil(2 * size * workers / (bandwidth * computing) - 1e-9))
+    return max(1, math.ceil(2 * size * clients / (bandwidth * computing) - 1e-9))
 
 
 def needs(row: Row, images: int) -> Row:
@@ -183,12 +183,14 @@ def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Mach
     computing = network.forward + network.backward
     bandwidth = (machine.between or machine.inside).bandwidth
     least = 2 * size * ranks / (bandwidth * computing)
+    servers = servers_to_hide(size, ranks, bandwidth, computing)
     return [
-        "Parameter servers, for as many workers without K-FAC",
-        "  servers >= 2 x bytes of the model x workers / (bandwidth of a server x computing)",
+        f"Parameter servers, for {number(ranks, 'client')} without K-FAC",
+        "  servers >= 2 x bytes of the model x clients / (bandwidth of a server x computing)",
         f"  = 2 x {size / MIB:.2f} MiB x {ranks} / "
         f"({bandwidth / 1e9:.2f} GB/s x {ms(computing)} ms) = {least:.1f}: "
-        f"{servers_to_hide(size, ranks, bandwidth, computing)}",
+        f"{servers}",
+        f"  Take --strategy a-sgd --optimizer sgd --servers {servers} on {ranks + servers} ranks",
     ]
 
 

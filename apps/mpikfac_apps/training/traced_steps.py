@@ -67,18 +67,22 @@ class Recording:
         """
         if not self._steps:
             return
-        recorded = mpikfac.timeline.Recorded(self._steps, self.trace.events)
+        events = self.trace.events
+        if isinstance(self.trainer, mpikfac.Asynchronous):  # the ranks of a client are a row
+            events = [e._replace(over=e.over.replace("world", "row", 1)) for e in events]
+        recorded = mpikfac.timeline.Recorded(self._steps, events)
         self._steps = {}
         ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
+        self.comm.Barrier()
         isolated = self.comm.gather(self._isolated())
         if ranks is not None and isolated is not None:
             self._write(ranks, isolated)
 
     def _isolated(self) -> dict[str, float]:
         """Return the seconds of a step's messages alone, by stage."""
-        device = next(self.trainer.model.parameters()).device
-        plan = self.trainer.plan.of(self.comm.rank)
-        return mpikfac.comm.isolated_seconds(self.trainer.grid, plan, device)
+        grid, device = self.trainer.grid, next(self.trainer.model.parameters()).device
+        plan = self.trainer.plan.of(grid.world.rank)
+        return mpikfac.comm.isolated_seconds(grid, plan, device)
 
     def _write(
         self, ranks: list[mpikfac.timeline.Recorded], isolated: list[dict[str, float]]
