@@ -103,7 +103,6 @@ class Server:
     A client is the first rank of the client's ranks, by the rank on the other side of the link.
 
     Attributes:
-        staleness: for each client, how many updates were of a staleness.
         version: the number of updates in the weights.
     """
 
@@ -269,6 +268,7 @@ class Server:
         for some in (self._present, self._held, self._waiting):
             some.discard(client)
         self._votes.pop(client, None)
+        self._steps.pop(client, None)
         self._release()
 
     def _look_for_lost(self) -> None:
