@@ -78,8 +78,9 @@ def _collectives(events: Sequence[Event], rank: int, columns: int) -> Iterator[t
     in the same order.
     """
     teams = {"": "", "world": "", "column": f"{rank % columns}", "row": f"{rank // columns}"}
-    # Ranks do not wait for one another in messages to curvature ranks and servers.
-    teams |= dict.fromkeys(("curvature", "servers"), f"{rank}")
+    # Ranks do not wait for one another in messages to curvature ranks and servers. The members of a
+    # group of split layers, and of peers, are not known here: waiting counts as 0.
+    teams |= dict.fromkeys(("curvature", "servers", "group", "peers"), f"{rank}")
     count: Counter[tuple[str, ...]] = Counter()
     for event in events:
         kind = event.thread, event.name, event.over, teams[event.over.partition(" ")[0]]

@@ -79,9 +79,10 @@ def test_ranks_wait_for_members_of_their_own_node_and_place():
         assert waiting(ranks, columns=4) == [[seconds] for seconds in expected]
 
 
-def test_ranks_do_not_wait_for_one_another_at_servers():
-    """Oracle: by hand: every rank talks to the servers alone."""
-    ranks = [[Event("exchange updates", s, 9.0, "servers", 8)] for s in (0.0, 5.0)]
+@pytest.mark.parametrize("over", ["curvature", "servers", "group", "peers"])
+def test_waiting_for_ranks_that_the_grid_does_not_know_counts_as_nothing(over):
+    """Oracle: by hand: ranks talk to servers alone, and groups of split layers are unknown."""
+    ranks = [[Event("exchange", start, 9.0, over, 8)] for start in (0.0, 5.0)]
     assert waiting(ranks, columns=1) == [[0.0], [0.0]]
 
 
