@@ -14,6 +14,7 @@ from .checkpoint import CheckpointWriter as CheckpointWriter
 from .checkpoint import find_checkpoint as find_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
+from .codistillation import Codistillation as Codistillation
 from .comm import device as device
 from .comm import split as split
 from .comm import world as world

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from mpikfac.plan.choices.axes import axes
 from mpikfac.plan.choices.catalogue import NAMED, Named, named
-from mpikfac.plan.choices.checks import check_count, check_divides, divisors, one_of
+from mpikfac.plan.choices.checks import (
+    check_count,
+    check_divides,
+    check_size,
+    divisors,
+    one_of,
+)
 from mpikfac.plan.choices.combinations import (
     STRATEGY,
     AtLeast,
@@ -40,6 +46,7 @@ __all__ = [
     "check",
     "check_count",
     "check_divides",
+    "check_size",
     "divisors",
     "named",
     "one_of",
