@@ -179,9 +179,9 @@ def test_a_loaded_state_goes_on_as_the_run(comm, tmp_path_factory, kind, steps):
     folder = comm.bcast(tmp_path_factory.mktemp("run") if comm.rank == 0 else None)
     state = first.state_dict() | codistillation.state_dict()
     root = folder / f"group-{codistillation.number}"
-    mpikfac.save_checkpoint(codistillation.group, root, state, steps)
+    path = mpikfac.save_checkpoint(codistillation.group, root, state, steps)
     second = trained(comm, groups, 0, optimizer=kind)
-    checkpoint = mpikfac.load_checkpoint(codistillation.group, root)
+    checkpoint = mpikfac.load_checkpoint(codistillation.group, path)
     for part in second:
         part.load_state_dict(checkpoint)
     ends = [trained(comm, groups, 5, made=made)[0] for made in ((first, codistillation), second)]
