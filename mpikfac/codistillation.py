@@ -89,8 +89,8 @@ class Codistillation:
         self._shapes = shapes_of(model)
         dtype, device = common_type(find_uncovered(model))
         numbers = {"burn_in": burn_in, "groups": groups, "every": every, "weight": weight}
-        form = {"dtype": dtype} | {f"the shape of {name}": s for name, s in self._shapes.items()}
-        agree(comm, numbers | form)
+        form = {f"the shape of {name}": shape for name, shape in self._shapes.items()}
+        agree(comm, {**numbers, "dtype": dtype, **form})
         self._grid = Grid(comm, groups, self.trace)
         self.group, self.number = self._grid.row, self._grid.column.rank
         broadcast(self.group, [*model.parameters(), *model.buffers()])

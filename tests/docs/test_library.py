@@ -87,6 +87,13 @@ inside = (average.module[3].weight - end).norm() / (start - end).norm()
 assert 0 < inside < 1
 print("averaged")
 """
+CODISTILLED = """
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+assert len(set(comm.allgather(weights.double().sum().item()))) == comm.size
+assert codistillation.learning and codistillation.steps == kfac.steps == 8
+assert LOSS(model(loader[0][0]), loader[0][1]).item() < first
+print("learnt")
+"""
 SAVED = """
 held = torch.load("model.pt", weights_only=True) if comm.rank == 0 else model.state_dict()
 torch.testing.assert_close(held, model.state_dict(), rtol=0, atol=0)
@@ -162,6 +169,7 @@ def test_the_last_rank_holds_the_weights(tmp_path):
         ("requires_grad_(epoch", SAME + THAWED, "thawed"),
         ("AveragedModel", SAME + AVERAGED, "averaged"),
         ("torch.save(kfac", SAME + SAVED, "saved"),
+        ("Codistillation(", CODISTILLED, "learnt"),
     ],
 )
 def test_loops_of_training_work_as_the_page_says(tmp_path, monkeypatch, word, after, said):
