@@ -11,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Codistillation, DataParallel
+from mpikfac.codistillation import divergence
 from mpikfac.numerics import Arena
 from mpikfac.plan import divisors
 from support import problem
@@ -117,6 +118,32 @@ def test_copies_normalise_with_the_peers_running_statistics(comm):
     found, right = numbers(trainer.model), numbers(models[comm.rank])
     torch.testing.assert_close(found, right, rtol=1e-12, atol=1e-12)
     assert not torch.equal(models[0][1].running_mean, network(0)[1].running_mean)
+
+
+def test_the_term_is_a_mean_over_batch_and_positions(comm):
+    """Oracle: `torch.distributions`, and of a certain peer the cross-entropy."""
+    torch.manual_seed(comm.rank)
+    outputs, *peers = torch.randn(4, 5, 3, 2, 2, dtype=torch.float64)
+    probabilities = [peer.softmax(1) for peer in peers]
+    mean, own = (
+        torch.distributions.Categorical(p.movedim(1, -1))
+        for p in (sum(probabilities) / 3, outputs.softmax(1))
+    )
+    right = torch.distributions.kl_divergence(mean, own).mean()
+    torch.testing.assert_close(divergence(probabilities, outputs), right)
+    labels = torch.randint(0, 3, (5, 2, 2))
+    certain = F.one_hot(labels, 3).movedim(-1, 1).double()
+    torch.testing.assert_close(divergence([certain], outputs), F.cross_entropy(outputs, labels))
+
+
+def test_several_arguments_of_a_model_are_a_tuple(comm):
+    """Oracle: the single argument."""
+    trainer, codistillation = trained(comm, GROUPS[-1], 3)
+    images, _ = data(9, codistillation.number)
+    outputs = trainer.model(images)
+    found, right = (codistillation.term(given, outputs) for given in ((images,), images))
+    assert torch.equal(found, right)
+    assert bool(right > 0) == (comm.size > 1)
 
 
 @pytest.mark.parametrize("groups", GROUPS)
