@@ -40,7 +40,7 @@ class Grid:
         column: the gradient workers of a layer group; bases are published in the column.
         row: a rank of every column; preconditioned gradients are published in the row.
         encoded: sends compressed messages, and keeps the errors of the compression.
-        combiner: combines vectors of ranks by a robust rule, and keeps earlier results.
+        combiner: combines vectors of ranks by a robust rule, and remembers earlier steps.
 
     Raises:
         UserError: ranks do not share a node as `ranks_per_node` demands.
@@ -205,9 +205,8 @@ class Grid:
         return self._progress.overlapped(messages, layout, flat, urgency)
 
     def forget(self) -> None:
-        """Forget losses of encoding, and results of earlier steps, as a restart does."""
+        """Forget losses of encoding, as a restart does."""
         self.encoded.forget()
-        self.combiner.forget()
 
     def free(self) -> None:
         """End the thread, and free all communicators; no message may follow.

@@ -395,12 +395,14 @@ class Gradients:
     def skip(self) -> None:
         """Leave all as before the reduced batch; only the votes are taken.
 
-        Losses of encoding are dropped, as a loss may belong to the batch.
+        Losses of encoding and the memory of a robust rule are dropped: a part of both may belong
+        to the batch.
 
         Collective over: world.
         """
         self.discard()
         self.grid.forget()
+        self.grid.combiner.forget()
         self.grid.exchange([m for m in self._to_publish if not m.codec], self.arena.flat)
         for slot in self.of_others:
             if isinstance(slot.block, Votes):

@@ -14,6 +14,7 @@ from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
 from mpikfac.plan import lay_out
 
 MOMENTUM = "exchange/momentum/"
+RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OWN = "copies/{}/"  # of a rank
 APART = ("optimizer/state/", "kfac/graft/")  # items that differ between the copies of ranks
 
@@ -44,6 +45,8 @@ class Replicas(Part):
         self._last = slots_in(self._before, trained, site)
         self._messages = site.plan.exchange_weights()
         self._votes = gradients.votes
+        self._combiner, rank = site.grid.combiner, site.plan.rank
+        self._combiner.prepare(site.plan.combined, rank, site.dtype)
         self.keep()
 
     def keep(self) -> None:
@@ -126,28 +129,42 @@ class Replicas(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget the momentum of the outer step."""
+        """Forget the momentum of the outer step, and the memory of a robust rule."""
         self._momentum.flat.zero_()
+        self._combiner.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum of the outer step, by name."""
-        return {MOMENTUM + name: block for name, block in self._momentum.items()}
+        """Return the momentum of the outer step, and the rank's memory of a robust rule."""
+        momentum = {MOMENTUM + name: block for name, block in self._momentum.items()}
+        return momentum | self._memory(self.site.plan.rank)
+
+    def _memory(self, rank: int) -> dict[str, Any]:
+        """Return the memory of a robust rule, with the names of a rank."""
+        own = RULE.format(rank, self.site.plan.grid.count)
+        return {
+            f"{own}{stage}/{name}": kept
+            for stage, rule in self._combiner.rules.items()
+            for name, kept in rule.kept.items()
+        }
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return the names of the momentum, if `names` hold a part of the momentum."""
-        own = {MOMENTUM + name for name in self._momentum}
-        return own if own & set(names) else set()
+        """Return all names of the momentum, or of the memory, of which `names` hold a part."""
+        ranks = range(self.site.plan.grid.count)
+        momentum = {MOMENTUM + name for name in self._momentum}
+        memory = {name for rank in ranks for name in self._memory(rank)}
+        wholes = [whole for whole in (momentum, memory) if whole & set(names)]
+        return set().union(*wholes)
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items of the momentum among `names`."""
+        """Return the items of the momentum and of the memory among `names`."""
         found = self.state_dict()
         return {name: block for name, block in found.items() if name in names}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the momentum, after `forget`; the present weights are those of the last exchange."""
-        for name, block in self._momentum.items():
-            if MOMENTUM + name in state:
-                block.copy_(state[MOMENTUM + name])
+        """Load the items, after `forget`; the present weights are those of the last exchange."""
+        for name, block in self.state_dict().items():
+            if name in state:
+                block.copy_(state[name])
         self.keep()
 
 

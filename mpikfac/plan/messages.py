@@ -101,8 +101,7 @@ def combinations(
             continue
         shards = _cut(span.start, span.stop, ranks, None)
         found.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
-        if rule.by_vector:
-            products = (ranks + rule.has_centre) ** 2
+        if products := rule.products(ranks):
             found.append(message(stage, "Allreduce", "world", [(0, products)], ranks, 8))
         found.append(message(stage, "Allgatherv", "world", shards, ranks, itemsize, own))
     return [replace(one, rule=rule) for one in found]

@@ -213,7 +213,10 @@ class RankPlan:
         return layouts.of_blocks(map(layouts.by_share, (*owned, self._own)))
 
     def _gradients(self) -> Layout:
-        blocks = [*layouts.of_gradients(self.layers), *self.others]
+        # A rule takes whole vectors, so what it does not combine lies behind.
+        means = self.means if self.strategy.exchange.robust.combine != "mean" else ()
+        others = sorted(self.others, key=lambda other: other[0] in means)
+        blocks = [*layouts.of_gradients(self.layers), *others]
         if not self.owner_updates:
             return lay_out([blocks])
         return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))
@@ -245,6 +248,8 @@ class RankPlan:
         # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
         momentum = self.strategy.exchange.outer.outer_momentum > 0
         sizes["copies"] *= 1 + self.exchanges_changes + momentum
+        if kept := self.strategy.exchange.robust.remembered(self.grid.count):
+            sizes["rule"] = kept * numbers * sum(map(self._shard, self.combined))
         if count := self.parts:
             sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
         wires = self.strategy.transport.wires
@@ -377,6 +382,18 @@ class RankPlan:
             for codec, some in self._encoded_and_others(self._codec_of_sums(layout), kinds, -1)
             for message in self._sums("exchange weights", layout, some, codec)
         ]
+
+    @property
+    def combined(self) -> list[Message]:
+        """The messages that deal out vectors for a robust rule; the stages share no memory."""
+        never = self.strategy.exchange.alone(0)  # ranks combine gradients
+        found = [*([] if never else self.reduce_gradients()), *self.exchange_weights()]
+        return [m for m in found if m.rule and m.primitive == "Alltoall"]
+
+    def _shard(self, message: Message) -> int:
+        """Return the elements of the rank's part of a message."""
+        start, stop = message.spans[self.rank]
+        return stop - start
 
     def publish_directions(self) -> list[Message]:
         """Return the messages with preconditioned gradients to ranks without these gradients."""

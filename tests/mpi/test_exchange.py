@@ -13,7 +13,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, combined
+from mpikfac.numerics import BY_COORDINATE, by_vector
 from mpikfac.plan import NAMED, Robust
 from support import problem
 
@@ -242,19 +242,46 @@ def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
     torch.testing.assert_close(*ends)
 
 
-def test_a_rule_with_a_centre_goes_on_after_a_checkpoint_as_after_a_restart(comm):
-    """Oracle: the run that loads the state; both begin with a centre of zeros."""
+REMEMBERING = {
+    "centred-clip": {"clip_radius": 0.1},
+    "safeguard": {"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
+}
+
+
+@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
+@pytest.mark.parametrize("rule", REMEMBERING)
+def test_a_rule_remembers_earlier_steps_after_a_checkpoint(comm, rule, kind):
+    """Oracle: the run that was not interrupted; a run without the memory ends elsewhere."""
+    choices = {"combine": rule, **REMEMBERING[rule]}
 
     def make():
+        if kind == "K-FAC":
+            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
         model = problem.network()
-        strategy = Strategy.mem_opt(combine="centred-clip", clip_radius=0.1)
-        return DataParallel(model, problem.sgd(model), comm, strategy)
+        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
 
-    first, second = make(), make()
+    first, second, third = make(), make(), make()
     problem.run(first, comm, range(3))
-    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
-    ends = [problem.run(trainer, comm, range(3, 5)) for trainer in (first, second)]
-    assert torch.equal(*ends)
+    state = copy.deepcopy(problem.whole_state(first, comm))
+    second.load_state_dict(state)
+    third.load_state_dict({n: v for n, v in state.items() if not n.startswith("exchange/rule")})
+    ends = [problem.run(trainer, comm, range(3, 7)) for trainer in (first, second, third)]
+    assert torch.equal(*ends[:2])
+    if comm.size > 2:
+        assert not torch.equal(ends[0], ends[2])
+
+
+def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
+    """Oracle: the names; a state of five ranks fits no test's number of ranks."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(combine="safeguard")
+    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    problem.run(trainer, comm, [0])
+    state = copy.deepcopy(problem.whole_state(trainer, comm))
+    assert not trainer.missing(state)
+    other = {name.replace(f" of {comm.size}/", " of 5/"): v for name, v in state.items()}
+    trainer.load_state_dict(other)
+    assert not any(kept.any() for kept in trainer.replicas.state_dict().values())
 
 
 def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
@@ -282,6 +309,7 @@ ROBUST = [
     Robust("median"),
     Robust("geometric-median"),
     Robust("centred-clip", clip_radius=2.0),
+    Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1),
     Robust("trimmed-mean", liars=1),
     Robust("krum", liars=0),
 ]
@@ -289,14 +317,18 @@ ROBUST = [rule for rule in ROBUST if rule.combine != "krum" or mpikfac.world().s
 ROBUST = [rule for rule in ROBUST if rule.liars == 0 or mpikfac.world().size >= 3]
 
 
-def by_rule(rule, vectors, centre):
-    """Return what a rule makes of the vectors of all ranks, on one process."""
-    rows = torch.from_numpy(vectors)
+def on_one_process(rule, ranks, size=SIZE):
+    """Return a function from the vectors of all ranks to what the rule makes of the vectors."""
     if rule.combine in BY_COORDINATE:
-        return BY_COORDINATE[rule.combine](rows, rule).numpy()
-    if rule.has_centre:
-        rows = torch.cat([torch.from_numpy(centre)[None], rows])
-    return combined(rows, BY_VECTOR[rule.combine](rows @ rows.T, rule)).numpy()
+        return lambda rows: BY_COORDINATE[rule.combine](torch.from_numpy(rows), rule).numpy()
+    combiner = by_vector(rule, ranks, torch.zeros(size).double())
+
+    def combined(vectors):
+        parts = torch.from_numpy(vectors)
+        rows = combiner.rows(parts)
+        return combiner.combine(rows @ rows.mT, parts).numpy()
+
+    return combined
 
 
 @pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
@@ -304,12 +336,11 @@ def test_gradients_are_combined_by_the_rule(comm, rule):
     """Oracle: the rule, which tests/unit/test_robust.py checks, of all gradients on one process."""
     ranks = comm.size
     strategy = Strategy.mem_opt(**dataclasses.asdict(rule))
-    w, v, centre = np.ones(SIZE), np.zeros(SIZE), np.zeros(SIZE)
+    w, v, combined = np.ones(SIZE), np.zeros(SIZE), on_one_process(rule, ranks)
     for found in trained(comm, strategy, 6):
         losses = [quadratic(rank) for rank in range(ranks)]
         g = np.array([a.T @ (a @ w - b) for a, b in losses])
-        centre = by_rule(rule, g, centre) if ranks > 1 else g[0]
-        v = MOMENTUM * v + centre
+        v = MOMENTUM * v + (combined(g) if ranks > 1 else g[0])
         w = w - RATE * v
         np.testing.assert_allclose(found, w, rtol=1e-11, atol=1e-11)
 
@@ -352,3 +383,21 @@ def test_a_wrong_rank_does_not_lead_training_astray(comm, wrong):
     ranks = comm.size
     ends = trained(Strategy.comm_opt(ranks, **rule), wrong), trained(Strategy.comm_opt(ranks), 1.0)
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
+def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
+    """Oracle: the rule, of all gradients of a network with batch normalisation on one process."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    model.to(problem.DEVICE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    trainer = DataParallel(model, optimizer, comm, Strategy.mem_opt(**dataclasses.asdict(rule)))
+    before = torch.cat([p.detach().flatten() for p in model.parameters()])
+    inputs = torch.randn(6, 3, generator=torch.Generator().manual_seed(comm.rank)).double()
+    model(inputs.to(problem.DEVICE)).square().sum().backward()
+    own = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu().numpy()
+    vectors = np.array(comm.allgather(own))
+    combined = on_one_process(rule, *vectors.shape)(vectors) if comm.size > 1 else own
+    trainer.step()
+    after = torch.cat([p.detach().flatten() for p in model.parameters()])
+    np.testing.assert_allclose((before - after).cpu(), combined, rtol=1e-8, atol=1e-10)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, combined
+from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, by_vector, combined
 from mpikfac.plan import Robust
+from support import liars
 
 RIGHT, WRONG, SIZE = 5, 2, 40
 
@@ -27,7 +28,16 @@ def by(rule, vectors):
     given = torch.tensor(vectors)
     if rule.combine in BY_COORDINATE:
         return BY_COORDINATE[rule.combine](given, rule).numpy()
+    if rule.combine == "safeguard":
+        return step_of(by_vector(rule, len(given), given[0]), vectors)
     return combined(given, BY_VECTOR[rule.combine](given @ given.T, rule)).numpy()
+
+
+def step_of(rule, vectors):
+    """Return what a rule with memory makes of the vectors of a step."""
+    given = torch.tensor(vectors)
+    rows = rule.rows(given)
+    return rule.combine(rows @ rows.mT, given).numpy()
 
 
 def test_the_median_is_numpys(vectors):
@@ -82,6 +92,7 @@ RULES = [
     Robust("trimmed-mean", liars=WRONG),
     Robust("krum", liars=WRONG),
     Robust("geometric-median"),
+    Robust("safeguard"),
     Robust("centred-clip", clip_radius=0.1),
 ]
 
@@ -97,7 +108,7 @@ def test_a_minority_does_little_harm(vectors, rule, wrong):
     assert np.linalg.norm(by(rule, vectors) - right) < 1.0
 
 
-@pytest.mark.parametrize("rule", RULES[:4], ids=lambda rule: rule.combine)
+@pytest.mark.parametrize("rule", RULES[:5], ids=lambda rule: rule.combine)
 def test_the_order_of_ranks_does_not_matter(vectors, rule):
     """Oracle: other orders."""
     expected = by(rule, vectors)
@@ -108,3 +119,98 @@ def test_the_order_of_ranks_does_not_matter(vectors, rule):
 def test_too_few_ranks_are_refused():
     with pytest.raises(ValueError, match="liars=2 needs at least 7 ranks, not 6"):
         Robust("krum", liars=2).check_ranks(6)
+
+
+WINDOWS = Robust("safeguard", long_window=6, short_window=2, safe_factor=1.2)
+
+
+def safeguarded(rule, steps):
+    """Yield the means of steps and the good ranks, by the rule in numpy [Allen-Zhu et al. 2021]."""
+    ranks = len(steps[0])
+    good, sums = np.ones(ranks, bool), np.zeros((2, *steps[0].shape))
+    for step, vectors in enumerate(steps):
+        for window, of_window in zip((rule.long_window, rule.short_window), sums):
+            if step % window == 0:
+                of_window[:] = 0
+        sums += vectors / good.sum()
+        near = good.copy()
+        for window in sums:
+            far = np.linalg.norm(window[:, None] - window, axis=-1)
+            reach = {i: sorted(far[i, good])[ranks // 2] for i in np.flatnonzero(good)}
+            median = min(reach, key=reach.get)
+            near &= far[median] <= rule.safe_factor * reach[median]
+        good = good & near
+        yield vectors[good].mean(0), good
+
+
+def small_lies(steps, size=SIZE):
+    """Return vectors of seven ranks, two of which move a little, always the same way."""
+    random = np.random.default_rng(1)
+    right = 1 + random.normal(size=(steps, RIGHT, size))
+    lies = np.broadcast_to(right.mean(1, keepdims=True) - 0.8, (steps, WRONG, size))
+    return np.concatenate([right, lies], axis=1)
+
+
+def test_the_safeguard_is_the_rule_of_two_windows():
+    """Oracle: the rule in numpy, step by step, over several windows."""
+    steps = small_lies(20)
+    rule = by_vector(WINDOWS, RIGHT + WRONG, torch.zeros(SIZE).double())
+    dropped = 0
+    for (mean, good), vectors in zip(safeguarded(WINDOWS, steps), steps):
+        np.testing.assert_allclose(step_of(rule, vectors), mean, rtol=1e-12)
+        assert np.array_equal(rule.good.numpy(), good)
+        dropped += (~good).sum()
+    assert dropped
+
+
+def test_the_safeguard_sees_lies_that_are_small_in_each_step():
+    """Oracle: the liars; Krum, which looks at one step, takes a liar's vector."""
+    rule = by_vector(Robust("safeguard"), RIGHT + WRONG, torch.zeros(400).double())
+    steps = small_lies(60, 400)
+    assert by(Robust("krum", liars=WRONG), steps[0])[0] == steps[0, -1, 0]
+    for vectors in steps:
+        step_of(rule, vectors)
+    assert rule.good.tolist() == [True] * RIGHT + [False] * WRONG
+
+
+def test_a_dropped_rank_never_counts_again():
+    """Oracle: the mean of the other ranks; the vectors are NaN in the first step only."""
+    rule = by_vector(WINDOWS, RIGHT, torch.zeros(SIZE).double())
+    for step in range(8):
+        vectors = np.ones((RIGHT, SIZE))
+        vectors[0] = np.nan if step == 0 else 2.0
+        assert np.array_equal(step_of(rule, vectors), np.ones(SIZE))
+
+
+def test_steps_without_a_finite_vector_leave_no_trace():
+    """Oracle: the mean of the next step."""
+    rule = by_vector(WINDOWS, RIGHT, torch.zeros(SIZE).double())
+    assert np.isnan(step_of(rule, np.full((RIGHT, SIZE), np.nan))).all()
+    assert np.array_equal(step_of(rule, np.ones((RIGHT, SIZE))), np.ones(SIZE))
+
+
+def test_noise_has_the_asked_deviation_and_is_drawn_anew_at_each_step():
+    """Oracle: the deviation of many numbers."""
+    rule = by_vector(Robust("safeguard", safe_noise=0.1), 3, torch.zeros(10_000).double(), 16)
+    first, second = (step_of(rule, np.ones((3, 10_000))) - 1 for _ in range(2))
+    assert abs(first.std() - 0.1) < 0.005
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+
+
+@pytest.mark.parametrize("attack", liars.OF_GRADIENTS)
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.combine)
+def test_attacks_do_not_turn_the_step_around(vectors, rule, attack):
+    """Oracle: the mean of the right ranks, along which a step must go."""
+    right = torch.tensor(vectors[:RIGHT])
+    attacked = np.concatenate([right, liars.OF_GRADIENTS[attack](right, WRONG)])
+    assert by(rule, attacked) @ vectors[:RIGHT].mean(0) > 0
+
+
+def test_the_attacks_are_those_of_the_papers():
+    """Oracle: by hand; 0.43 is where two thirds of a normal distribution end."""
+    right = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0]])
+    found = {name: attack(right, 2)[0].tolist() for name, attack in liars.OF_GRADIENTS.items()}
+    assert found["sign flip"] == [-2.0, 0.0]
+    assert found["inner product"] == [-1.0, 0.0]
+    assert found["a little is enough"] == pytest.approx([2 - 0.4307, 0.0], abs=1e-4)
+    assert liars.flipped(torch.tensor([0, 3, 9]), 10).tolist() == [9, 6, 0]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, combined
+from mpikfac.numerics import BY_COORDINATE, ByVector, by_vector
 from mpikfac.plan import Message
 from mpikfac.trace import Trace
 
@@ -17,16 +17,28 @@ class Combiner:
     """Carry out messages with a rule, on copies in the host's memory.
 
     Attributes:
-        centres: by stage and first element, a shard of the result of the last step.
+        rules: rules by vector, by stage, with the memory of earlier steps.
     """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace
-        self.centres: dict[tuple[str, int], Tensor] = {}
+        self.rules: dict[str, ByVector] = {}
+
+    def prepare(self, dealt: Iterable[Message], rank: int, dtype: torch.dtype) -> None:
+        """Begin the memory of rules by vector; `dealt` are the messages with shards."""
+        for message in dealt:
+            rule, ranks = message.rule, len(message.spans)
+            assert rule is not None
+            assert message.stage not in self.rules, "a stage combines a single vector"
+            if rule.products(ranks):
+                start, stop = message.spans[rank]
+                like = torch.empty(stop - start, dtype=dtype, device="cpu")
+                self.rules[message.stage] = by_vector(rule, ranks, like, start)
 
     def forget(self) -> None:
-        """Forget the results of earlier steps: ranks then train on as after a restart."""
-        self.centres.clear()
+        """Forget earlier steps."""
+        for rule in self.rules.values():
+            rule.forget()
 
     def exchange(self, comm: MPI.Intracomm, messages: Sequence[Message], flat: Tensor) -> None:
         """Set the messages' span of `flat` to what the rule makes of the span on all ranks.
@@ -46,29 +58,19 @@ class Combiner:
         with self._trace.stage(deal.stage, comm.name, deal.bytes):
             received = [parts.numpy(), [parts.shape[1]] * comm.size]
             comm.Alltoallv([host.numpy(), counts], received)
-        if deal.rule.combine in BY_COORDINATE:
-            shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)
+        if others:
+            shard = self._by_vector(comm, others[0], parts)
         else:
-            shard = self._by_vector(comm, deal, others[0], parts)
+            shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)
         with self._trace.stage(gather.stage, comm.name, gather.bytes):
             comm.Allgatherv(shard.contiguous().numpy(), [host.numpy(), counts])
         flat[first:last] = host
 
-    def _by_vector(
-        self, comm: MPI.Intracomm, deal: Message, products: Message, parts: Tensor
-    ) -> Tensor:
-        """Return the rank's shard of the weighted sum; ranks add up the inner products."""
-        rule = deal.rule
-        assert rule is not None
-        place = deal.stage, deal.spans[0][0]
-        if rule.has_centre:
-            centre = self.centres.get(place, torch.zeros_like(parts[0]))
-            parts = torch.cat([centre[None], parts])
-        wide = parts.double()
-        total = wide @ wide.T
+    def _by_vector(self, comm: MPI.Intracomm, products: Message, parts: Tensor) -> Tensor:
+        """Return the rank's shard of the result; ranks add up the inner products."""
+        rule = self.rules[products.stage]
+        wide = rule.rows(parts).double()
+        total = wide @ wide.mT
         with self._trace.stage(products.stage, comm.name, products.bytes):
             comm.Allreduce(MPI.IN_PLACE, total.numpy())
-        shard = combined(parts, BY_VECTOR[rule.combine](total, rule))
-        if rule.has_centre:
-            self.centres[place] = shard
-        return shard
+        return rule.combine(total, parts)

@@ -18,6 +18,7 @@ from mpikfac.plan import Robust
 
 STEPS = 100  # of an iteration, at most
 PRECISION = 1e-12  # of weights, where an iteration ends
+ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sums in float32
 
 
 def combined(vectors: Tensor, weights: Tensor) -> Tensor:
@@ -81,6 +82,26 @@ def centred_clip(products: Tensor, rule: Robust) -> Tensor:
     shares[0] = 0.0
     shares /= len(products) - 1
     return shares + (1 - shares.sum()) * centre
+
+
+def near_most(products: Tensor, ranks: Tensor, factor: float) -> Tensor:
+    """Return which of some ranks are near most ranks, `[ranks]` [Allen-Zhu et al. 2021].
+
+    The median rank reaches more than half of all ranks, itself included, within the least distance.
+    A rank is near if its distance from the median rank is at most `factor` times as long.
+
+    Args:
+        ranks: the ranks to look at, `[ranks]`; ranks with vectors that are not finite are far. Half
+            of all ranks or fewer are all near.
+    """
+    ranks = ranks & products.diagonal().isfinite()
+    products = products.where(ranks & ranks[:, None], 0.0)
+    distances = _distances(products).sqrt()
+    distances = distances.where(ranks & ranks[:, None], torch.inf)
+    reach = distances.sort(1).values[:, len(ranks) // 2]
+    median = reach.argmin()
+    rounding = ROUNDING * products.diagonal().amax().sqrt()
+    return ranks & (distances[median] <= torch.maximum(factor * reach[median], rounding))
 
 
 def _distances(products: Tensor) -> Tensor:

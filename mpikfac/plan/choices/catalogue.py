@@ -250,6 +250,14 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"workers": "all", "combine": "centred-clip"},
     ),
+    "safeguard": Named(
+        "COMM-OPT in which a rank is left out for good when its gradients, summed over 300 steps "
+        "or over 50, are twice as far from a median rank's as most ranks' are",
+        "SafeguardSGD, Allen-Zhu et al. 2021",
+        _COMM_OPT,
+        same=False,
+        choices={"workers": "all", "combine": "safeguard"},
+    ),
     "event-driven": Named(
         "COMM-OPT in which a factor is decomposed anew only if its inverse is off by more than "
         "10 %, or its eigenvectors leave as much off the diagonal",

@@ -214,6 +214,13 @@ STRATEGY: tuple[Combination, ...] = (
         "the other rules have no number of wrong ranks",
         default=0,
     ),
+    *(
+        Combination(name, None, {"combine": "safeguard"}, "no other rule has windows", default)
+        for name, default in (
+            *(("long_window", 300), ("short_window", 50)),
+            *(("safe_factor", 2.0), ("safe_noise", 0.0)),
+        )
+    ),
     Combination("factor_wire", None, _ENCODED, _COMPRESSED),
     Combination("basis_wire", None, _ENCODED, _COMPRESSED),
     Combination("gradient_wire", None, _ENCODED, _COMPRESSED),

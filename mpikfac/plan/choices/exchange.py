@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpikfac.plan.choices.checks import check_count, one_of
+from mpikfac.plan.choices.checks import check_count, check_size, one_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Outer:
             raise ValueError(f"outer_momentum={self.outer_momentum!r} must be from 0 to below 1")
 
 
-Rule = Literal["mean", "median", "trimmed-mean", "krum", "geometric-median", "centred-clip"]
+Rule = Literal[
+    "mean", "median", "trimmed-mean", "krum", "geometric-median", "centred-clip", "safeguard"
+]
 RULES: tuple[Rule, ...] = get_args(Rule)
 
 
@@ -45,30 +47,46 @@ class Robust:
             "krum": the vector nearest to its neighbours [Blanchard et al. 2017].
             "geometric-median": the point with the least sum of distances. "centred-clip": the
             result of the step before, and the mean of the ranks' differences from the result, with
-            no difference longer than `clip_radius` [Karimireddy et al. 2021].
+            no difference longer than `clip_radius` [Karimireddy et al. 2021]. "safeguard": the mean
+            of the ranks whose vectors, summed over two windows of time, are near the sums of most
+            ranks [Allen-Zhu et al. 2021].
         liars: the number of ranks that may be wrong, for "trimmed-mean" and "krum".
         clip_radius: the longest difference, for "centred-clip".
+        long_window, short_window: the steps of both windows, for "safeguard".
+        safe_factor: the farthest distance of a good rank, in distances that hold most ranks.
+        safe_noise: the standard deviation of noise on the result of "safeguard".
     """
 
     combine: Rule = "mean"
     liars: int = 0
     clip_radius: float = 1.0
+    long_window: int = 300
+    short_window: int = 50
+    safe_factor: float = 2.0
+    safe_noise: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("combine", self.combine, RULES)
         check_count("liars", self.liars, 0)
         if not self.clip_radius > 0:
             raise ValueError(f"clip_radius={self.clip_radius!r} must be above 0")
+        check_count("short_window", self.short_window, 1)
+        check_count("long_window", self.long_window, self.short_window)
+        if not self.safe_factor >= 1:
+            raise ValueError(f"safe_factor={self.safe_factor!r} must be at least 1")
+        check_size("safe_noise", self.safe_noise)
 
-    @property
-    def by_vector(self) -> bool:
-        """Whether the rule takes the inner products of the ranks' vectors."""
-        return self.combine in ("krum", "geometric-median", "centred-clip")
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes; 0 for rules by coordinate."""
+        with_centre = (ranks + 1) ** 2
+        return {
+            **{"krum": ranks**2, "geometric-median": ranks**2},
+            **{"centred-clip": with_centre, "safeguard": 2 * ranks**2},
+        }.get(self.combine, 0)
 
-    @property
-    def has_centre(self) -> bool:
-        """Whether the rule takes the result of the step before."""
-        return self.combine == "centred-clip"
+    def remembered(self, ranks: int) -> int:
+        """Return the number of vectors that the rule keeps from step to step."""
+        return {"centred-clip": 1, "safeguard": 2 * ranks}.get(self.combine, 0)
 
     def check_ranks(self, ranks: int) -> None:
         """Return if the right ranks are enough to tell the wrong ranks.

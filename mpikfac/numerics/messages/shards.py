@@ -1,0 +1,134 @@
+"""Combine shards of the ranks' vectors by weights of whole vectors, and remember earlier steps.
+
+Ranks hold shards of all vectors and add up inner products, so all ranks find the same weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics.messages.robust import BY_VECTOR, combined, near_most
+from mpikfac.plan import Robust
+
+SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
+
+
+class ByVector:
+    """Combine shards by a rule without memory.
+
+    Attributes:
+        kept: tensors that the rule keeps from step to step, by name; zeros at first.
+    """
+
+    def __init__(self, rule: Robust, ranks: int, like: Tensor, first: int = 0) -> None:
+        """Begin without earlier steps.
+
+        Args:
+            like: a shard of a vector, `[n]`.
+            first: the place of the shard in a vector.
+        """
+        self.rule, self.first = rule, first
+        self.kept: dict[str, Tensor] = self._empty(ranks, like)
+
+    def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
+        return {}
+
+    def forget(self) -> None:
+        """Forget earlier steps."""
+        for kept in self.kept.values():
+            kept.zero_()
+
+    def rows(self, parts: Tensor) -> Tensor:
+        """Return rows `[..., rows, n]` whose inner products the ranks add up.
+
+        Args:
+            parts: the shards of all ranks' vectors, `[ranks, n]`.
+        """
+        return parts
+
+    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
+        """Return the shard of the result, `[n]`.
+
+        Args:
+            products: inner products of the `rows`, `[..., rows, rows]`, of all shards.
+            parts: as given to `rows`.
+        """
+        return combined(parts, BY_VECTOR[self.rule.combine](products, self.rule))
+
+
+class Centred(ByVector):
+    """Combine shards by a rule that takes the result of the step before as the first vector."""
+
+    def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
+        return {"centre": torch.zeros_like(like)}
+
+    def rows(self, parts: Tensor) -> Tensor:
+        """Return the centre, and the shards of all ranks."""
+        return torch.cat([self.kept["centre"][None], parts])
+
+    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
+        """Return the shard of the result, and keep the shard as the next centre."""
+        shard = super().combine(products, self.rows(parts))
+        self.kept["centre"].copy_(shard)
+        return shard
+
+
+class Safeguard(ByVector):
+    """Average the ranks whose vectors, summed over two windows, stay near most ranks' sums.
+
+    A rank that is dropped never counts again [Allen-Zhu et al. 2021].
+    """
+
+    def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
+        return {
+            "sums": like.new_zeros(2, ranks, len(like)),
+            "dropped": like.new_zeros(ranks, dtype=torch.int64),
+            "steps": like.new_zeros(1, dtype=torch.int64),
+        }
+
+    @property
+    def good(self) -> Tensor:
+        """The ranks that are not dropped, `[ranks]`."""
+        return self.kept["dropped"] == 0
+
+    def rows(self, parts: Tensor) -> Tensor:
+        """Add the vectors of good ranks to both sums; return the sums, `[2, ranks, n]`."""
+        steps, sums = int(self.kept["steps"]), self.kept["sums"]
+        for window, of_window in zip((self.rule.long_window, self.rule.short_window), sums):
+            if steps % window == 0:
+                of_window.zero_()
+        good = self.good
+        sums[:, good] += parts[good] / good.sum()
+        return sums
+
+    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
+        """Drop ranks whose sums are far off; return the mean of the others, with noise."""
+        before = self.good
+        good = before
+        for of_window in products:
+            good = good & near_most(of_window, before, self.rule.safe_factor)
+        if not good.any():  # no vector is finite
+            self.forget()
+            return parts.mean(0)
+        self.kept["dropped"].copy_(~good)
+        self.kept["sums"][:, ~good] = 0
+        mean = parts[good].mean(0)
+        if self.rule.safe_noise:
+            mean += self.rule.safe_noise * self._noise(mean)
+        self.kept["steps"] += 1
+        return mean
+
+    def _noise(self, like: Tensor) -> Tensor:
+        """Return normal numbers of the step and the shard, the same after a restart."""
+        generator = torch.Generator(like.device)
+        generator.manual_seed((int(self.kept["steps"]) * SPREAD + self.first) % 2**32)
+        return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+KEEPING = {"centred-clip": Centred, "safeguard": Safeguard}
+
+
+def by_vector(rule: Robust, ranks: int, like: Tensor, first: int = 0) -> ByVector:
+    """Return the rule's way to combine shards; the arguments are those of `ByVector`."""
+    return KEEPING.get(rule.combine, ByVector)(rule, ranks, like, first)

@@ -1,0 +1,44 @@
+"""Attacks on training: what wrong ranks send, knowing the gradients of all right ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from statistics import NormalDist
+
+from torch import Tensor
+
+SHRINK = 0.5  # of "inner product": short vectors are near the right ranks' vectors
+
+
+def flipped(labels: Tensor, classes: int) -> Tensor:
+    """Return the labels in reverse order: a rank with wrong data."""
+    return classes - 1 - labels
+
+
+def sign_flip(right: Tensor, wrong: int) -> Tensor:
+    """Return vectors against the right ranks' mean `[wrong, n]`."""
+    return -right.mean(0).expand(wrong, -1)
+
+
+def little_is_enough(right: Tensor, wrong: int) -> Tensor:
+    """Return vectors inside the spread of the right ranks, as far off as goes [Baruch et al. 2019].
+
+    So many right ranks are farther from the mean that they and the wrong ranks are most ranks.
+    """
+    ranks = len(right) + wrong
+    needed = ranks // 2 + 1 - wrong
+    reach = NormalDist().inv_cdf((len(right) - needed) / len(right))
+    return (right.mean(0) - reach * right.std(0)).expand(wrong, -1)
+
+
+def inner_product(right: Tensor, wrong: int) -> Tensor:
+    """Return short vectors against the right ranks' mean [Xie et al. 2019]."""
+    return -SHRINK * right.mean(0).expand(wrong, -1)
+
+
+OF_GRADIENTS: Mapping[str, Callable[[Tensor, int], Tensor]] = {
+    "sign flip": sign_flip,
+    "a little is enough": little_is_enough,
+    "inner product": inner_product,
+}
+"""Attacks by name: from the right ranks' vectors `[right, n]` to vectors `[wrong, n]`."""
