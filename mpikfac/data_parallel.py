@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -112,8 +112,8 @@ class DataParallel:
 
     @property
     def combined(self) -> bool:
-        """Whether all ranks hold the same model, and votes are of all ranks; see `KFAC`."""
-        return not self.replicas.differ
+        """Whether votes are of all ranks; see `KFAC`."""
+        return self.replicas.heard
 
     @property
     def optimizer(self) -> Optimizer:
@@ -126,6 +126,7 @@ class DataParallel:
         *,
         max_norm: float | None = None,
         examples: int | None = None,
+        mean_loss: float | Tensor | None = None,
     ) -> None:
         """Go from local gradients to identical new weights on every rank.
 
@@ -137,13 +138,14 @@ class DataParallel:
             scaler: see `KFAC.step`.
             max_norm: see `KFAC.step`.
             examples: see `KFAC.step`.
+            mean_loss: see `KFAC.step`.
 
         Raises:
             ValueError: see `KFAC.step`.
             UserError: see `KFAC.step`.
         """
         scaler = self.gradients.checked(scaler)
-        alone = self.plan.strategy.exchange.alone(self.steps)
+        alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
             self.gradients.look(self._in_force())
             self.gradients.read()
@@ -196,6 +198,7 @@ class DataParallel:
 
     def _take_up_change(self) -> None:
         """Take up other trained parameters of the model."""
+        self.combine()
         older = self.replicas
         self.detach()
         self.gradients.grid.free()

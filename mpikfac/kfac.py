@@ -276,11 +276,11 @@ class KFAC:
 
     @property
     def combined(self) -> bool:
-        """Whether all ranks hold the same model, and votes are of all ranks.
+        """Whether votes are of all ranks; False only between two exchanges of weights.
 
-        False only between two exchanges of weights.
+        If exchanges make all copies equal, then also whether all ranks hold the same model.
         """
-        return not self.replicas.differ
+        return self.replicas.heard
 
     @property
     def kl_scale(self) -> Tensor:
@@ -301,6 +301,7 @@ class KFAC:
         *,
         max_norm: float | None = None,
         examples: int | None = None,
+        mean_loss: float | Tensor | None = None,
         inputs: Tensor | tuple[Any, ...] | None = None,
         loss: Criterion | None = None,
     ) -> None:
@@ -323,6 +324,8 @@ class KFAC:
                 is scaled before K-FAC preconditions the gradient. None for no bound.
             examples: the number of examples of the rank's mean loss, if shards are uneven: the
                 average over ranks weighs ranks by the number. None: ranks weigh the same.
+            mean_loss: with `merge="leader"`, the mean loss of the rank's share of the batch,
+                without the factor of a scaler; other rules of exchanges take no loss.
             inputs: with `Length("quadratic")` only: the model's argument for the rank's share of
                 the batch, or for a part of the share; or a tuple of arguments.
             loss: with `Length("quadratic")` only: the mean loss of `inputs` as a function of the
@@ -336,7 +339,7 @@ class KFAC:
             UserError: ranks disagree on the model, learning rates or settings.
         """
         scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss)
-        alone = self.plan.strategy.exchange.alone(self.steps)
+        alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
             self._read_gradients()
         weight = 1.0 if examples is None else self.gradients.weigh(examples)
@@ -702,6 +705,7 @@ class KFAC:
             )
         factors, directions, stepped = self.factors, self.directions, self._stepped
         replicas = self.replicas
+        replicas.combine()
         factors.state_dict()  # settles; with reduce_at="bases", averages move to their owners
         self.detach()
         self.grid.free()

@@ -1,61 +1,63 @@
-"""The rank's copy of the model, and the step that combines the copies of all ranks."""
+"""The rank's copy of the model: when copies differ, when they are merged, and what is saved."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import Tensor
 
-from mpikfac.engine.gradients import Gradients, share_out, slots_in
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.merges import MERGES
 from mpikfac.engine.site import Part, Site, take_over
-from mpikfac.errors import UserError
-from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
-from mpikfac.plan import lay_out
 
-MOMENTUM = "exchange/momentum/"
+KEPT = "exchange/"
 RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OWN = "copies/{}/"  # of a rank
 APART = ("optimizer/state/", "kfac/graft/")  # items that differ between the copies of ranks
 
 
 class Replicas(Part):
-    """The copies of the model, which ranks step alone and combine every few steps.
+    """The copies of the model, which ranks step alone and merge every few steps.
 
-    The mean of all copies takes the place of every copy; with an outer step, the mean change since
-    the last exchange is the gradient of the step. Running statistics and votes become means.
+    Running statistics and votes become means at each exchange.
 
     Attributes:
         differ: whether copies may differ between ranks.
+        heard: whether votes are of all ranks.
     """
 
     differ = False
+    heard = True
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         """Take the present weights, equal on all ranks, as the weights of the last exchange."""
         self.site, self.exchange = site, site.plan.strategy.exchange
-        self.outer = self.exchange.outer
-        layout, nothing = site.plan.layouts.copies, lay_out([])
-        self.arena = site.arena(layout)
-        self._before = site.arena(layout if site.plan.exchanges_changes else nothing)
-        self._momentum = site.arena(layout if self.outer.outer_momentum else nothing)
-        self._slots = slots_in(self.arena, gradients.blocks, site)
-        trained = [slot.block for slot in self._slots if slot.block.parameters]
-        self._trained = [block.name for block in trained]
-        self._last = slots_in(self._before, trained, site)
-        self._messages = site.plan.exchange_weights()
+        self.rule = MERGES[self.exchange.merging.merge](site, gradients)
         self._votes = gradients.votes
         self._combiner, rank = site.grid.combiner, site.plan.rank
         self._combiner.prepare(site.plan.combined, rank, site.dtype)
         self.keep()
 
     def keep(self) -> None:
-        """Keep the present weights as the weights of the last exchange."""
-        copy_all(one for s in self._last for one in s.block.values_to(s.parts))
-        self.differ = False
+        """Keep the present weights, equal on all ranks, as the weights of the last exchange."""
+        if self.exchange.of_copies:
+            self.rule.keep()
+        self.differ, self.heard = False, True
+
+    def begin_step(self, step: int, loss: float | Tensor | None) -> bool:
+        """Take the mean loss of a step; return whether the rank takes the step alone.
+
+        Raises:
+            ValueError: the rule needs a loss.
+        """
+        alone = self.exchange.alone(step)
+        if alone:
+            self.rule.hear(loss)
+        return alone
 
     def end_step(self, step: int) -> None:
-        """Combine the copies if an exchange is due right after `step`.
+        """Merge the copies if an exchange is due right after `step`.
 
         Collective over: world if due, else none.
 
@@ -64,11 +66,14 @@ class Replicas(Part):
         """
         if not self.exchange.of_copies:
             return
-        self.differ |= self.exchange.alone(step)
-        if self.exchange.due(step):
-            self.combine()
-        elif not self.differ:
+        if not self.exchange.alone(step):
             self.keep()
+            return
+        self.differ, self.heard = True, self.exchange.due(step)
+        self.rule.merge() if self.heard else self.rule.after_step()
+        if self.heard:
+            self._votes.heard = []  # heard of the rank alone
+            self.differ = not self.rule.unites
 
     def check_combined(self) -> None:
         """Return if all ranks hold the same model.
@@ -82,61 +87,41 @@ class Replicas(Part):
             )
 
     def combine(self) -> None:
-        """Combine the copies of all ranks, if copies may differ.
+        """Make all copies equal, if copies may differ.
 
         Collective over: world.
 
         Raises:
             UserError: a rank's weights are not finite.
         """
-        if not self.differ:
-            return
-        flat = self.arena.flat
-        copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
-        if self._before:
-            flat -= self._before.flat
-        share_out(self.arena, self.site.plan)
-        self.site.grid.exchange(self._messages, flat)
-        if not all_finite(flat):
-            raise UserError(
-                "the weights of a rank are not finite; try a smaller learning rate, or exchange "
-                "weights more often"
-            )
-        if self._before:
-            self._step_from_before()
-        copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
-        self._votes.heard = []  # heard of the rank alone
-        self.keep()
-
-    def _step_from_before(self) -> None:
-        """Turn the mean change into new weights by the outer step."""
-        changes = self._of_trained(self.arena)
-        if self._momentum:
-            nesterov(changes, self._of_trained(self._momentum), self.outer.outer_momentum)
-        torch._foreach_mul_(changes, self.outer.outer_lr)
-        self.arena.flat += self._before.flat
-
-    def _of_trained(self, arena: Arena) -> list[torch.Tensor]:
-        return [arena[name] for name in self._trained]
+        if self.differ:
+            self.rule.unite()
+            self._votes.heard = []
+            self.differ, self.heard = False, True
 
     def take_over(self, older: Replicas) -> None:
-        """Take the momentum of blocks that keep name and shape.
+        """Take what exchanges keep of blocks that keep name and shape.
 
         Collective over: world.
         """
-        take_over(older._momentum, self._momentum, self.site.grid)
+        for name, arena in self.rule.kept.items():
+            take_over(older.rule.kept[name], arena, self.site.grid)
 
     # -- state -----------------------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Forget the momentum of the outer step, and the memory of a robust rule."""
-        self._momentum.flat.zero_()
+        """Forget what exchanges keep, and the memory of a robust rule."""
+        self.rule.forget()
         self._combiner.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the momentum of the outer step, and the rank's memory of a robust rule."""
-        momentum = {MOMENTUM + name: block for name, block in self._momentum.items()}
-        return momentum | self._memory(self.site.plan.rank)
+        """Return what exchanges keep, and the rank's memory of a robust rule."""
+        return self._kept() | self._memory(self.site.plan.rank)
+
+    def _kept(self) -> dict[str, Any]:
+        """Return what exchanges keep, alike on all ranks."""
+        kept = self.rule.kept.items()
+        return {f"{KEPT}{name}/{n}": block for name, arena in kept for n, block in arena.items()}
 
     def _memory(self, rank: int) -> dict[str, Any]:
         """Return the memory of a robust rule, with the names of a rank."""
@@ -148,15 +133,14 @@ class Replicas(Part):
         }
 
     def complete(self, names: Collection[str]) -> set[str]:
-        """Return all names of the momentum, or of the memory, of which `names` hold a part."""
+        """Return all names of what is kept, or of the memory, of which `names` hold a part."""
         ranks = range(self.site.plan.grid.count)
-        momentum = {MOMENTUM + name for name in self._momentum}
         memory = {name for rank in ranks for name in self._memory(rank)}
-        wholes = [whole for whole in (momentum, memory) if whole & set(names)]
+        wholes = [whole for whole in (self._kept().keys(), memory) if whole & set(names)]
         return set().union(*wholes)
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items of the momentum and of the memory among `names`."""
+        """Return the items among `names`."""
         found = self.state_dict()
         return {name: block for name, block in found.items() if name in names}
 

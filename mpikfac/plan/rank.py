@@ -15,6 +15,7 @@ from mpikfac.plan.distribution import Split
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
 from mpikfac.plan.messages import (
+    IN_NODE,
     Message,
     across,
     combinations,
@@ -213,9 +214,10 @@ class RankPlan:
         return layouts.of_blocks(map(layouts.by_share, (*owned, self._own)))
 
     def _gradients(self) -> Layout:
-        # A rule takes whole vectors, so what it does not combine lies behind.
-        means = self.means if self.strategy.exchange.robust.combine != "mean" else ()
-        others = sorted(self.others, key=lambda other: other[0] in means)
+        exchange = self.strategy.exchange
+        # A rule takes whole vectors, and copies are combined as vectors: means lie behind.
+        vectors = exchange.of_copies or exchange.robust.combine != "mean"
+        others = sorted(self.others, key=lambda other: vectors and other[0] in self.means)
         blocks = [*layouts.of_gradients(self.layers), *others]
         if not self.owner_updates:
             return lay_out([blocks])
@@ -245,9 +247,7 @@ class RankPlan:
         }
         if not self.split.parameters:
             del sizes["slices"]
-        # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
-        momentum = self.strategy.exchange.outer.outer_momentum > 0
-        sizes["copies"] *= 1 + self.exchanges_changes + momentum
+        sizes["copies"] *= self._copies
         if kept := self.strategy.exchange.robust.remembered(self.grid.count):
             sizes["rule"] = kept * numbers * sum(map(self._shard, self.combined))
         if count := self.parts:
@@ -256,6 +256,15 @@ class RankPlan:
         if wires.factor_wire or wires.basis_wire or wires.gradient_wire:
             sizes["wires"] = self._kept_for_wires() * numbers
         return sizes
+
+    @property
+    def _copies(self) -> int:
+        """Vectors as long as the model that the rank keeps for exchanges of weights."""
+        if self.strategy.exchange.merging.merge == "leader":
+            return 1 + len(self.leaders)
+        # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
+        momentum = self.strategy.exchange.outer.outer_momentum > 0
+        return 1 + self.exchanges_changes + momentum
 
     def _kept_for_wires(self) -> int:
         """Return the elements kept of encoding's losses, and of weights sent as changes."""
@@ -377,10 +386,37 @@ class RankPlan:
         layout, kinds = self.layouts.copies, dict.fromkeys(self.messages_of, -1)
         if self.strategy.exchange.robust.combine != "mean":
             return self._combinations("exchange weights", layout)
+        if self.strategy.exchange.merging.merge == "leader":
+            means = dict.fromkeys(self.means, 0)
+            leaders = self.leaders if self.grid.count > 1 else []
+            return leaders + self._sums("exchange weights", layout, means, None)
         return [
             message
             for codec, some in self._encoded_and_others(self._codec_of_sums(layout), kinds, -1)
             for message in self._sums("exchange weights", layout, some, codec)
+        ]
+
+    @property
+    def trained(self) -> int:
+        """Elements of the trained tensors of a copy of the model; means lie behind."""
+        layout = self.layouts.copies
+        return min(
+            (layout.offsets[n] for n in self.means if n in layout.offsets), default=layout.size
+        )
+
+    @cached_property
+    def leaders(self) -> list[Message]:
+        """The messages with a leader's copy, of the world and of the node; rank 0 stands for it."""
+        ranks, per_node = self.grid.count, self.strategy.transport.ranks_per_node
+        teams = {"world": (ranks, self.rank)}
+        if per_node and 1 < per_node < ranks:
+            teams[IN_NODE.format("world")] = per_node, self.rank % per_node
+        return [
+            message(
+                *("exchange weights", "Bcast", over, [(0, self.trained)]),
+                *(members, self.itemsizes.numbers, own, 0),
+            )
+            for over, (members, own) in teams.items()
         ]
 
     @property

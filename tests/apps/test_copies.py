@@ -40,6 +40,7 @@ def runs(tmp_path_factory):
         "at the end of an epoch": (EXCHANGED, "--exchange_every=50", "--trace_steps=3"),
         "post-local": (EXCHANGED, "--exchange_every=4", "--exchange_from=6"),
         "compressed": ("--gradient_wire=int8", "--overlap=true"),
+        "leader": ("--strategy=lsgd", "--exchange_every=2", "--checkpoint_every=2"),
         "local K-FAC": (EXCHANGED, "--exchange_every=3", "--optimizer=kfac", "--lr=0.001"),
     }
     run_each([(2, [*QUICK, f"--run_dir={root / n}", *more]) for n, more in asked.items()], root)
@@ -59,7 +60,9 @@ def test_post_local_sgd_begins_as_averaged_gradients(runs):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["every fourth", "at the end of an epoch", "local K-FAC"])
+@pytest.mark.parametrize(
+    "name", ["every fourth", "at the end of an epoch", "leader", "local K-FAC"]
+)
 def test_copies_end_as_one_model_that_learned(runs, name):
     """Oracle: the checkpoint holds one model, other than that of averaged gradients; the loss."""
     found, expected = weights(runs / name), weights(runs / "gradients")

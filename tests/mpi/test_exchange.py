@@ -36,8 +36,9 @@ def trained(comm, strategy, steps):
     weights = []
     for _ in range(steps):
         optimizer.zero_grad()
-        ((model(matrix)[:, 0] - target).square().sum() / 2).backward()
-        trainer.step()
+        loss = (model(matrix)[:, 0] - target).square().sum() / 2
+        loss.backward()
+        trainer.step(mean_loss=loss)
         weights.append(model.weight.detach().cpu().numpy()[0].copy())
     return weights
 
@@ -88,6 +89,85 @@ def test_each_step_follows_the_rule(comm, name):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
 
+PER_NODE = 2 if mpikfac.world().size == 4 else 1
+LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
+
+
+def led(ranks, steps, per_node=1, every=3, begin=0, leader_step=0.2, leader_pull=0.3):
+    """Return the weights of all ranks after each step: LSGD in numpy [Teng et al. 2019]."""
+    losses = [quadratic(rank) for rank in range(ranks)]
+    nodes = [range(ranks)] + [range(n, n + per_node) for n in range(0, ranks, per_node)]
+    nodes = nodes if 1 < per_node < ranks else nodes[:1]
+    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
+    leaders, heard, found = [w[0].copy() for _ in nodes], np.zeros(ranks), []
+    for step in range(steps):
+        heard += [((a @ own - b) ** 2).sum() / 2 for own, (a, b) in zip(w, losses)]
+        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
+        if step < begin:
+            g[:] = g.mean(0)
+        v = MOMENTUM * v + g
+        w = w - RATE * v
+        due = step >= begin and (step + 1 - begin) % every == 0
+        if step < begin:
+            leaders, heard = [w[0].copy() for _ in nodes], np.zeros(ranks)
+            found.append(w.copy())
+            continue
+        if due:
+            leaders = [w[min(node, key=heard.__getitem__)].copy() for node in nodes]
+            heard = np.zeros(ranks)
+        share, old = leader_step if due else leader_pull / every, w.copy()
+        for node, leader in zip(nodes, leaders):
+            w[node] += share * (leader - old[node])
+        found.append(w.copy())
+    return found
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+@pytest.mark.parametrize("per_node", sorted({1, PER_NODE}))
+def test_each_step_follows_the_leaders(comm, per_node, begin):
+    """Oracle: the rule in numpy, in one level and with leaders of nodes."""
+    strategy = Strategy.mem_opt(
+        exchanged="weights", exchange_from=begin, ranks_per_node=per_node, **LEADER
+    )
+    right = led(comm.size, 10, per_node, begin=begin)
+    for found, of_ranks in zip(trained(comm, strategy, 10), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
+def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
+    """Oracle: the copy of the rank with the least loss; the bytes and the memory of the plan."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", **LEADER)
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    with pytest.raises(ValueError, match="needs step"):
+        trainer.step()
+    for step in range(3):
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        F.cross_entropy(model(images), labels).backward()
+        trainer.trace.clear()
+        trainer.step(mean_loss=1.0 + (comm.rank + 1) % comm.size)
+        assert trainer.combined == (step == 2)
+    plans = map(trainer.plan.of, range(comm.size))
+    planned = sum(message.bytes for plan in plans for message in plan.exchange_weights())
+    assert comm.allreduce(sum(trainer.trace.sent.values())) == planned
+    assert nbytes(trainer.replicas.rule) == trainer.plan.memory(comm.rank)["copies"]
+    with pytest.raises(ValueError, match="call combine"):
+        trainer.state_dict()
+    copies = comm.allgather(problem.state(model))
+    trainer.combine()
+    assert torch.equal(problem.state(model), copies[-1])
+
+
+def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
+    """Oracle: the message on all ranks."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", **LEADER | {"exchange_every": 2})
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    trainer.step(mean_loss=1.0)
+    with pytest.raises(mpikfac.UserError, match="are not finite"):
+        trainer.step(mean_loss=np.nan if comm.rank == 0 else 1.0)
+
+
 def test_an_exchange_at_every_step_is_the_average_of_gradients(comm):
     """Oracle: synchronous SGD, bit for bit; on a single rank any number of steps."""
     every = 4 if comm.size == 1 else 1
@@ -118,10 +198,14 @@ def test_memory_of_copies_is_the_plans(comm, outer, kept):
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", exchange_every=2, **outer)
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    arenas = vars(trainer.replicas).values()
-    found = sum(arena.flat.nbytes for arena in arenas if isinstance(arena, mpikfac.numerics.Arena))
-    plan = trainer.plan
+    found, plan = nbytes(trainer.replicas.rule), trainer.plan
     assert found == plan.memory(comm.rank)["copies"] == kept * plan.memory(comm.rank)["gradients"]
+
+
+def nbytes(rule):
+    """Return the bytes of a rule's arenas, also of arenas in lists."""
+    found = [one for v in vars(rule).values() for one in (v if isinstance(v, list) else [v])]
+    return sum(one.flat.nbytes for one in found if isinstance(one, mpikfac.numerics.Arena))
 
 
 def kfac_of(comm, strategy, **settings):
@@ -181,10 +265,14 @@ def average(comm, model):
         parameter.data.copy_(torch.stack(every).mean(0))
 
 
+WAYS = {"DiLoCo": DILOCO, "LSGD": {"merge": "leader"}}
+
+
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
-def test_a_loaded_state_goes_on_as_the_run(comm, kind):
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 2, **DILOCO}
+    choices = {"exchanged": "weights", "exchange_every": 2, **WAYS[way]}
 
     def make():
         if kind == "K-FAC":
@@ -193,11 +281,12 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind):
         return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
 
     first = make()
-    problem.run(first, comm, range(4))
+    problem.run(first, comm, range(5))
+    first.combine()
     state = copy.deepcopy(problem.whole_state(first, comm))
     second = make()
     second.load_state_dict(state)
-    ends = [problem.run(trainer, comm, range(4, 8)) for trainer in (first, second)]
+    ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
     assert torch.equal(*ends)
 
 

@@ -475,8 +475,8 @@ TABLE = (
     Mistake(
         "exchange: the outer step begins at the first weights of the run",
         "engine/replicas.py",
-        "elif not self.differ:",
-        "elif False:",
+        "            self.keep()\n            return\n",
+        "            return\n",
         "tests/mpi/test_exchange.py",
         2,
     ),
@@ -487,6 +487,21 @@ TABLE = (
         "",
         "tests/mpi/test_exchange.py",
         2,
+    ),
+    Mistake(
+        "exchange: the rank with the largest loss leads",
+        "engine/merges.py",
+        "of_team.index(min(of_team))",
+        "of_team.index(max(of_team))",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
+        "robust: the sums of a safeguard never begin anew",
+        "numerics/messages/shards.py",
+        "of_window.zero_()",
+        "pass",
+        "tests/unit/test_robust.py",
     ),
     Mistake(
         "robust: Krum takes the farthest vector",

@@ -138,8 +138,9 @@ def run(trainer, comm, steps: Sequence[int] = range(STEPS)) -> Tensor:
     for step in steps:
         images, labels = shards(step, comm.size)[comm.rank]
         trainer.optimizer.zero_grad()
-        F.cross_entropy(trainer.model(images), labels).backward()
-        trainer.step()
+        loss = F.cross_entropy(trainer.model(images), labels)
+        loss.backward()
+        trainer.step(mean_loss=loss)
     return state(trainer.model)
 
 

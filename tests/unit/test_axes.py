@@ -24,6 +24,10 @@ PLACES = {
     ),
     "a-sgd": ("asynchronous, updates of a batch", "servers: 1", "none", "none", "mean"),
     "diloco": ("weights every 50 steps by an outer step", "all ranks", "none", "none", "mean"),
+    "lsgd": (
+        *("weights every 8 steps", "all ranks", "none", "none"),
+        "towards the copy with the least loss",
+    ),
     "krum": ("gradients at every step", "all ranks", "none", "none", "krum"),
 }
 

@@ -228,7 +228,7 @@ class Run:
             losses.append(self._pass(*part))
             if count:
                 self.trainer.collect()
-        self._end_step(images, labels)
+        self._end_step(images, labels, torch.stack(losses).mean())
         if self.average:
             self.average.add(self.model)
         kfac, every = self.trainer, self.options.kfac.damping_adapt
@@ -236,10 +236,10 @@ class Run:
             after = self._loss_after(step, first, parts)
             kfac.adapt(torch.stack(losses).mean().item(), after)
 
-    def _end_step(self, images: Tensor, labels: Tensor) -> None:
+    def _end_step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer; a quadratic model takes the images that the factors are made of."""
         if not (isinstance(self.trainer, mpikfac.KFAC) and self.options.quadratic):
-            self.trainer.step()
+            self.trainer.step(mean_loss=mean_loss)
             return
         every = self.options.kfac.estimator.subsample
         inputs = self.normalise(images[::every])
@@ -442,6 +442,7 @@ class Run:
 
     def _save(self, last: bool = False) -> None:
         self.guard.enter("checkpoint", self.trainer.steps)
+        self.trainer.combine()  # a checkpoint is of one model
         items = self.state() | self.meter.state()
         self.saver.save(items | self.about(), self.trainer.steps, last)
 

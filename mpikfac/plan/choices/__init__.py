@@ -21,7 +21,7 @@ from mpikfac.plan.choices.combinations import (
     check,
     shown,
 )
-from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Outer, Robust
+from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Merge, Outer, Robust
 from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "Choices",
     "Combination",
     "Exchange",
+    "Merge",
     "Named",
     "OneOf",
     "Outer",

@@ -16,7 +16,7 @@ def axes(strategy: Strategy) -> dict[str, str]:
         "architecture": _architecture(strategy),
         "compression": _compression(strategy),
         "overlap": _overlap(strategy),
-        "combination": strategy.exchange.robust.combine,
+        "combination": _combination(strategy),
     }
 
 
@@ -33,6 +33,12 @@ def _synchronisation(strategy: Strategy) -> str:
 
 def _batches(count: int) -> str:
     return "a batch" if count == 1 else f"{count} batches"
+
+
+def _combination(strategy: Strategy) -> str:
+    if strategy.exchange.merging.merge == "leader":
+        return "towards the copy with the least loss"
+    return strategy.exchange.robust.combine
 
 
 def _architecture(strategy: Strategy) -> str:

@@ -214,6 +214,14 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"exchanged": "updates"},
     ),
+    "lsgd": Named(
+        "Each rank steps a copy of the model, which the copy of the rank with the least loss pulls "
+        "a little at each step, and more at every eighth step",
+        "LSGD, Teng et al. 2019",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 15/16 2 (P-1)/P 4N",
+        same=False,
+        choices={**_COPIES, "exchange_every": 8, "merge": "leader"},
+    ),
     "median": Named(
         "The median of each number of all ranks' gradients takes the place of the mean",
         "Yin et al. 2018",

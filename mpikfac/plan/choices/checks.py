@@ -45,6 +45,16 @@ def check_count(name: str, value: object, least: int) -> None:
         raise ValueError(f"{name}={value!r} must be a whole number of at least {least}")
 
 
+def check_share(name: str, value: Any) -> None:
+    """Return if `value` is a number from 0 to 1.
+
+    Raises:
+        ValueError: the value is not; the text calls the value `name`.
+    """
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise ValueError(f"{name}={value!r} must be a number from 0 to 1")
+
+
 def check_size(name: str, value: Any) -> None:
     """Return if `value` is a finite number of at least 0.
 

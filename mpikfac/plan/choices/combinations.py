@@ -198,6 +198,19 @@ STRATEGY: tuple[Combination, ...] = (
         )
     ),
     Combination(
+        "merge",
+        ("leader",),
+        {
+            **{"exchanged": "weights", "exchange_every": AtLeast(2), "outer_lr": 1.0},
+            **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
+        },
+        "the leader sends plain weights, and the copies never become one",
+    ),
+    *(
+        Combination(name, None, {"merge": "leader"}, "no other exchange has a leader", 0.1)
+        for name in ("leader_step", "leader_pull")
+    ),
+    Combination(
         "combine",
         None,
         {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpikfac.plan.choices.checks import check_count, check_size, one_of
+from mpikfac.plan.choices.checks import check_count, check_share, check_size, one_of
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,28 @@ class Outer:
             raise ValueError(f"outer_lr={self.outer_lr!r} must be above 0")
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum={self.outer_momentum!r} must be from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class Merge:
+    """How an exchange changes the copies of the model.
+
+    Attributes:
+        merge: "mean": all copies become the same, by the step `Outer`. "leader": each copy moves
+            towards the copy with the least mean loss since the last exchange, and stays a copy of
+            its own [LSGD]. With `ranks_per_node`, also towards the best copy of the node.
+        leader_step: the share of the way to a leader that an exchange goes.
+        leader_pull: the share of the way that the steps from one exchange to the next go together.
+    """
+
+    merge: Literal["mean", "leader"] = "mean"
+    leader_step: float = 0.1
+    leader_pull: float = 0.1
+
+    def __post_init__(self) -> None:
+        one_of("merge", self.merge, ("mean", "leader"))
+        for name in ("leader_step", "leader_pull"):
+            check_share(name, getattr(self, name))
 
 
 Rule = Literal[
@@ -140,6 +162,7 @@ class Exchange:
             average gradients: the result is the same but for rounding.
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
+        merging: how an exchange changes the copies of the model.
         outer: the step that combines copies of the model.
         robust: how numbers of ranks become common numbers.
         asynchrony: how clients train with servers.
@@ -148,6 +171,7 @@ class Exchange:
     exchanged: Literal["gradients", "weights", "updates"] = "gradients"
     exchange_every: int = 1
     exchange_from: int = 0
+    merging: Merge = field(default_factory=Merge)
     outer: Outer = field(default_factory=Outer)
     robust: Robust = field(default_factory=Robust)
     asynchrony: Asynchrony = field(default_factory=Asynchrony)

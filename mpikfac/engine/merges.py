@@ -1,0 +1,220 @@
+"""How an exchange changes the rank's copy of the model: rules with a common shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from mpikfac.comm import summed
+from mpikfac.engine.gradients import Gradients, share_out, slots_in
+from mpikfac.engine.site import Site
+from mpikfac.errors import UserError
+from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
+from mpikfac.plan import Layout, lay_out
+
+DIVERGED = (
+    "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
+    "often"
+)
+
+
+class Merge:
+    """A rule for exchanges of weights; copies are equal at first.
+
+    Attributes:
+        unites: whether an exchange makes all copies equal.
+        kept: arenas to save in a checkpoint, by name.
+        copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
+        weights: the trained part of the buffer.
+    """
+
+    unites = True
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        self.site, self.plan, self.exchange = site, site.plan, site.plan.strategy.exchange
+        self.kept: Mapping[str, Arena] = {}
+        self.copy = self._arena()
+        self.weights = self.trained(self.copy)
+        self._slots = slots_in(self.copy, gradients.blocks, site)
+        self._messages = site.plan.exchange_weights()
+
+    def _arena(self, used: bool = True) -> Arena:
+        nothing: Layout = lay_out([])
+        return self.site.arena(self.plan.layouts.copies if used else nothing)
+
+    def trained(self, arena: Arena) -> Tensor:
+        """Return the trained part of an arena, a vector."""
+        return arena.flat[: self.plan.trained]
+
+    def read(self) -> None:
+        """Copy the model into the buffer."""
+        copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
+
+    def write(self) -> None:
+        """Copy the buffer into the model."""
+        copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
+
+    def keep(self) -> None:
+        """Take the present weights, equal on all ranks, for the weights of an exchange."""
+
+    def hear(self, loss: float | Tensor | None) -> None:
+        """Take the mean loss of a step that the rank takes alone."""
+
+    def after_step(self) -> None:
+        """Change the copy after a step that the rank has taken alone, without an exchange."""
+
+    def merge(self) -> None:
+        """Change the copies at an exchange.
+
+        Collective over: world.
+        """
+        raise NotImplementedError
+
+    def unite(self) -> None:
+        """Make all copies equal.
+
+        Collective over: world.
+        """
+        self.merge()
+
+    def forget(self) -> None:
+        """Forget earlier steps."""
+        for arena in self.kept.values():
+            arena.flat.zero_()
+
+
+class Mean(Merge):
+    """All copies become the mean, or the result of an outer step along the mean change."""
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self.outer = self.exchange.outer
+        self._before = self._arena(site.plan.exchanges_changes)
+        self._momentum = self._arena(self.outer.outer_momentum > 0)
+        self.kept = {"momentum": self._momentum}
+        trained = [slot.block for slot in self._slots if slot.block.parameters]
+        self._last = slots_in(self._before, trained, site)
+
+    def keep(self) -> None:
+        """Keep the present weights as the weights of the last exchange."""
+        copy_all(one for s in self._last for one in s.block.values_to(s.parts))
+
+    def merge(self) -> None:
+        """Average the copies, or their changes, and take the outer step."""
+        flat = self.copy.flat
+        self.read()
+        if self._before:
+            flat -= self._before.flat
+        share_out(self.copy, self.plan)
+        self.site.grid.exchange(self._messages, flat)
+        if not all_finite(flat):
+            raise UserError(DIVERGED)
+        if self._before:
+            self._step_from_before()
+        self.write()
+        self.keep()
+
+    def _step_from_before(self) -> None:
+        """Turn the mean change into new weights by the outer step."""
+        if self._momentum:
+            momentum = self.trained(self._momentum)
+            nesterov([self.weights], [momentum], self.outer.outer_momentum)
+        self.weights *= self.outer.outer_lr
+        self.copy.flat += self._before.flat
+
+
+class Leader(Merge):
+    """Each copy moves towards the copy with the least mean loss [Teng et al. 2019].
+
+    The node has a leader, too, if ranks share nodes. At first the leaders are the common weights.
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._leaders = [self._arena() for _ in site.plan.leaders]
+        self._means = [m for m in self._messages if m.primitive != "Bcast"]
+        self._heard: list[float | Tensor] = []
+        self._loss = 0.0
+
+    def keep(self) -> None:
+        """Take the present weights for those of the leaders."""
+        self.read()
+        for leader in self._leaders:
+            leader.flat.copy_(self.copy.flat)
+
+    def hear(self, loss: float | Tensor | None) -> None:
+        """Take the mean loss of a step.
+
+        Raises:
+            ValueError: there is no loss.
+        """
+        if loss is None:
+            raise ValueError("merge='leader' needs step(mean_loss=...): the best copy leads")
+        self._heard.append(loss.detach() if isinstance(loss, Tensor) else loss)
+
+    def after_step(self) -> None:
+        """Move the copy a little towards the leaders."""
+        self.read()
+        self._move(self.exchange.merging.leader_pull / self.exchange.exchange_every)
+        self.write()
+
+    def merge(self) -> None:
+        """Find the leaders, get their copies, and move the copy towards them."""
+        self._follow()
+        self._move(self.exchange.merging.leader_step)
+        self.write()
+
+    def unite(self) -> None:
+        """Make all copies the copy of the leader of all ranks."""
+        self._follow()
+        self.weights.copy_(self.trained(self._leaders[0]))
+        self.write()
+        self.keep()
+
+    def _follow(self) -> None:
+        """Get the copies of the leaders, and the means of running statistics and votes."""
+        self.read()
+        losses = self._losses()
+        per_node = self.plan.strategy.transport.ranks_per_node or 1
+        first = self.plan.rank // per_node * per_node
+        teams = [(0, losses), (first, losses[first : first + per_node])]
+        for leader, message, (begin, of_team) in zip(self._leaders, self.plan.leaders, teams):
+            root = of_team.index(min(of_team))
+            mine = begin + root == self.plan.rank
+            if mine:
+                leader.flat.copy_(self.copy.flat)
+            if self.plan.grid.count > 1:
+                sent = replace(message, root=root, bytes=message.size * mine)
+                self.site.grid.exchange([sent], leader.flat)
+        self.copy.flat[self.plan.trained :] /= self.plan.grid.count
+        self.site.grid.exchange(self._means, self.copy.flat)
+
+    def _losses(self) -> list[float]:
+        """Return the mean losses of all ranks since the last exchange.
+
+        Raises:
+            UserError: a loss or a weight is not finite.
+        """
+        if self._heard:
+            self._loss = sum(map(float, self._heard)) / len(self._heard)
+        self._heard = []
+        mine = [0.0] * self.plan.grid.count
+        mine[self.plan.rank] = self._loss if all_finite(self.weights) else math.nan
+        losses = summed(self.site.grid.world, mine)
+        if not all(map(math.isfinite, losses)):
+            raise UserError(DIVERGED)
+        return losses
+
+    def _move(self, share: float) -> None:
+        """Move the copy in the buffer `share` of the way to each leader."""
+        ways = [self.trained(leader) - self.weights for leader in self._leaders]
+        for way in ways:
+            self.weights.add_(way, alpha=share)
+
+
+MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader}
