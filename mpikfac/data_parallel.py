@@ -167,6 +167,7 @@ class DataParallel:
     def _update(self) -> None:
         """Step the model by the averaged gradients."""
         self.gradients.write(self.gradients.slots)
+        self.replicas.before_update(self.steps)
         self.gradients.update(self.optimizer)
 
     def _skip(self) -> None:

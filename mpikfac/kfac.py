@@ -360,6 +360,7 @@ class KFAC:
         if batch is not None:
             with self.recorder.pausing():
                 self.directions.descend(self.model, batch, weight, self.steps)
+        self.replicas.before_update(self.steps)
         self.gradients.update(self.optimizer)
         self._end()
 

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients, share_out, slots_in
 from mpikfac.engine.site import Site
 from mpikfac.errors import UserError
-from mpikfac.numerics import Arena, all_finite, copy_all, nesterov
+from mpikfac.numerics import Arena, all_finite, copy_all, elastic_step, nesterov
 from mpikfac.plan import Layout, lay_out
 
 DIVERGED = (
@@ -26,7 +27,7 @@ class Merge:
 
     Attributes:
         unites: whether an exchange makes all copies equal.
-        kept: arenas to save in a checkpoint, by name.
+        kept: what a checkpoint holds, alike on all ranks: named tensors, by name.
         copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
         weights: the trained part of the buffer.
     """
@@ -35,7 +36,7 @@ class Merge:
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         self.site, self.plan, self.exchange = site, site.plan, site.plan.strategy.exchange
-        self.kept: Mapping[str, Arena] = {}
+        self.kept: Mapping[str, Mapping[str, Tensor]] = {}
         self.copy = self._arena()
         self.weights = self.trained(self.copy)
         self._slots = slots_in(self.copy, gradients.blocks, site)
@@ -63,6 +64,9 @@ class Merge:
     def hear(self, loss: float | Tensor | None) -> None:
         """Take the mean loss of a step that the rank takes alone."""
 
+    def before_step(self) -> None:
+        """Change the gradients of a step that the rank takes alone."""
+
     def after_step(self) -> None:
         """Change the copy after a step that the rank has taken alone, without an exchange."""
 
@@ -82,8 +86,9 @@ class Merge:
 
     def forget(self) -> None:
         """Forget earlier steps."""
-        for arena in self.kept.values():
-            arena.flat.zero_()
+        for tensors in self.kept.values():
+            for tensor in tensors.values():
+                tensor.zero_()
 
 
 class Mean(Merge):
@@ -217,4 +222,74 @@ class Leader(Merge):
             self.weights.add_(way, alpha=share)
 
 
-MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader}
+class Elastic(Merge):
+    """Each copy moves towards the average of its own steps and towards the mean of all averages.
+
+    In between, the weights after the last exchange pull the copy [Chaudhari et al. 2018].
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._anchor, self._average = self._arena(), self._arena()
+        self._exchanges = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.kept = {"exchanges": {"count": self._exchanges}}
+
+    @property
+    def _growth(self) -> float:
+        """The factor of both pulls, after the exchanges so far."""
+        return float((1 + self.exchange.merging.pull_growth) ** int(self._exchanges))
+
+    def keep(self) -> None:
+        """Begin at the present weights."""
+        self.read()
+        for arena in (self._anchor, self._average):
+            arena.flat.copy_(self.copy.flat)
+
+    def before_step(self) -> None:
+        """Add the way from the last exchange's weights to the gradients."""
+        self.read()
+        self.weights -= self.trained(self._anchor)
+        self.weights *= self.exchange.merging.anchor_pull * self._growth
+        for slot in self._slots:
+            parameters = slot.block.parameters
+            if parameters and all(p.grad is not None for p in parameters):
+                for gradient, pull in slot.block.gradients_from(slot.parts):
+                    gradient.add_(pull)
+
+    def after_step(self) -> None:
+        """Take the weights into the average of the steps."""
+        self.read()
+        decay = self.exchange.merging.average_decay
+        self.trained(self._average).mul_(decay).add_(self.weights, alpha=1 - decay)
+
+    def merge(self) -> None:
+        """Average the averages over ranks, and step from the last exchange's weights."""
+        self.after_step()
+        average, rate = self.trained(self._average), self.exchange.outer.outer_lr
+        self.weights.copy_(average)
+        self._mean()
+        pull = self.exchange.merging.mean_pull * self._growth
+        new = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
+        self.weights.copy_(new)
+        self._exchanges += 1
+        self.write()
+        self.keep()
+
+    def unite(self) -> None:
+        """Make all copies the mean of the copies."""
+        self.read()
+        self._mean()
+        self.write()
+        self.keep()
+
+    def _mean(self) -> None:
+        """Average the buffer over ranks."""
+        share_out(self.copy, self.plan)
+        self.site.grid.exchange(self._messages, self.copy.flat)
+        if not all_finite(self.copy.flat):
+            raise UserError(DIVERGED)
+
+
+MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader, "elastic": Elastic}

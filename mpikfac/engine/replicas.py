@@ -56,6 +56,11 @@ class Replicas(Part):
             self.rule.hear(loss)
         return alone
 
+    def before_update(self, step: int) -> None:
+        """Change the gradients of a step that the rank takes alone, before the optimizer."""
+        if self.exchange.alone(step):
+            self.rule.before_step()
+
     def end_step(self, step: int) -> None:
         """Merge the copies if an exchange is due right after `step`.
 

@@ -54,7 +54,7 @@ from mpikfac.numerics.quadratic import (
     lowest,
     slopes_and_curvatures,
 )
-from mpikfac.numerics.steps import AdamSteps, nesterov
+from mpikfac.numerics.steps import AdamSteps, elastic_step, nesterov
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
 __all__ = [
@@ -85,6 +85,7 @@ __all__ = [
     "combined",
     "copy_all",
     "each_finite",
+    "elastic_step",
     "encode",
     "end_step",
     "exact",

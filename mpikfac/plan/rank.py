@@ -182,6 +182,7 @@ class RankPlan:
         """Whether changes of copies of the model travel, and not weights: see `Outer`, `Wires`."""
         exchange, wires = self.strategy.exchange, self.strategy.transport.wires
         plain = exchange.outer == Outer() and wires.gradient_wire is None
+        plain |= exchange.merging.merge != "mean"
         return exchange.of_copies and not plain
 
     # -- where numbers lie -----------------------------------------------------------------------
@@ -262,6 +263,8 @@ class RankPlan:
         """Vectors as long as the model that the rank keeps for exchanges of weights."""
         if self.strategy.exchange.merging.merge == "leader":
             return 1 + len(self.leaders)
+        if self.strategy.exchange.merging.merge == "elastic":
+            return 3  # the copy, the weights of the last exchange, and the average of the steps
         # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
         momentum = self.strategy.exchange.outer.outer_momentum > 0
         return 1 + self.exchanges_changes + momentum

@@ -26,11 +26,11 @@ def quadratic(rank):
     return random.normal(size=(8, SIZE)), random.normal(size=8)
 
 
-def trained(comm, strategy, steps):
+def trained(comm, strategy, steps, nesterov=False):
     """Return the weights after each step of SGD on the ranks' losses."""
     model = nn.Linear(SIZE, 1, bias=False).double()
     nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
     trainer = DataParallel(model.to(problem.DEVICE), optimizer, comm, strategy)
     matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(comm.rank))
     weights = []
@@ -158,6 +158,42 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
     assert torch.equal(problem.state(model), copies[-1])
 
 
+ELASTIC = {
+    **{"merge": "elastic", "exchange_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
+    **{"pull_growth": 0.1, "average_decay": 0.6, "outer_lr": 0.9},
+}
+
+
+def elastic(ranks, steps, begin=0, outer_lr=0.9, rho=0.2, gamma=0.05, growth=0.1, decay=0.6):
+    """Return the weights of all ranks after each step: Parle in numpy [Chaudhari et al. 2018]."""
+    losses = [quadratic(rank) for rank in range(ranks)]
+    y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
+    x, z = y.copy(), y.copy()
+    for step in range(steps):
+        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(y, losses)])
+        g = np.broadcast_to(g.mean(0), g.shape) if step < begin else g + gamma * (y - x)
+        v = MOMENTUM * v + g
+        y = y - RATE * (g + MOMENTUM * v)
+        z = decay * z + (1 - decay) * y
+        if step < begin:
+            x, z = y.copy(), y.copy()
+        elif (step + 1 - begin) % 4 == 0:
+            x = x - outer_lr * ((x - z) + rho * (x - z.mean(0)))
+            gamma, rho = gamma * (1 + growth), rho * (1 + growth)
+            y, z = x.copy(), x.copy()
+        found.append(y.copy())
+    return found
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+def test_each_step_is_elastic(comm, begin):
+    """Oracle: the rule in numpy, with Nesterov's momentum inside."""
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_from=begin, **ELASTIC)
+    right = elastic(comm.size, 14, begin)
+    for found, of_ranks in zip(trained(comm, strategy, 14, nesterov=True), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
 def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
     """Oracle: the message on all ranks."""
     model = problem.network()
@@ -192,7 +228,10 @@ def test_messages_are_the_plans(comm, every):
         assert (planned > 0) == (comm.size > 1)
 
 
-@pytest.mark.parametrize(("outer", "kept"), [({}, 1), ({"outer_lr": 0.5}, 2), (DILOCO, 3)])
+@pytest.mark.parametrize(
+    ("outer", "kept"),
+    [({}, 1), ({"outer_lr": 0.5}, 2), (DILOCO, 3), ({"merge": "elastic"}, 3)],
+)
 def test_memory_of_copies_is_the_plans(comm, outer, kept):
     """Oracle: the plan; the copy, the weights of the last exchange, the momentum."""
     model = problem.network()
@@ -265,14 +304,14 @@ def average(comm, model):
         parameter.data.copy_(torch.stack(every).mean(0))
 
 
-WAYS = {"DiLoCo": DILOCO, "LSGD": {"merge": "leader"}}
+WAYS = {"DiLoCo": DILOCO, "LSGD": {"merge": "leader"}, "Parle": ELASTIC | {"exchange_every": 2}}
 
 
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 2, **WAYS[way]}
+    choices = {"exchanged": "weights", "exchange_every": 2} | WAYS[way]
 
     def make():
         if kind == "K-FAC":

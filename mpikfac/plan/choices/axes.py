@@ -36,8 +36,11 @@ def _batches(count: int) -> str:
 
 
 def _combination(strategy: Strategy) -> str:
-    if strategy.exchange.merging.merge == "leader":
-        return "towards the copy with the least loss"
+    match strategy.exchange.merging.merge:
+        case "leader":
+            return "towards the copy with the least loss"
+        case "elastic":
+            return "towards the mean of averages of steps"
     return strategy.exchange.robust.combine
 
 

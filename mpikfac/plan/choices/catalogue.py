@@ -222,6 +222,14 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={**_COPIES, "exchange_every": 8, "merge": "leader"},
     ),
+    "parle": Named(
+        "Each rank steps a copy of the model; after 25 steps a copy moves to the running average of "
+        "its steps and towards the mean of all averages",
+        "Parle, Chaudhari et al. 2018",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
+        same=False,
+        choices={**_COPIES, "exchange_every": 25, "merge": "elastic"},
+    ),
     "median": Named(
         "The median of each number of all ranks' gradients takes the place of the mean",
         "Yin et al. 2018",

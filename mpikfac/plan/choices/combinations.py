@@ -211,6 +211,22 @@ STRATEGY: tuple[Combination, ...] = (
         for name in ("leader_step", "leader_pull")
     ),
     Combination(
+        "merge",
+        ("elastic",),
+        {
+            **{"exchanged": "weights", "exchange_every": AtLeast(2)},
+            **{"outer_momentum": 0.0, "combine": "mean", "gradient_wire": None},
+        },
+        "ranks exchange averages of the steps of copies, which never become one",
+    ),
+    *(
+        Combination(name, None, {"merge": "elastic"}, "no other exchange is elastic", default)
+        for name, default in (
+            *(("anchor_pull", 0.01), ("mean_pull", 0.1)),
+            *(("pull_growth", 0.0), ("average_decay", 0.75)),
+        )
+    ),
+    Combination(
         "combine",
         None,
         {

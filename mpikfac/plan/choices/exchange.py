@@ -39,17 +39,31 @@ class Merge:
         merge: "mean": all copies become the same, by the step `Outer`. "leader": each copy moves
             towards the copy with the least mean loss since the last exchange, and stays a copy of
             its own [LSGD]. With `ranks_per_node`, also towards the best copy of the node.
+            "elastic": each copy moves towards the running average of its own steps and towards the
+            mean of all such averages, and stays a copy of its own [Parle].
         leader_step: the share of the way to a leader that an exchange goes.
         leader_pull: the share of the way that the steps from one exchange to the next go together.
+        anchor_pull: with "elastic", the weight of the way from the last exchange's weights, which a
+            step adds to the gradient.
+        mean_pull: the weight of the way to the mean, beside the way to the own average.
+        pull_growth: the relative growth of both weights per exchange; in [Parle] 1 / (2 B) for B
+            batches an epoch.
+        average_decay: the weight of the older steps in the running average of a copy's steps.
     """
 
-    merge: Literal["mean", "leader"] = "mean"
+    merge: Literal["mean", "leader", "elastic"] = "mean"
     leader_step: float = 0.1
     leader_pull: float = 0.1
+    anchor_pull: float = 0.01
+    mean_pull: float = 0.1
+    pull_growth: float = 0.0
+    average_decay: float = 0.75
 
     def __post_init__(self) -> None:
-        one_of("merge", self.merge, ("mean", "leader"))
-        for name in ("leader_step", "leader_pull"):
+        one_of("merge", self.merge, ("mean", "leader", "elastic"))
+        for name in ("anchor_pull", "mean_pull", "pull_growth"):
+            check_size(name, getattr(self, name))
+        for name in ("leader_step", "leader_pull", "average_decay"):
             check_share(name, getattr(self, name))
 
 
