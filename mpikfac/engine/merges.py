@@ -67,6 +67,15 @@ class Merge:
     def before_step(self) -> None:
         """Change the gradients of a step that the rank takes alone."""
 
+    def end_step(self, step: int) -> bool:
+        """End a step that the rank takes alone; return whether votes are of all ranks.
+
+        Collective over: world, if an exchange is due.
+        """
+        due = self.exchange.due(step)
+        self.merge() if due else self.after_step()
+        return due
+
     def after_step(self) -> None:
         """Change the copy after a step that the rank has taken alone, without an exchange."""
 
@@ -129,6 +138,94 @@ class Mean(Merge):
             nesterov([self.weights], [momentum], self.outer.outer_momentum)
         self.weights *= self.outer.outer_lr
         self.copy.flat += self._before.flat
+
+
+class Streamed(Mean):
+    """Parts of the model are averaged by turns, beside the steps, and come into use later.
+
+    A mean is mixed with the weights that the rank has by then [Douillard et al. 2025].
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._under_way: dict[int, int] = {}  # parts, with the steps of their use
+        parts = range(self.exchange.stream.fragments)
+        names = self.plan.fragments
+        self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
+        layout = self.copy.layout
+        self._spans = [span for span in layout.spans(names.get) if span.kind is not None]
+        self._sums = {
+            span.kind: site.grid.overlapped([message], layout, self.copy.flat, urgency=0)
+            for span, message in zip(self._spans, self._messages)
+        }
+
+    def end_step(self, step: int) -> bool:
+        """Send the part whose turn it is, and use the means of parts sent `lateness` steps before.
+
+        Votes belong to the last part.
+        """
+        part = self.exchange.fragment(step)
+        if part is not None:
+            self._send(part)
+            self._under_way[part] = step + self.exchange.stream.lateness
+        due = [part for part, use in self._under_way.items() if use == step]
+        for part in due:
+            self._use(part, self.exchange.stream.local_share)
+        return len(self._parts) - 1 in due
+
+    def unite(self) -> None:
+        """Use all means under way; then exchange all parts, and keep no share of the copy."""
+        for part in list(self._under_way):
+            self._use(part, self.exchange.stream.local_share)
+        for part in range(len(self._parts)):
+            self._send(part)
+        for part in range(len(self._parts)):
+            self._use(part, 0.0)
+        self.keep()
+
+    def _send(self, part: int) -> None:
+        """Begin to average the changes of a part since the part's last exchange."""
+        slots = self._parts[part]
+        copy_all(one for s in slots for one in s.block.values_to(s.parts))
+        for span in self._of(part):
+            self.copy.flat[span] -= self._before.flat[span]
+            self.copy.flat[span] /= self.plan.grid.count
+        if part in self._sums:
+            for slot in slots:
+                self._sums[part].ready(slot.block.name)
+
+    def _use(self, part: int, own: float) -> None:
+        """Wait for the mean change of a part, take the outer step, and mix in the copy's weights.
+
+        Args:
+            own: the share of the copy's weights.
+        """
+        self._under_way.pop(part, None)
+        if part in self._sums:
+            self._sums[part].wait()
+        for span in self._of(part):
+            self._step_of(slice(span.start, min(span.stop, self.plan.trained)))
+        for slot in self._parts[part]:
+            for value, mean in slot.block.values_from(slot.parts):
+                value.lerp_(mean.to(value.dtype), 1 - own) if slot.block.parameters else (
+                    value.copy_(mean)
+                )
+
+    def _step_of(self, span: slice) -> None:
+        """Turn a mean change into new common weights, and keep the weights."""
+        change, before = self.copy.flat[span], self._before.flat[span]
+        if not all_finite(change):
+            raise UserError(DIVERGED)
+        if self._momentum:
+            nesterov([change], [self._momentum.flat[span]], self.outer.outer_momentum)
+        change *= self.outer.outer_lr
+        before += change
+        change.copy_(before)
+
+    def _of(self, part: int) -> list[slice]:
+        return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
 
 
 class Leader(Merge):
@@ -293,3 +390,10 @@ class Elastic(Merge):
 
 
 MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader, "elastic": Elastic}
+
+
+def merge_of(site: Site, gradients: Gradients) -> Merge:
+    """Return the rule of the strategy."""
+    exchange = site.plan.strategy.exchange
+    kind = Streamed if exchange.streams else MERGES[exchange.merging.merge]
+    return kind(site, gradients)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.merges import MERGES
+from mpikfac.engine.merges import merge_of
 from mpikfac.engine.site import Part, Site, take_over
 
 KEPT = "exchange/"
@@ -33,7 +33,7 @@ class Replicas(Part):
     def __init__(self, site: Site, gradients: Gradients) -> None:
         """Take the present weights, equal on all ranks, as the weights of the last exchange."""
         self.site, self.exchange = site, site.plan.strategy.exchange
-        self.rule = MERGES[self.exchange.merging.merge](site, gradients)
+        self.rule = merge_of(site, gradients)
         self._votes = gradients.votes
         self._combiner, rank = site.grid.combiner, site.plan.rank
         self._combiner.prepare(site.plan.combined, rank, site.dtype)
@@ -74,8 +74,7 @@ class Replicas(Part):
         if not self.exchange.alone(step):
             self.keep()
             return
-        self.differ, self.heard = True, self.exchange.due(step)
-        self.rule.merge() if self.heard else self.rule.after_step()
+        self.differ, self.heard = True, self.rule.end_step(step)
         if self.heard:
             self._votes.heard = []  # heard of the rank alone
             self.differ = not self.rule.unites

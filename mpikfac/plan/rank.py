@@ -182,7 +182,7 @@ class RankPlan:
         """Whether changes of copies of the model travel, and not weights: see `Outer`, `Wires`."""
         exchange, wires = self.strategy.exchange, self.strategy.transport.wires
         plain = exchange.outer == Outer() and wires.gradient_wire is None
-        plain |= exchange.merging.merge != "mean"
+        plain = (plain and not exchange.streams) or exchange.merging.merge != "mean"
         return exchange.of_copies and not plain
 
     # -- where numbers lie -----------------------------------------------------------------------
@@ -393,6 +393,8 @@ class RankPlan:
             means = dict.fromkeys(self.means, 0)
             leaders = self.leaders if self.grid.count > 1 else []
             return leaders + self._sums("exchange weights", layout, means, None)
+        if self.strategy.exchange.streams:
+            return self._sums("exchange weights", layout, self.fragments, None)
         return [
             message
             for codec, some in self._encoded_and_others(self._codec_of_sums(layout), kinds, -1)
@@ -406,6 +408,12 @@ class RankPlan:
         return min(
             (layout.offsets[n] for n in self.means if n in layout.offsets), default=layout.size
         )
+
+    @cached_property
+    def fragments(self) -> dict[str, int]:
+        """The part of the model that each block of a copy belongs to; parts are about equal."""
+        layout, count = self.layouts.copies, self.strategy.exchange.stream.fragments
+        return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
     @cached_property
     def leaders(self) -> list[Message]:

@@ -194,6 +194,70 @@ def test_each_step_is_elastic(comm, begin):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
 
+STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
+
+
+def streamed(ranks, steps, every=4, late=3, share=0.3, outer_lr=0.7, outer_momentum=0.9, begin=0):
+    """Return the weights of all ranks after each step: Streaming DiLoCo in numpy.
+
+    The weights are the first part of two, and votes the second [Douillard et al. 2025].
+    """
+    losses = [quadratic(rank) for rank in range(ranks)]
+    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
+    before, outer, sent, found = w[0].copy(), np.zeros(SIZE), {}, []
+    for step in range(steps):
+        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
+        if step < begin:
+            g[:] = g.mean(0)
+        v = MOMENTUM * v + g
+        w = w - RATE * v
+        if step < begin:
+            before = w[0].copy()
+        elif (step + 1 - begin) % every == every // 2:
+            sent[step + late] = before - w.mean(0)
+        if step in sent:
+            outer = outer_momentum * outer + sent[step]
+            before = before - outer_lr * (sent[step] + outer_momentum * outer)
+            w = share * w + (1 - share) * before
+        found.append(w.copy())
+    return found
+
+
+@pytest.mark.parametrize("begin", [0, 3])
+@pytest.mark.parametrize("late", [0, 1, 3])
+def test_each_step_of_a_stream_follows_the_rule(comm, late, begin):
+    """Oracle: the rule in numpy."""
+    choices = STREAM | {"lateness": late, "exchange_from": begin}
+    strategy = Strategy.mem_opt(exchanged="weights", **choices)
+    right = streamed(comm.size, 15, late=late, begin=begin)
+    for found, of_ranks in zip(trained(comm, strategy, 15), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
+def test_a_stream_in_one_part_without_delay_is_the_exchange(comm):
+    """Oracle: DiLoCo; a small own share keeps the rule of streams in use."""
+    choices = {"exchanged": "weights", "exchange_every": 3, **DILOCO}
+    plain, stream = (Strategy.mem_opt(**choices, **x) for x in ({}, {"local_share": 1e-300}))
+    for one, other in zip(trained(comm, plain, 7), trained(comm, stream, 7)):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+def test_all_parts_of_a_model_travel_in_turn(comm):
+    """Oracle: the plan's bytes, part by part; in the end all ranks hold the same model."""
+    model = problem.network()
+    choices = {"fragments": 3, "exchange_every": 6, "lateness": 1}
+    trainer = DataParallel(
+        model, problem.sgd_all(model), comm, Strategy.mem_opt(exchanged="weights", **choices)
+    )
+    planned = sum(m.bytes for m in trainer.plan.of(comm.rank).exchange_weights())
+    problem.run(trainer, comm, range(7))
+    sent = trainer.trace.sent.get("exchange weights", 0)
+    assert sum(trainer.trace.sent.values()) == planned == sent
+    trainer.combine()
+    states = comm.allgather(problem.state(model))
+    assert all(torch.equal(states[0], other) for other in states)
+
+
 def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
     """Oracle: the message on all ranks."""
     model = problem.network()
@@ -304,7 +368,12 @@ def average(comm, model):
         parameter.data.copy_(torch.stack(every).mean(0))
 
 
-WAYS = {"DiLoCo": DILOCO, "LSGD": {"merge": "leader"}, "Parle": ELASTIC | {"exchange_every": 2}}
+WAYS = {
+    "DiLoCo": DILOCO,
+    "LSGD": {"merge": "leader"},
+    "Parle": ELASTIC | {"exchange_every": 2},
+    "stream": STREAM,
+}
 
 
 @pytest.mark.parametrize("kind", ["first-order", "K-FAC"])

@@ -28,6 +28,14 @@ PLACES = {
         *("weights every 8 steps", "all ranks", "none", "none"),
         "towards the copy with the least loss",
     ),
+    "streaming-diloco": (
+        *("weights every 50 steps by an outer step in 5 parts by turns", "all ranks", "none"),
+        *("steps after an exchange", "mean"),
+    ),
+    "parle": (
+        *("weights every 25 steps", "all ranks", "none", "none"),
+        "towards the mean of averages of steps",
+    ),
     "krum": ("gradients at every step", "all ranks", "none", "none", "krum"),
 }
 

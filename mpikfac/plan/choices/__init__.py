@@ -21,7 +21,7 @@ from mpikfac.plan.choices.combinations import (
     check,
     shown,
 )
-from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Merge, Outer, Robust
+from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Merge, Outer, Robust, Stream
 from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "Robust",
     "Same",
     "Strategy",
+    "Stream",
     "Transport",
     "Wires",
     "axes",

@@ -26,8 +26,10 @@ def _synchronisation(strategy: Strategy) -> str:
         return f"asynchronous, updates of {_batches(exchange.asynchrony.push_every)}"
     if not exchange.of_copies:
         return "gradients at every step"
-    later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
     outer = " by an outer step" * (exchange.outer.outer_momentum > 0)
+    if exchange.stream.fragments > 1:
+        outer += f" in {exchange.stream.fragments} parts by turns"
+    later = f", after {exchange.exchange_from} steps of gradients" * (exchange.exchange_from > 0)
     return f"weights every {exchange.exchange_every} steps{outer}{later}"
 
 
@@ -71,5 +73,6 @@ def _compression(strategy: Strategy) -> str:
 
 def _overlap(strategy: Strategy) -> str:
     found = ["backward pass"] if strategy.transport.overlap else []
+    found += ["steps after an exchange"] if strategy.exchange.stream.lateness else []
     found += ["decompositions"] if strategy.refresh.delay else []
     return " and ".join(found) or "none"

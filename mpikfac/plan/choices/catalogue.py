@@ -214,6 +214,17 @@ NAMED: Mapping[str, Named] = {
         same=False,
         choices={"exchanged": "updates"},
     ),
+    "streaming-diloco": Named(
+        "DiLoCo in five parts of the model, of which one is sent every ten steps; a mean is used "
+        "five steps later, half and half with the copy",
+        "Streaming DiLoCo, Douillard et al. 2025",
+        "2 (P-1)/P 4T + (P-1)/P 4F - 49/50 2 (P-1)/P 4N",
+        same=False,
+        choices={
+            **{**_COPIES, "exchange_every": 50, "outer_lr": 0.7, "outer_momentum": 0.9},
+            **{"fragments": 5, "lateness": 5, "local_share": 0.5},
+        },
+    ),
     "lsgd": Named(
         "Each rank steps a copy of the model, which the copy of the rank with the least loss pulls "
         "a little at each step, and more at every eighth step",
@@ -223,8 +234,8 @@ NAMED: Mapping[str, Named] = {
         choices={**_COPIES, "exchange_every": 8, "merge": "leader"},
     ),
     "parle": Named(
-        "Each rank steps a copy of the model; after 25 steps a copy moves to the running average of "
-        "its steps and towards the mean of all averages",
+        "Each rank steps a copy of the model; after 25 steps a copy moves to the average of its "
+        "steps and towards the mean of all averages",
         "Parle, Chaudhari et al. 2018",
         "2 (P-1)/P 4T + (P-1)/P 4F - 24/25 2 (P-1)/P 4N",
         same=False,

@@ -226,6 +226,19 @@ STRATEGY: tuple[Combination, ...] = (
             *(("pull_growth", 0.0), ("average_decay", 0.75)),
         )
     ),
+    *(
+        Combination(
+            name,
+            None,
+            {
+                **{"exchanged": "weights", "exchange_every": AtLeast(2), "merge": "mean"},
+                **{"combine": "mean", "gradient_wire": None, "ranks_per_node": None},
+            },
+            "plain sums of parts of the model run beside the steps, in one level",
+            default,
+        )
+        for name, default in (("fragments", 1), ("lateness", 0), ("local_share", 0.0))
+    ),
     Combination(
         "combine",
         None,

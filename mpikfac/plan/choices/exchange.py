@@ -67,6 +67,27 @@ class Merge:
             check_share(name, getattr(self, name))
 
 
+@dataclass(frozen=True)
+class Stream:
+    """How an exchange of weights is spread over steps [Streaming DiLoCo].
+
+    Attributes:
+        fragments: parts of the model, exchanged by turns: each part every `exchange_every` steps.
+        lateness: the number of steps from the sending of a part to the use of the mean. The sum
+            runs beside the steps in between.
+        local_share: the share of the rank's own weights when a mean comes into use.
+    """
+
+    fragments: int = 1
+    lateness: int = 0
+    local_share: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_count("fragments", self.fragments, 1)
+        check_count("lateness", self.lateness, 0)
+        check_share("local_share", self.local_share)
+
+
 Rule = Literal[
     "mean", "median", "trimmed-mean", "krum", "geometric-median", "centred-clip", "safeguard"
 ]
@@ -177,6 +198,7 @@ class Exchange:
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
         merging: how an exchange changes the copies of the model.
+        stream: how an exchange is spread over steps.
         outer: the step that combines copies of the model.
         robust: how numbers of ranks become common numbers.
         asynchrony: how clients train with servers.
@@ -186,6 +208,7 @@ class Exchange:
     exchange_every: int = 1
     exchange_from: int = 0
     merging: Merge = field(default_factory=Merge)
+    stream: Stream = field(default_factory=Stream)
     outer: Outer = field(default_factory=Outer)
     robust: Robust = field(default_factory=Robust)
     asynchrony: Asynchrony = field(default_factory=Asynchrony)
@@ -194,6 +217,16 @@ class Exchange:
         one_of("exchanged", self.exchanged, ("gradients", "weights", "updates"))
         check_count("exchange_every", self.exchange_every, 1)
         check_count("exchange_from", self.exchange_from, 0)
+        if self.exchange_every % self.stream.fragments:
+            raise ValueError(
+                f"exchange_every={self.exchange_every} must be a multiple of "
+                f"fragments={self.stream.fragments}"
+            )
+        if self.stream.lateness >= self.exchange_every > 1:
+            raise ValueError(
+                f"lateness={self.stream.lateness} must be below "
+                f"exchange_every={self.exchange_every}"
+            )
 
     @property
     def asynchronous(self) -> bool:
@@ -204,6 +237,18 @@ class Exchange:
     def of_copies(self) -> bool:
         """Whether ranks ever step copies of their own."""
         return self.exchanged == "weights" and self.exchange_every > 1
+
+    @property
+    def streams(self) -> bool:
+        """Whether exchanges are spread over steps, or keep a share of the rank's own weights."""
+        return self.of_copies and self.stream != Stream()
+
+    def fragment(self, step: int) -> int | None:
+        """Return the part of the model that is sent right after `step`, if a part is sent."""
+        turns, rest = divmod(
+            step + 1 - self.exchange_from, self.exchange_every // self.stream.fragments
+        )
+        return (turns - 1) % self.stream.fragments if self.alone(step) and not rest else None
 
     def alone(self, step: int) -> bool:
         """Return whether each rank steps a copy of the model at `step`."""
