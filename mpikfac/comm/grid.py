@@ -65,7 +65,7 @@ class Grid:
             self._teams |= self._two_levels(self.world.rank // ranks_per_node)
         if distribution is not None and distribution.ways > 1:
             self._teams |= self._groups(distribution)
-        self._progress: ProgressThread | None = None
+        self._progress: dict[str, ProgressThread] = {}
         self._keep_nothing(trace)
 
     def _keep_nothing(self, trace: Trace) -> None:
@@ -81,8 +81,8 @@ class Grid:
         Messages of the new grid leave the trace and the losses of encoding of this grid as they
         are. Waits until this grid's overlapped messages are sent.
         """
-        if self._progress is not None:
-            self._progress.flush()
+        for thread in self._progress.values():
+            thread.flush()
         apart = copy.copy(self)
         apart._keep_nothing(Trace())
         return apart
@@ -90,8 +90,7 @@ class Grid:
     @property
     def communicators(self) -> list[MPI.Intracomm]:
         """Return all communicators of the grid."""
-        progress = [self._progress.comm] if self._progress is not None else []
-        return [*self._teams.values(), *progress]
+        return [*self._teams.values(), *(thread.comm for thread in self._progress.values())]
 
     def _two_levels(self, node: int) -> dict[str, MPI.Intracomm]:
         """Split every communicator into a part inside the node and a part between nodes."""
@@ -189,20 +188,25 @@ class Grid:
             flat.copy_(total)
 
     def overlapped(
-        self, messages: Sequence[Message], layout: Layout, flat: Tensor, urgency: int
+        self,
+        messages: Sequence[Message],
+        layout: Layout,
+        flat: Tensor,
+        urgency: int,
+        over: str = "world",
     ) -> OverlappedSums:
-        """Return a sender of the messages of `flat`: sums over the world, during the computation.
+        """Return a sender of the messages of `flat`: sums over a team, during the computation.
 
-        Collective over: world; in the same order on all ranks, before any message is sent.
+        Collective over: the team; in the same order on all ranks, before any message is sent.
 
         Raises:
             ValueError: MPI does not allow threads to call MPI.
         """
         check_summable(flat)
-        if self._progress is None:
-            kept = self.encoded.kept
-            self._progress = ProgressThread(self.world, self.trace, flat.device, kept)
-        return self._progress.overlapped(messages, layout, flat, urgency)
+        if over not in self._progress:
+            team, kept = self._teams[over], self.encoded.kept
+            self._progress[over] = ProgressThread(team, self.trace, flat.device, kept)
+        return self._progress[over].overlapped(messages, layout, flat, urgency)
 
     def forget(self) -> None:
         """Forget losses of encoding, as a restart does."""
@@ -222,5 +226,5 @@ class Grid:
 
         Collective over: world.
         """
-        if self._progress is not None:
-            self._progress.close()
+        for thread in self._progress.values():
+            thread.close()

@@ -96,6 +96,7 @@ class Gradients:
         self.slots = slots_in(self.arena, self.blocks, site)
         self.of_others = slots_in(self.arena, others, site)
         self._to_reduce = site.plan.reduce_gradients()
+        self._in_node = site.plan.reduce_in_node()
         self.slices = site.arena(site.plan.layouts.slices)
         self._of_slices = site.plan.reduce_slices()
         self._cuts = list(self._found_cuts(model))
@@ -215,16 +216,20 @@ class Gradients:
     def reduce(self, alone: bool = False) -> None:
         """Average the arena over ranks: everywhere, or a block on the updater only.
 
-        Collective over: world, or none if `alone`.
+        Collective over: world; if `alone`, the ranks that step the same copy, or none.
 
         Args:
-            alone: the rank steps a copy of the model, and the rank's own gradient is the average.
+            alone: the rank steps a copy of the model by the rank's own gradient, or by the mean of
+                the ranks that step the same copy.
 
         Raises:
             ValueError: parts of the batch are missing.
         """
         self._alone = alone
         if alone:
+            if self._in_node:
+                self.arena.flat /= self.plan.node
+                self.grid.exchange(self._in_node, self.arena.flat)
             return
         ranks = self.plan.grid.count
         if self.parts:

@@ -150,49 +150,60 @@ class Streamed(Mean):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._under_way: dict[int, int] = {}  # parts, with the steps of their use
+        self._under_way: dict[int, tuple[int, int]] = {}  # parts: step of use, sending place
         parts = range(self.exchange.stream.fragments)
         names = self.plan.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
         layout = self.copy.layout
         self._spans = [span for span in layout.spans(names.get) if span.kind is not None]
+        sums = [m for m in self._messages if m.primitive != "Bcast"]
+        self._inside = [m for m in self._messages if m.primitive == "Bcast"]
         self._sums = {
-            span.kind: site.grid.overlapped([message], layout, self.copy.flat, urgency=0)
-            for span, message in zip(self._spans, self._messages)
+            span.kind: site.grid.overlapped([m], layout, self.copy.flat, 0, m.over)
+            for span, m in zip(self._spans, sums)
         }
+        stream, copies = self.exchange.stream, self.plan.copies
+        usual = 2 * stream.lateness / (2 * stream.lateness + copies)
+        self._own = usual if stream.local_share is None else stream.local_share
 
     def end_step(self, step: int) -> bool:
         """Send the part whose turn it is, and use the means of parts sent `lateness` steps before.
 
         Votes belong to the last part.
         """
-        part = self.exchange.fragment(step)
-        if part is not None:
-            self._send(part)
-            self._under_way[part] = step + self.exchange.stream.lateness
-        due = [part for part, use in self._under_way.items() if use == step]
+        turn = self.exchange.turn(step)
+        if turn is not None:
+            part, place = turn % len(self._parts), turn % self.plan.node
+            self._send(part, step + self.exchange.stream.lateness, place)
+        due = [part for part, (use, _) in self._under_way.items() if use == step]
         for part in due:
-            self._use(part, self.exchange.stream.local_share)
+            self._use(part, self._own)
         return len(self._parts) - 1 in due
 
     def unite(self) -> None:
         """Use all means under way; then exchange all parts, and keep no share of the copy."""
         for part in list(self._under_way):
-            self._use(part, self.exchange.stream.local_share)
+            self._use(part, self._own)
         for part in range(len(self._parts)):
             self._send(part)
         for part in range(len(self._parts)):
             self._use(part, 0.0)
         self.keep()
 
-    def _send(self, part: int) -> None:
-        """Begin to average the changes of a part since the part's last exchange."""
+    def _send(self, part: int, use: int = 0, place: int = 0) -> None:
+        """Begin to average the changes of a part since the part's last exchange.
+
+        Args:
+            use: the step at which the mean comes into use.
+            place: the place in each node of the rank that sends.
+        """
+        self._under_way[part] = use, place
         slots = self._parts[part]
         copy_all(one for s in slots for one in s.block.values_to(s.parts))
         for span in self._of(part):
             self.copy.flat[span] -= self._before.flat[span]
-            self.copy.flat[span] /= self.plan.grid.count
-        if part in self._sums:
+            self.copy.flat[span] /= self.plan.copies
+        if part in self._sums and self._sends(place):
             for slot in slots:
                 self._sums[part].ready(slot.block.name)
 
@@ -202,9 +213,13 @@ class Streamed(Mean):
         Args:
             own: the share of the copy's weights.
         """
-        self._under_way.pop(part, None)
-        if part in self._sums:
+        _, place = self._under_way.pop(part)
+        if part in self._sums and self._sends(place):
             self._sums[part].wait()
+        for message in self._inside:
+            if message.spans[0][0] in [span.start for span in self._of(part)]:
+                sent = replace(message, root=place, bytes=message.size * self._sends(place))
+                self.site.grid.exchange([sent], self.copy.flat)
         for span in self._of(part):
             self._step_of(slice(span.start, min(span.stop, self.plan.trained)))
         for slot in self._parts[part]:
@@ -223,6 +238,10 @@ class Streamed(Mean):
         change *= self.outer.outer_lr
         before += change
         change.copy_(before)
+
+    def _sends(self, place: int) -> bool:
+        """Return whether the rank sends for its node in the turn of `place`."""
+        return self.plan.rank % self.plan.node == place
 
     def _of(self, part: int) -> list[slice]:
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
@@ -283,6 +302,9 @@ class Leader(Merge):
         self.read()
         losses = self._losses()
         per_node = self.plan.strategy.transport.ranks_per_node or 1
+        if self.plan.node > 1:  # a copy of several ranks
+            begins = [rank // per_node * per_node for rank in range(len(losses))]
+            losses = [sum(losses[begin : begin + per_node]) for begin in begins]
         first = self.plan.rank // per_node * per_node
         teams = [(0, losses), (first, losses[first : first + per_node])]
         for leader, message, (begin, of_team) in zip(self._leaders, self.plan.leaders, teams):

@@ -15,6 +15,7 @@ from mpikfac.plan.distribution import Split
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
 from mpikfac.plan.messages import (
+    BETWEEN_NODES,
     IN_NODE,
     Message,
     across,
@@ -302,8 +303,10 @@ class RankPlan:
             found += self.publish_bases(share)
         # With copies of the model, a step that ends with an exchange.
         copies = self.strategy.exchange.of_copies
-        found += self.exchange_weights() if copies else self.reduce_gradients()
-        found += [] if copies else self.reduce_slices()
+        if copies:
+            found += self.reduce_in_node() + self.exchange_weights()
+        else:
+            found += self.reduce_gradients() + self.reduce_slices()
         found += self.publish_directions()
         return found + (self.clip() if clip else []) + self.publish_weights()
 
@@ -394,7 +397,7 @@ class RankPlan:
             leaders = self.leaders if self.grid.count > 1 else []
             return leaders + self._sums("exchange weights", layout, means, None)
         if self.strategy.exchange.streams:
-            return self._sums("exchange weights", layout, self.fragments, None)
+            return self._streams(layout)
         return [
             message
             for codec, some in self._encoded_and_others(self._codec_of_sums(layout), kinds, -1)
@@ -415,12 +418,47 @@ class RankPlan:
         layout, count = self.layouts.copies, self.strategy.exchange.stream.fragments
         return {n: offset * count // layout.size for n, offset in layout.offsets.items()}
 
+    def _streams(self, layout: Layout) -> list[Message]:
+        """Return the sums of the parts of a copy; of nodes, in a turn of the rank's, and Bcasts."""
+        stage, size, own = "exchange weights", self.itemsizes.numbers, self.rank % self.node
+        if self.strategy.exchange.copies_of == "rank":
+            return self._sums(stage, layout, self.fragments, None)
+        spans = [[(span.start, span.stop)] for span in layout.spans(self.fragments.get)]
+        world, found = "world", []
+        if self.copies > 1:
+            over = BETWEEN_NODES.format(world)
+            found += [message(stage, "Allreduce", over, s, self.copies, size) for s in spans]
+        if self.node > 1:
+            over = IN_NODE.format(world)
+            found += [message(stage, "Bcast", over, s, self.node, size, own, 0) for s in spans]
+        return found
+
+    @property
+    def node(self) -> int:
+        """The number of ranks that step the same copy of the model."""
+        of_nodes = self.strategy.exchange.copies_of == "node"
+        return (self.strategy.transport.ranks_per_node or 1) if of_nodes else 1
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of the model that may differ."""
+        return self.grid.count // self.node
+
+    def reduce_in_node(self) -> list[Message]:
+        """Return the sum of the gradients of the ranks that step the same copy."""
+        layout, size = self.layouts.gradients, self.itemsizes.numbers
+        if self.node == 1:
+            return []
+        over, whole = IN_NODE.format("world"), [(0, layout.size)]
+        return [message("reduce gradients", "Allreduce", over, whole, self.node, size)]
+
     @cached_property
     def leaders(self) -> list[Message]:
         """The messages with a leader's copy, of the world and of the node; rank 0 stands for it."""
         ranks, per_node = self.grid.count, self.strategy.transport.ranks_per_node
         teams = {"world": (ranks, self.rank)}
-        if per_node and 1 < per_node < ranks:
+        of_nodes = self.strategy.exchange.copies_of == "node"  # then a node has one copy
+        if per_node and 1 < per_node < ranks and not of_nodes:
             teams[IN_NODE.format("world")] = per_node, self.rank % per_node
         return [
             message(

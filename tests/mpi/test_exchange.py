@@ -18,6 +18,7 @@ from mpikfac.plan import NAMED, Robust
 from support import problem
 
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
+PER_NODE = 2 if mpikfac.world().size == 4 else 1
 
 
 def quadratic(rank):
@@ -43,7 +44,13 @@ def trained(comm, strategy, steps, nesterov=False):
     return weights
 
 
-def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0):
+def within(nodes, numbers):
+    """Return the means of neighbouring ranks, so many nodes, for each rank."""
+    means = numbers.reshape(nodes, -1, SIZE).mean(1, keepdims=True)
+    return np.broadcast_to(means, (nodes, len(numbers) // nodes, SIZE)).reshape(numbers.shape)
+
+
+def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0, nodes=None):
     """Return the weights of all ranks after each step: the rules in numpy, rank by rank.
 
     The rules of local SGD [Lin et al. 2020] and DiLoCo [Douillard et al. 2023].
@@ -53,8 +60,9 @@ def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0):
     before, outer, found = w[0].copy(), np.zeros(SIZE), []
     for step in range(steps):
         g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
+        g = within(nodes or ranks, g)
         if step < begin or every == 1:
-            g[:] = g.mean(0)
+            g = within(1, g)
         v = MOMENTUM * v + g
         w = w - RATE * v
         if step < begin:
@@ -89,8 +97,75 @@ def test_each_step_follows_the_rule(comm, name):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
 
 
-PER_NODE = 2 if mpikfac.world().size == 4 else 1
 LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
+
+
+@pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
+@pytest.mark.parametrize("name", RULES)
+def test_nodes_step_copies_by_their_mean_gradient(comm, name, per_node):
+    """Oracle: the rule in numpy, of as many copies as nodes."""
+    given = dict(RULES[name])
+    choices = {"copies_of": "node", "ranks_per_node": per_node, **given}
+    every, begin = given.pop("exchange_every"), given.pop("exchange_from", 0)
+    strategy = Strategy.mem_opt(exchanged="weights", **choices)
+    right = expected(comm.size, 9, every, begin, **given, nodes=comm.size // per_node)
+    for found, of_ranks in zip(trained(comm, strategy, 9), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
+
+
+def late_means(ranks, steps, nodes, every=4, late=2):
+    """Return the weights of all ranks after each step: DASO in numpy [Coquelin et al. 2022]."""
+    losses = [quadratic(rank) for rank in range(ranks)]
+    w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
+    sent, found = {}, []
+    for step in range(steps):
+        g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
+        v = MOMENTUM * v + within(nodes, g)
+        w = w - RATE * v
+        if (step + 1) % every == 0:
+            sent[step + late] = nodes * w.mean(0)
+        if step in sent:
+            w = (2 * late * w + sent[step]) / (2 * late + nodes)
+        found.append(w.copy())
+    return found
+
+
+@pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
+def test_one_rank_of_each_node_sends_by_turns(comm, per_node):
+    """Oracle: the rule in numpy; the bytes of the rank whose turn comes first."""
+    choices = {"exchange_every": 4, "lateness": 2, "local_share": None}
+    strategy = Strategy.mem_opt(
+        exchanged="weights", copies_of="node", ranks_per_node=per_node, **choices
+    )
+    nodes = comm.size // per_node
+    right = late_means(comm.size, 15, nodes)
+    for found, of_ranks in zip(trained(comm, strategy, 15), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
+    model = problem.network()
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    planned = sum(m.bytes for m in trainer.plan.of(0).exchange_weights())
+    problem.run(trainer, comm, range(6))
+    mine = comm.rank % per_node == 0
+    assert trainer.trace.sent.get("exchange weights", 0) == planned * mine
+
+
+def test_the_best_node_leads(comm):
+    """Oracle: the copies of the last node, whose mean loss is least."""
+    model = problem.network()
+    choices = {**LEADER, "copies_of": "node", "ranks_per_node": PER_NODE, "leader_step": 1.0}
+    strategy = Strategy.mem_opt(exchanged="weights", **choices)
+    trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    for step in range(3):
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        model.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        if step == 2:
+            trainer.replicas.rule.merge = lambda: None
+        trainer.step(mean_loss=float(comm.size - comm.rank // PER_NODE))
+    before = comm.allgather(problem.state(model))
+    assert all(torch.equal(before[r], before[r // PER_NODE * PER_NODE]) for r in range(comm.size))
+    type(trainer.replicas.rule).merge(trainer.replicas.rule)
+    torch.testing.assert_close(problem.state(model), before[-1])
 
 
 def led(ranks, steps, per_node=1, every=3, begin=0, leader_step=0.2, leader_pull=0.3):
@@ -373,6 +448,11 @@ WAYS = {
     "LSGD": {"merge": "leader"},
     "Parle": ELASTIC | {"exchange_every": 2},
     "stream": STREAM,
+    "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
+    "DASO": {
+        **{"copies_of": "node", "ranks_per_node": PER_NODE},
+        **{"exchange_every": 3, "lateness": 2, "local_share": None},
+    },
 }
 
 

@@ -32,6 +32,10 @@ PLACES = {
         *("weights every 50 steps by an outer step in 5 parts by turns", "all ranks", "none"),
         *("steps after an exchange", "mean"),
     ),
+    "daso": (
+        *("weights every 4 steps", "nodes, two levels", "none"),
+        *("steps after an exchange", "mean"),
+    ),
     "parle": (
         *("weights every 25 steps", "all ranks", "none", "none"),
         "towards the mean of averages of steps",

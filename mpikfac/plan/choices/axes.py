@@ -49,6 +49,8 @@ def _combination(strategy: Strategy) -> str:
 def _architecture(strategy: Strategy) -> str:
     exchange = strategy.exchange
     found = ["owners of layers" if strategy.update == "owner" else "all ranks"]
+    if exchange.copies_of == "node":
+        found = ["nodes"]
     if exchange.asynchronous:
         servers, ranks = exchange.asynchrony.servers, exchange.asynchrony.client_ranks
         found = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)

@@ -225,6 +225,18 @@ NAMED: Mapping[str, Named] = {
             **{"fragments": 5, "lateness": 5, "local_share": 0.5},
         },
     ),
+    "daso": Named(
+        "The ranks of a node average gradients at every step; after every fourth step, one rank of "
+        "each node by turns sends weights, and the mean is mixed in one step later; "
+        "`ranks_per_node` says how many ranks a node has, 1 if not given",
+        "DASO, Coquelin et al. 2022",
+        "2 (P-1)/P 4T + (P-1)/P 4F + one sum in four steps - 2 (P-1)/P 4N",
+        same=False,
+        choices={
+            **{**_COPIES, "copies_of": "node", "ranks_per_node": 1, "exchange_every": 4},
+            **{"lateness": 1, "local_share": None},
+        },
+    ),
     "lsgd": Named(
         "Each rank steps a copy of the model, which the copy of the rank with the least loss pulls "
         "a little at each step, and more at every eighth step",

@@ -103,7 +103,7 @@ def shown(name: str, need: object, choices: Choices | None = None) -> str:
 
 def _fits(need: object, value: Any, choices: Choices) -> bool:
     if isinstance(need, AtLeast):
-        return bool(value >= need.least)
+        return bool(value is not None and value >= need.least)
     if isinstance(need, OneOf):
         return value in need.values
     return bool(value == (choices[need.name] if isinstance(need, Same) else need))
@@ -232,12 +232,32 @@ STRATEGY: tuple[Combination, ...] = (
             None,
             {
                 **{"exchanged": "weights", "exchange_every": AtLeast(2), "merge": "mean"},
-                **{"combine": "mean", "gradient_wire": None, "ranks_per_node": None},
+                **{"combine": "mean", "gradient_wire": None},
             },
-            "plain sums of parts of the model run beside the steps, in one level",
+            "plain sums of parts of the model run beside the steps",
             default,
         )
         for name, default in (("fragments", 1), ("lateness", 0), ("local_share", 0.0))
+    ),
+    *(
+        Combination(
+            name,
+            None,
+            {"ranks_per_node": None, "copies_of": "node"},
+            "a sum beside the steps has one level: between ranks, or between nodes",
+            default,
+            any_of=True,
+        )
+        for name, default in (("fragments", 1), ("lateness", 0), ("local_share", 0.0))
+    ),
+    Combination(
+        "copies_of",
+        ("node",),
+        {
+            **{"exchanged": "weights", "exchange_every": AtLeast(2)},
+            **{"ranks_per_node": AtLeast(1), "combine": "mean"},
+        },
+        "the ranks of a node step one copy by the mean of their gradients",
     ),
     Combination(
         "combine",

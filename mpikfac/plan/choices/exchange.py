@@ -75,17 +75,19 @@ class Stream:
         fragments: parts of the model, exchanged by turns: each part every `exchange_every` steps.
         lateness: the number of steps from the sending of a part to the use of the mean. The sum
             runs beside the steps in between.
-        local_share: the share of the rank's own weights when a mean comes into use.
+        local_share: the share of the rank's own weights when a mean comes into use. None: with n
+            copies, `2 lateness / (2 lateness + n)` [DASO].
     """
 
     fragments: int = 1
     lateness: int = 0
-    local_share: float = 0.0
+    local_share: float | None = 0.0
 
     def __post_init__(self) -> None:
         check_count("fragments", self.fragments, 1)
         check_count("lateness", self.lateness, 0)
-        check_share("local_share", self.local_share)
+        if self.local_share is not None:
+            check_share("local_share", self.local_share)
 
 
 Rule = Literal[
@@ -197,6 +199,9 @@ class Exchange:
             average gradients: the result is the same but for rounding.
         exchange_from: the number of steps at the start in which ranks average gradients, in the
             place of weights [post-local SGD, Lin et al. 2020].
+        copies_of: "rank": each rank steps a copy of its own. "node": each node of `ranks_per_node`
+            ranks steps a copy by the mean gradient of the node at every step; exchanges are between
+            nodes. With `lateness`, a single rank of each node sends, by turns [DASO].
         merging: how an exchange changes the copies of the model.
         stream: how an exchange is spread over steps.
         outer: the step that combines copies of the model.
@@ -207,6 +212,7 @@ class Exchange:
     exchanged: Literal["gradients", "weights", "updates"] = "gradients"
     exchange_every: int = 1
     exchange_from: int = 0
+    copies_of: Literal["rank", "node"] = "rank"
     merging: Merge = field(default_factory=Merge)
     stream: Stream = field(default_factory=Stream)
     outer: Outer = field(default_factory=Outer)
@@ -217,6 +223,7 @@ class Exchange:
         one_of("exchanged", self.exchanged, ("gradients", "weights", "updates"))
         check_count("exchange_every", self.exchange_every, 1)
         check_count("exchange_from", self.exchange_from, 0)
+        one_of("copies_of", self.copies_of, ("rank", "node"))
         if self.exchange_every % self.stream.fragments:
             raise ValueError(
                 f"exchange_every={self.exchange_every} must be a multiple of "
@@ -243,12 +250,12 @@ class Exchange:
         """Whether exchanges are spread over steps, or keep a share of the rank's own weights."""
         return self.of_copies and self.stream != Stream()
 
-    def fragment(self, step: int) -> int | None:
-        """Return the part of the model that is sent right after `step`, if a part is sent."""
+    def turn(self, step: int) -> int | None:
+        """Return how many parts were sent before the part sent right after `step`, if one is."""
         turns, rest = divmod(
             step + 1 - self.exchange_from, self.exchange_every // self.stream.fragments
         )
-        return (turns - 1) % self.stream.fragments if self.alone(step) and not rest else None
+        return turns - 1 if self.alone(step) and not rest else None
 
     def alone(self, step: int) -> bool:
         """Return whether each rank steps a copy of the model at `step`."""
