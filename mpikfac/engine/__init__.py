@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from mpikfac.engine.bases import Bases
+from mpikfac.engine.copies import Replicas, of_copies, of_rank
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.nonfinite import Flags, Nonfinite
-from mpikfac.engine.replicas import Replicas, of_copies, of_rank
 from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (

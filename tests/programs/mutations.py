@@ -474,7 +474,7 @@ TABLE = (
     ),
     Mistake(
         "exchange: the outer step begins at the first weights of the run",
-        "engine/replicas.py",
+        "engine/copies/replicas.py",
         "            self.keep()\n            return\n",
         "            return\n",
         "tests/mpi/test_exchange.py",
@@ -482,7 +482,7 @@ TABLE = (
     ),
     Mistake(
         "exchange: votes of a rank alone count at an exchange",
-        "engine/replicas.py",
+        "engine/copies/replicas.py",
         "        self._votes.heard = []  # heard of the rank alone\n",
         "",
         "tests/mpi/test_exchange.py",
@@ -490,7 +490,7 @@ TABLE = (
     ),
     Mistake(
         "exchange: the rank with the largest loss leads",
-        "engine/merges.py",
+        "engine/copies/merges.py",
         "of_team.index(min(of_team))",
         "of_team.index(max(of_team))",
         "tests/mpi/test_exchange.py",

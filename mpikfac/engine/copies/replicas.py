@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from mpikfac.engine.copies.merges import merge_of
 from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.merges import merge_of
 from mpikfac.engine.site import Part, Site, take_over
 
 KEPT = "exchange/"

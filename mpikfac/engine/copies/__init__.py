@@ -1,0 +1,7 @@
+"""Copies of the model: when copies differ, and how an exchange changes the copies."""
+
+from __future__ import annotations
+
+from mpikfac.engine.copies.replicas import Replicas, of_copies, of_rank
+
+__all__ = ["Replicas", "of_copies", "of_rank"]
