@@ -59,16 +59,18 @@ class Combiner:
             received = [parts.numpy(), [parts.shape[1]] * comm.size]
             comm.Alltoallv([host.numpy(), counts], received)
         if others:
-            shard = self._by_vector(comm, others[0], parts)
+            own = self.rules.get(deal.stage) or by_vector(deal.rule, comm.size, parts[0])
+            shard = self._by_vector(comm, others[0], parts, own)
         else:
             shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)
         with self._trace.stage(gather.stage, comm.name, gather.bytes):
             comm.Allgatherv(shard.contiguous().numpy(), [host.numpy(), counts])
         flat[first:last] = host
 
-    def _by_vector(self, comm: MPI.Intracomm, products: Message, parts: Tensor) -> Tensor:
+    def _by_vector(
+        self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: ByVector
+    ) -> Tensor:
         """Return the rank's shard of the result; ranks add up the inner products."""
-        rule = self.rules[products.stage]
         wide = rule.rows(parts).double()
         total = wide @ wide.mT
         with self._trace.stage(products.stage, comm.name, products.bytes):
