@@ -64,7 +64,7 @@ def main() -> None:
     comm = mpikfac.world()
     images = Images(comm, options)
     made = {name: make(comm, name, options, images) for name in options.strategies}
-    network = calibrate.Network(options.model, options.batch)
+    network = calibrate.Network(options.model, options.batch, None, None, torch.device("cpu"))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, (trainer, step) in made.items():

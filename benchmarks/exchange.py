@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import torch
+
 import mpikfac
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import Options
@@ -36,7 +38,7 @@ from mpikfac_apps.training.run import Run
 
 RESULTS = Path(__file__).with_suffix(".json")
 SEEDS = (0, 1, 2)
-VISITS = 3  # measurements of the network's computing times after a run
+VISITS = 1  # measurements of the network's computing times after a run
 TARGET = 0.97
 COMMON = (
     *("--model=digits_cnn", "--batch=64", "--epochs=12", "--log_every=22", "--threads=1"),
@@ -154,7 +156,7 @@ def predicted(comm: Any, options: Options, machine: mpikfac.predict.Machine) -> 
     Collective over: comm.
     """
     ranks, batch = comm.size, options.step_batch // comm.size
-    network = calibrate.Network(options.model, batch)
+    network = calibrate.Network(options.model, batch, None, None, torch.device("cpu"))
     for _ in range(VISITS):
         calibrate.visit(comm, [network])
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))
