@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from itertools import combinations, product
 from pathlib import Path
 from statistics import mean, stdev
@@ -152,18 +153,26 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> None:
-    """Print a line for each way to train: means, and standard deviations over models or pairs."""
+    """Print means of each way to train, with deviations of models or standard errors of churn."""
     lines = [("way", "models", "steps to 97 %", "accuracy", "churn", "difference of probabilities")]
     for way, found in results.items():
         reached = [steps for steps in found["steps"] if steps is not None]
         never = len(found["steps"]) - len(reached)
         steps = f"{mean(reached):.0f} ± {stdev(reached):.0f}" if not never else f"{never} never"
-        shares = (
-            f"{mean(found[key]):.2%} ± {stdev(found[key]):.2%}"
-            for key in ("accuracy", "churn", "difference")
-        )
-        lines.append((way, str(len(found["steps"])), steps, *shares))
+        accuracy, count = found["accuracy"], len(found["steps"])
+        churn = (f"{mean(v):.2%} ± {error(v):.2%}" for v in (found["churn"], found["difference"]))
+        shown = f"{mean(accuracy):.2%} ± {stdev(accuracy):.2%}"
+        lines.append((way, str(count), steps, shown, *churn))
     print("\n".join(table(lines)), flush=True)
+
+
+def error(values: list[float]) -> float:
+    """Return the standard error of a mean over pairs of seeds, by leaving out each seed in turn."""
+    seeds = next(n for n in range(2, len(values)) if 4 * math.comb(n, 2) == len(values))
+    pairs = [pair for pair in combinations(range(seeds), 2) for _ in range(4)]
+    kept = [[v for v, pair in zip(values, pairs) if seed not in pair] for seed in range(seeds)]
+    means = list(map(mean, kept))
+    return math.sqrt((seeds - 1) / seeds * sum((one - mean(means)) ** 2 for one in means))
 
 
 if __name__ == "__main__":
