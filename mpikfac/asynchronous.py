@@ -172,7 +172,7 @@ class Asynchronous(DataParallel):
         self._count()
 
     def _count(self) -> None:
-        self.replicas.differ = True
+        self.replicas.part()
         self._taken += 1
         if self._taken == self._asked.push_every:
             self._push()
@@ -261,7 +261,7 @@ class Asynchronous(DataParallel):
     def _meet(self) -> None:
         self._ask(MEET)
         self._wish = self._waits = False
-        self.replicas.differ = False
+        self.replicas.keep()
 
     def close(self) -> None:
         """Leave the servers; `serve_updates` returns once all clients have left.
@@ -315,7 +315,7 @@ class Asynchronous(DataParallel):
         self.gradients.keep()
         self.gradients.discard()
         self.gradients.grid.forget()
-        self.replicas.differ = False
+        self.replicas.keep()
 
 
 def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:

@@ -45,6 +45,10 @@ class Replicas(Part):
             self.rule.keep()
         self.differ, self.heard = False, True
 
+    def part(self) -> None:
+        """Note that the rank's copy and votes are of this rank alone from now on."""
+        self.differ, self.heard = True, False
+
     def begin_step(self, step: int, loss: float | Tensor | None) -> bool:
         """Take the mean loss of a step; return whether the rank takes the step alone.
 
