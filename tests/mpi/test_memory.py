@@ -30,7 +30,7 @@ def arenas(kfac):
         "scale sums": kfac.scales.sums,
         "gradients": kfac.gradients.arena,
         "directions": kfac.directions.arena,
-        "copies": kfac.replicas.arena,
+        "copies": kfac.replicas.rule.copy,
     }
     return {name: arena.flat.numel() * arena.flat.element_size() for name, arena in kept.items()}
 
