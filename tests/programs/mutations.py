@@ -467,8 +467,8 @@ TABLE = (
     Mistake(
         "exchange: ranks average gradients between two exchanges of weights",
         "engine/gradients.py",
-        "        if alone:\n            return\n",
-        "",
+        "self._in_node, self.arena.flat)\n            return\n",
+        "self._in_node, self.arena.flat)\n",
         "tests/mpi/test_exchange.py",
         2,
     ),
