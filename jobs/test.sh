@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Run the tests:
 #   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
-#   bash jobs/test.sh --all   all tests; at most 20 minutes
-#   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 15 minutes
+#   bash jobs/test.sh --all   all tests; 30 minutes
+#   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
 # ranks, MPI adds numbers in a different order. Two cores are enough: common.sh allows more ranks
 # than cores and gives each rank one thread. The time limit is five times the expected time. Only
