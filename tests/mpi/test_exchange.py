@@ -598,7 +598,7 @@ def on_one_process(rule, ranks, size=SIZE):
     """Return a function from the vectors of all ranks to what the rule makes of the vectors."""
     if rule.combine in BY_COORDINATE:
         return lambda rows: BY_COORDINATE[rule.combine](torch.from_numpy(rows), rule).numpy()
-    combiner = by_vector(rule, ranks, torch.zeros(size).double())
+    combiner = by_vector(rule, ranks, torch.zeros(size, dtype=torch.float64, device="cpu"))
 
     def combined(vectors):
         parts = torch.from_numpy(vectors)
