@@ -31,6 +31,11 @@ class Layout:
         """Number of elements, padding included."""
         return self.bounds[-1]
 
+    def place(self, name: str) -> tuple[int, int]:
+        """Return first and last (exclusive) element of a block."""
+        start = self.offsets[name]
+        return start, start + math.prod(self.shapes[name])
+
     def counts(self) -> tuple[int, ...]:
         """Return the number of elements of every segment."""
         return tuple(stop - start for start, stop in zip(self.bounds, self.bounds[1:]))

@@ -24,6 +24,24 @@ PIECE = 2**22
 
 
 @dataclass(frozen=True)
+class NearMost:
+    """A rule that adds up blocks of numbers of the ranks whose blocks are near most ranks' blocks.
+
+    Attributes:
+        factor: the farthest distance of a block that counts, in distances that hold most ranks.
+        blocks: first and last (exclusive) element of each block, and the place of the number of
+            examples in the block.
+    """
+
+    factor: float
+    blocks: tuple[tuple[int, int, int], ...]
+
+    def products(self, ranks: int) -> int:
+        """Return the number of inner products that the rule takes: of blocks and of counts."""
+        return 2 * len(self.blocks) * ranks**2
+
+
+@dataclass(frozen=True)
 class Message:
     """A message of a step, as a rank sees the message.
 
@@ -51,7 +69,7 @@ class Message:
     bytes: int
     wire: int
     codec: Codec | None = None
-    rule: Robust | None = None
+    rule: Robust | NearMost | None = None
 
 
 def sums(
@@ -88,7 +106,13 @@ def sums(
 
 
 def combinations(
-    stage: str, layout: Layout, kind: Kind, ranks: int, own: int, itemsize: int, rule: Robust
+    stage: str,
+    layout: Layout,
+    kind: Kind,
+    ranks: int,
+    own: int,
+    itemsize: int,
+    rule: Robust | NearMost,
 ) -> list[Message]:
     """Return messages to combine an arena of one segment by a rule; the rank is rank `own`.
 

@@ -18,6 +18,7 @@ from mpikfac.plan.messages import (
     BETWEEN_NODES,
     IN_NODE,
     Message,
+    NearMost,
     across,
     combinations,
     gathers,
@@ -316,6 +317,8 @@ class RankPlan:
             return []
         square = self.strategy.transport.packing == "square"
         layout = self.layouts.squares if square else self.layouts.statistics
+        if self.strategy.exchange.robust.combine_factors == "near":
+            return self._near_factors(layout, share)
         fused = self._fused(share)
         factors = {factor.name: fused.get(factor.name) for factor in self.factors}
         counts = {factor.counted: fused.get(factor.name) for factor in self.factors}
@@ -328,6 +331,17 @@ class RankPlan:
         apart: dict[str, Hashable] = {f.counted: share in (None, f.share) for f in self.factors}
         encoded = self._sums("reduce statistics", layout, factors, codec)
         return encoded + self._sums("reduce statistics", layout, apart, None)
+
+    def _near_factors(self, layout: Layout, share: int | None) -> list[Message]:
+        """Return the messages that add up the factors of ranks with factors near most ranks'."""
+        chosen = [factor for factor in self.factors if share in (None, factor.share)]
+        kinds = {name: 0 for factor in chosen for name in (factor.name, factor.counted)}
+        rule = NearMost(
+            self.strategy.exchange.robust.safe_factor,
+            tuple((*layout.place(f.name), layout.offsets[f.counted]) for f in chosen),
+        )
+        members, itemsize = (self.grid.count, self.rank), self.itemsizes.numbers
+        return combinations("reduce statistics", layout, kinds.get, *members, itemsize, rule)
 
     def reduce_scales(self) -> list[Message]:
         """Return the sums of scales, without encoding."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, by_vector, combined
-from mpikfac.plan import Robust
+from mpikfac.numerics import BY_COORDINATE, BY_VECTOR, Near, by_vector, combined
+from mpikfac.plan import NearMost, Robust
 from support import liars
 
 RIGHT, WRONG, SIZE = 5, 2, 40
@@ -214,3 +214,61 @@ def test_the_attacks_are_those_of_the_papers():
     assert found["inner product"] == [-1.0, 0.0]
     assert found["a little is enough"] == pytest.approx([2 - 0.4307, 0.0], abs=1e-4)
     assert liars.flipped(torch.tensor([0, 3, 9]), 10).tolist() == [9, 6, 0]
+
+
+# -- factors --------------------------------------------------------------------------------------
+
+BLOCKS = ((0, 6, 8), (16, 30, 32))  # first and last element, and the place of the count
+PLACES = 40
+
+
+def in_shards(vectors, edges):
+    """Return the sums that ranks with shards between the edges make of blocks."""
+    shards = [
+        (Near(NearMost(2.0, BLOCKS), start), torch.tensor(vectors[:, start:stop]))
+        for start, stop in itertools.pairwise(edges)
+    ]
+    products = sum(near.products(parts) for near, parts in shards)
+    return torch.cat([near.combine(products, parts) for near, parts in shards]).numpy()
+
+
+def sums_of_ranks(counts):
+    """Return sums `[ranks, PLACES]` over examples: means of all ranks are alike."""
+    random = np.random.default_rng(3)
+    sums = np.zeros((len(counts), PLACES))
+    for start, stop, count in BLOCKS:
+        means = 1 + 0.1 * random.normal(size=(len(counts), stop - start))
+        sums[:, start:stop], sums[:, count] = means * counts[:, None], counts
+    return sums
+
+
+@pytest.mark.parametrize("edges", [(0, PLACES), (0, 4, 8, 20, 40), (0, 0, 17, 40, 40)])
+def test_each_factor_comes_from_ranks_whose_means_are_near(edges):
+    """Oracle: sums of the right ranks, block by block; counts of right ranks differ."""
+    sums = sums_of_ranks(np.array([8.0, 8.0, 7.0, 9.0, 8.0]))
+    expected = sums.sum(0)
+    sums[3, 16:30] *= -5.0  # wrong in one block only
+    expected[16:33] = sums[[0, 1, 2, 4], 16:33].sum(0)
+    np.testing.assert_allclose(in_shards(sums, edges), expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "many examples", "no examples"])
+def test_factors_of_a_rank_without_usable_numbers_do_not_count(wrong):
+    """Oracle: sums of all ranks but the first."""
+    sums = sums_of_ranks(np.full(4, 8.0))
+    if wrong == "NaN":
+        sums[0, :6] = np.nan
+    elif wrong == "many examples":
+        sums[0, :9] *= 1000.0
+    else:
+        sums[0, :9] = 0.0
+    found = in_shards(sums, (0, 10, PLACES))
+    np.testing.assert_allclose(found[:9], sums[1:, :9].sum(0), rtol=1e-14)
+    np.testing.assert_allclose(found[16:], sums[:, 16:].sum(0), rtol=1e-14)
+
+
+def test_a_layer_that_few_ranks_use_keeps_the_examples():
+    """Oracle: the sums of the two ranks with examples, of five."""
+    sums = sums_of_ranks(np.array([0.0, 0.0, 0.0, 8.0, 8.0]))
+    np.testing.assert_allclose(in_shards(sums, (0, PLACES)), sums.sum(0), rtol=1e-14)
+    assert not in_shards(np.zeros((5, PLACES)), (0, PLACES)).any()

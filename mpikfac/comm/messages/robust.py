@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm.mpi import MPI
-from mpikfac.numerics import BY_COORDINATE, ByVector, by_vector
-from mpikfac.plan import Message
+from mpikfac.numerics import BY_COORDINATE, ByVector, Near, by_vector
+from mpikfac.plan import Message, NearMost, Robust
 from mpikfac.trace import Trace
 
 
@@ -28,7 +28,7 @@ class Combiner:
         """Begin the memory of rules by vector; `dealt` are the messages with shards."""
         for message in dealt:
             rule, ranks = message.rule, len(message.spans)
-            assert rule is not None
+            assert isinstance(rule, Robust)
             assert message.stage not in self.rules, "a stage combines a single vector"
             if rule.products(ranks):
                 start, stop = message.spans[rank]
@@ -49,7 +49,6 @@ class Combiner:
             messages: the shards of all vectors, perhaps the inner products, and the results.
         """
         deal, *others, gather = messages
-        assert deal.rule is not None
         starts = [start for start, _ in deal.spans]
         counts = [stop - start for start, stop in deal.spans]
         first, last = starts[0], starts[0] + sum(counts)
@@ -59,20 +58,27 @@ class Combiner:
             received = [parts.numpy(), [parts.shape[1]] * comm.size]
             comm.Alltoallv([host.numpy(), counts], received)
         if others:
-            own = self.rules.get(deal.stage) or by_vector(deal.rule, comm.size, parts[0])
+            own = self._rule(deal, parts, starts[comm.rank])
             shard = self._by_vector(comm, others[0], parts, own)
         else:
+            assert isinstance(deal.rule, Robust)
             shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)
         with self._trace.stage(gather.stage, comm.name, gather.bytes):
             comm.Allgatherv(shard.contiguous().numpy(), [host.numpy(), counts])
         flat[first:last] = host
 
+    def _rule(self, deal: Message, parts: Tensor, first: int) -> ByVector | Near:
+        """Return the rule of a message's shard, with the memory of earlier steps."""
+        if isinstance(deal.rule, NearMost):
+            return Near(deal.rule, first)
+        assert isinstance(deal.rule, Robust)
+        return self.rules.get(deal.stage) or by_vector(deal.rule, len(parts), parts[0])
+
     def _by_vector(
-        self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: ByVector
+        self, comm: MPI.Intracomm, products: Message, parts: Tensor, rule: ByVector | Near
     ) -> Tensor:
         """Return the rank's shard of the result; ranks add up the inner products."""
-        wide = rule.rows(parts).double()
-        total = wide @ wide.mT
+        total = rule.products(parts)
         with self._trace.stage(products.stage, comm.name, products.bytes):
             comm.Allreduce(MPI.IN_PLACE, total.numpy())
         return rule.combine(total, parts)

@@ -5,11 +5,13 @@ Ranks hold shards of all vectors and add up inner products, so all ranks find th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from mpikfac.numerics.messages.robust import BY_VECTOR, combined, near_most
-from mpikfac.plan import Robust
+from mpikfac.plan import NearMost, Robust
 
 SPREAD = 2_654_435_761  # a prime: seeds of neighbouring steps and shards differ
 
@@ -39,20 +41,25 @@ class ByVector:
         for kept in self.kept.values():
             kept.zero_()
 
-    def rows(self, parts: Tensor) -> Tensor:
-        """Return rows `[..., rows, n]` whose inner products the ranks add up.
+    def products(self, parts: Tensor) -> Tensor:
+        """Return the shard's inner products, `[..., rows, rows]` in float64; ranks add them up.
 
         Args:
             parts: the shards of all ranks' vectors, `[ranks, n]`.
         """
+        wide = self.rows(parts).double()
+        return wide @ wide.mT
+
+    def rows(self, parts: Tensor) -> Tensor:
+        """Return rows `[..., rows, n]` whose inner products the ranks add up."""
         return parts
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
         """Return the shard of the result, `[n]`.
 
         Args:
-            products: inner products of the `rows`, `[..., rows, rows]`, of all shards.
-            parts: as given to `rows`.
+            products: the sum of the `products` of all shards.
+            parts: as given to `products`.
         """
         return combined(parts, BY_VECTOR[self.rule.combine](products, self.rule))
 
@@ -124,6 +131,52 @@ class Safeguard(ByVector):
         generator = torch.Generator(like.device)
         generator.manual_seed((int(self.kept["steps"]) * SPREAD + self.first) % 2**32)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+
+
+class Near:
+    """Add up each block over the ranks whose blocks are near most ranks' blocks.
+
+    A block is a sum over a rank's examples, and ranks compare means. Ranks without examples, and
+    ranks with many more examples than most ranks, are far.
+    """
+
+    def __init__(self, rule: NearMost, first: int) -> None:
+        """Begin.
+
+        Args:
+            first: the place of the shard in a vector.
+        """
+        self.rule, self.first = rule, first
+
+    def _places(self) -> Iterator[tuple[slice, slice]]:
+        """Yield the places of each block and of the block's count in the shard."""
+        for start, stop, count in self.rule.blocks:
+            yield (
+                slice(max(0, start - self.first), max(0, stop - self.first)),
+                slice(max(0, count - self.first), max(0, count + 1 - self.first)),
+            )
+
+    def products(self, parts: Tensor) -> Tensor:
+        """Return inner products of blocks and of counts, `[blocks, 2, ranks, ranks]` in float64.
+
+        Args:
+            parts: the shards of all ranks' vectors, `[ranks, n]`.
+        """
+        wide = parts.double()
+        found = [wide[:, place] @ wide[:, place].mT for pair in self._places() for place in pair]
+        return torch.stack(found).unflatten(0, (-1, 2))
+
+    def combine(self, products: Tensor, parts: Tensor) -> Tensor:
+        """Return the shard of the sums, `[n]`; see `ByVector.combine`."""
+        total = torch.zeros_like(parts[0])
+        for (of_block, of_counts), pair in zip(products, self._places()):
+            counts = of_counts.diagonal().sqrt()
+            median = counts.where(counts > 0, torch.nan).nanmedian()
+            usual = counts <= self.rule.factor * median
+            near = near_most(of_block / of_counts, usual, self.rule.factor)
+            for place in pair:
+                total[place] = parts[near, place].sum(0)
+        return total
 
 
 KEEPING = {"centred-clip": Centred, "safeguard": Safeguard}

@@ -278,10 +278,24 @@ STRATEGY: tuple[Combination, ...] = (
     ),
     *(
         Combination(name, None, {"combine": "safeguard"}, "no other rule has windows", default)
-        for name, default in (
-            *(("long_window", 300), ("short_window", 50)),
-            *(("safe_factor", 2.0), ("safe_noise", 0.0)),
-        )
+        for name, default in (("long_window", 300), ("short_window", 50), ("safe_noise", 0.0))
+    ),
+    Combination(
+        "safe_factor",
+        None,
+        {"combine": "safeguard", "combine_factors": "near"},
+        "no other rule compares distances",
+        default=2.0,
+        any_of=True,
+    ),
+    Combination(
+        "combine_factors",
+        ("near",),
+        {
+            **{"reduction": "everyone", "parts": None, "overlap": False},
+            **{"ranks_per_node": None, "factor_wire": None, "packing": "triangle"},
+        },
+        "a rule takes the plain factors of all ranks at once",
     ),
     Combination("factor_wire", None, _ENCODED, _COMPRESSED),
     Combination("basis_wire", None, _ENCODED, _COMPRESSED),

@@ -109,14 +109,19 @@ class Robust:
             no difference longer than `clip_radius` [Karimireddy et al. 2021]. "safeguard": the mean
             of the ranks whose vectors, summed over two windows of time, are near the sums of most
             ranks [Allen-Zhu et al. 2021].
+        combine_factors: how ranks combine factors of K-FAC. "mean": the mean over the examples of
+            all ranks. "near": of each factor, the mean over the examples of the ranks whose means
+            are near most ranks' means.
         liars: the number of ranks that may be wrong, for "trimmed-mean" and "krum".
         clip_radius: the longest difference, for "centred-clip".
         long_window, short_window: the steps of both windows, for "safeguard".
-        safe_factor: the farthest distance of a good rank, in distances that hold most ranks.
+        safe_factor: the farthest distance of a good rank, in distances that hold most ranks; for
+            "safeguard" and "near".
         safe_noise: the standard deviation of noise on the result of "safeguard".
     """
 
     combine: Rule = "mean"
+    combine_factors: Literal["mean", "near"] = "mean"
     liars: int = 0
     clip_radius: float = 1.0
     long_window: int = 300
@@ -126,6 +131,7 @@ class Robust:
 
     def __post_init__(self) -> None:
         one_of("combine", self.combine, RULES)
+        one_of("combine_factors", self.combine_factors, ("mean", "near"))
         check_count("liars", self.liars, 0)
         if not self.clip_radius > 0:
             raise ValueError(f"clip_radius={self.clip_radius!r} must be above 0")
