@@ -12,10 +12,12 @@ from mpikfac.predict.machine import (
     load_machine,
     published_machines,
 )
-from mpikfac.predict.simulator import Job, Prediction, Step, cheapest, simulate
+from mpikfac.predict.prediction import Clients, Job, Prediction, Step
+from mpikfac.predict.simulator import cheapest, simulate
 from mpikfac.predict.tuning import choose, tuned
 
 __all__ = [
+    "Clients",
     "Job",
     "Level",
     "Machine",

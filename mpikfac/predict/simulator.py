@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from mpikfac.plan import Message, Plan
 from mpikfac.predict import costs
+from mpikfac.predict.clients import of_clients
 from mpikfac.predict.machine import Machine
+from mpikfac.predict.prediction import Job, Prediction, Step
 
 # The stages before and in `KFAC.step`, in order.
 STAGES = (
@@ -26,22 +27,6 @@ STAGES = (
 BACKWARD = ("backward", "statistics")
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events
 Name = TypeVar("Name", bound=Hashable)
-
-
-@dataclass(frozen=True)
-class Job:
-    """Describe the training.
-
-    Attributes:
-        batch: images per rank.
-        stragglers: standard deviation of the logarithm of a rank's computing time.
-    """
-
-    model: str
-    batch: int
-    factor_every: int = 1
-    basis_every: int = 10
-    stragglers: float = 0.0
 
 
 class Event(NamedTuple):
@@ -62,62 +47,20 @@ class Event(NamedTuple):
     felt: float = 0.0
 
 
-@dataclass(frozen=True)
-class Step:
-    """Hold the predicted numbers of a kind of step.
-
-    Attributes:
-        seconds: duration of the step.
-        exposed: seconds of the step in which a rank waits for messages and computes nothing.
-        waiting: seconds of the step in which a rank waits for slower ranks to compute.
-        overlapped: seconds of messages that are sent during computations, hidden or not.
-        sent: bytes that a rank sends if collectives are rings.
-        stages: seconds by stage, hidden seconds of overlapped messages included.
-    """
-
-    seconds: float
-    exposed: float
-    waiting: float
-    overlapped: float
-    sent: float
-    stages: Mapping[str, float]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Hold the predicted steps of a plan on a machine.
-
-    Attributes:
-        mean: mean over all steps, also of `stages` and `sent`.
-        ordinary: a step without new factors.
-        factors: a step with new factors.
-        refresh: a step with new factors and new bases.
-        memory: bytes of the plan's arenas on the fullest rank.
-    """
-
-    mean: Step
-    ordinary: Step
-    factors: Step
-    refresh: Step
-    memory: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all values for JSON."""
-        return asdict(self)
-
-
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
     """Predict the steps of `plan` on a machine.
 
     With copies of the model, every kind of step is a mean over steps with and without an exchange.
 
+    With clients and servers, a step is a step of a client.
+
     Raises:
-        ValueError: the machine has no times of the model or of the solver, the job's numbers are
-            out of bounds, or clients train with servers, which the model does not know.
+        ValueError: the machine has no times of the model or of the solver, or the job's numbers are
+            out of bounds.
     """
     _check(job)
     if plan.strategy.exchange.asynchronous:
-        raise ValueError("predictions need exchanged='gradients' or 'weights', not 'updates'")
+        return of_clients(plan, machine, job)
     ranks = representatives(plan)
     stagger = plan.strategy.refresh.stagger
     if job.basis_every % stagger:

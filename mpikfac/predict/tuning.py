@@ -9,7 +9,8 @@ from dataclasses import replace
 from mpikfac.plan import NAMED, Form, LayerShape, Shape, Strategy, divisors, plan_for
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
-from mpikfac.predict.simulator import Job, cheapest
+from mpikfac.predict.prediction import Job
+from mpikfac.predict.simulator import cheapest
 
 Others = Sequence[tuple[str, Shape]]
 Forms = Sequence[Form]

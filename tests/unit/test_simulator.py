@@ -10,6 +10,7 @@ import torch
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
 from mpikfac.predict import Job, Level, Machine, Network, costs, simulator
+from mpikfac.predict.clients import play_clients
 from mpikfac.predict.simulator import Event, play, shares
 from mpikfac_apps.problems import models
 
@@ -381,3 +382,44 @@ def test_times_of_64_gpus_that_nothing_was_fitted_to():
     assert fitted == pytest.approx(0.300, rel=0.01)
     inverses = costs.collective_seconds("Allgatherv", factors, 64, machine, 16)
     assert inverses == pytest.approx(0.146, rel=0.05)
+
+
+# -- clients and servers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("clients", "service", "seconds", "waiting"),
+    [
+        (1, 0.5, 2.5, 0.0),  # computing, then the server
+        (4, 0.5, 2.5, 0.0),  # the server is free in time: 4 x 0.5 < 2.5
+        (4, 1.0, 4.0, 1.0),  # the server is never free
+    ],
+)
+def test_equal_clients_take_turns(clients, service, seconds, waiting):
+    """Oracle: a schedule by hand. All other clients push between two pushes of a client."""
+    found = play_clients(clients, computing=2.0, service=service)
+    assert found == pytest.approx((seconds, waiting, clients - 1))
+
+
+def test_a_spread_of_computing_times_costs_an_idle_server_nothing():
+    """Oracle: the mean of the log-normal distribution; synchronous steps would take the longest."""
+    found = play_clients(8, computing=2.0, service=1e-9, spread=0.3)
+    assert found.seconds == pytest.approx(2.0, rel=0.05)
+    assert found.staleness == pytest.approx(7, rel=0.02)
+    assert found.waiting < 1e-8
+
+
+def test_a_prediction_of_clients_by_hand():
+    """Oracle: bytes of the gradients at 1 GB/s, halved by two servers; two batches to a push."""
+    choices = {"servers": 2, "push_every": 2}
+    strategy = mpikfac.plan.named("a-sgd", 3, **choices)[0].first_order()
+    plan = make_plan([], 3, strategy, OTHERS)
+    found = mpikfac.predict.simulate(plan, MACHINE, JOB)
+    network = MACHINE.network(JOB.model, JOB.batch)
+    computing = network.forward + network.backward + network.gradients
+    size = 4 * plan.of(0).layouts.gradients.size
+    service = 2 * (size / 2) * 1e-9 + network.optimizer / 2
+    assert found.mean.seconds == pytest.approx(computing + service / 2)
+    assert found.clients.number == 3
+    assert found.clients.updates == pytest.approx(3 / (2 * computing + service))
+    assert found.clients.busy == pytest.approx(3 * service / (2 * computing + service))

@@ -195,14 +195,26 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
 def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
     """Return the table for a number of ranks."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
-    left_out = []
+    more = []
     for row in rows:
         if row["ranks"] == ranks and "left_out" in row:
-            left_out.append(f"{row['strategy']} is left out: {row['left_out']}")
+            more.append(f"{row['strategy']} is left out: {row['left_out']}")
         elif row["ranks"] == ranks:
             steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
             lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
-    return [number(ranks, "rank"), *table(lines), *left_out]
+            more += of_clients(row)
+    return [number(ranks, "rank"), *table(lines), *more]
+
+
+def of_clients(row: dict[str, Any]) -> list[str]:
+    """Return a line about asynchronous clients; none for other strategies."""
+    if (found := row["clients"]) is None:
+        return []
+    return [
+        f"{row['strategy']}: {number(found['number'], 'client')}, {found['updates']:,.1f} updates "
+        f"a second, mean staleness {found['staleness']:.1f}; a server works "
+        f"{found['busy']:.0%} of the time"
+    ]

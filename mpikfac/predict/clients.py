@@ -1,0 +1,108 @@
+"""Play asynchronous clients and servers on a machine: seconds, staleness, and load of servers."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from typing import NamedTuple
+
+from mpikfac.plan import Plan
+from mpikfac.predict import costs
+from mpikfac.predict.machine import Machine
+from mpikfac.predict.prediction import Clients, Job, Prediction, Step
+
+UPDATES = 200  # of each client; the first tenth counts for nothing
+
+
+class Played(NamedTuple):
+    """Means over the updates of clients.
+
+    Attributes:
+        seconds: from one update of a client to the next.
+        waiting: of these seconds, in which a client waits for updates of other clients.
+        staleness: see `Clients`.
+    """
+
+    seconds: float
+    waiting: float
+    staleness: float
+
+
+def play_clients(clients: int, computing: float, service: float, spread: float = 0.0) -> Played:
+    """Play clients that compute, push, and wait until servers have served all earlier updates.
+
+    Args:
+        computing: mean seconds of a client from new weights to the next push.
+        service: seconds of the servers for an update: push, step and fetch.
+        spread: standard deviation of the logarithm of the seconds of computing.
+    """
+    draws = random.Random(0)
+
+    def computed() -> float:
+        return computing * draws.lognormvariate(-(spread**2) / 2, spread)
+
+    arrivals = [(computed(), client) for client in range(clients)]
+    heapq.heapify(arrivals)
+    fetched, version = [0] * clients, 0
+    free = began = waiting = stale = 0.0
+    first, total = UPDATES // 10 * clients, UPDATES * clients
+    while version < total:
+        now, client = heapq.heappop(arrivals)
+        if version == first:
+            began, waiting, stale = free, 0.0, 0.0
+        waiting += max(0.0, free - now)
+        stale += version - fetched[client]
+        free = max(now, free) + service
+        version += 1
+        fetched[client] = version
+        heapq.heappush(arrivals, (free + computed(), client))
+    counted = total - first
+    return Played((free - began) * clients / counted, waiting / counted, stale / counted)
+
+
+def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
+    """Predict the steps of asynchronous clients; all ranks of the plan train, servers come on top.
+
+    Servers hold equal shares of the weights and serve an update after the other. Pushes and fetches
+    share the link of a server. A warm start is not played.
+
+    Raises:
+        ValueError: the machine has no times of the model, or the plan has layers of K-FAC, which
+            servers do not know.
+    """
+    asked = plan.strategy.exchange.asynchrony
+    if plan.covered:
+        raise ValueError("exchanged='updates' needs training without K-FAC, such as sgd:a-sgd")
+    number, every = plan.ranks // asked.client_ranks, asked.push_every
+    network = machine.network(job.model, job.batch)
+    size = plan.of(0).layouts.gradients.size * plan.itemsize
+    ranks, nodes, sharing = costs.placed(range(asked.client_ranks), plan, machine)
+    stages = {
+        "forward": network.forward,
+        "backward": network.backward,
+        "gradients": network.gradients,
+        "reduce gradients": costs.collective_seconds(
+            "Allreduce", size, ranks, machine, nodes, sharing
+        ),
+    }
+    between = 1 if machine.between is None else 2  # nodes; a server is a node of its own
+    hop = costs.collective_seconds("Recv", size / asked.servers, 2, machine, between)
+    service = 2 * hop + network.optimizer / asked.servers
+    computing = every * sum(stages.values())
+    played = play_clients(number, computing, service, job.stragglers / math.sqrt(every))
+    seconds = played.seconds / every
+    step = Step(
+        seconds,
+        exposed=seconds - sum(stages.values()) + stages["reduce gradients"],
+        waiting=played.waiting / every,
+        overlapped=0.0,
+        sent=size / every,
+        stages=stages | {"exchange updates": service / every},
+    )
+    updates = number / played.seconds
+    return Prediction(
+        *(step, step, step, step),
+        memory=max(sum(plan.memory(rank).values()) for rank in (0, plan.ranks - 1)),
+        clients=Clients(number, updates, played.staleness, updates * service),
+    )

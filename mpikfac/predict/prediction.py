@@ -1,0 +1,87 @@
+"""The question and the answer of a prediction: a job, and the steps of the job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Job:
+    """Describe the training.
+
+    Attributes:
+        batch: images per rank.
+        stragglers: standard deviation of the logarithm of a rank's computing time.
+    """
+
+    model: str
+    batch: int
+    factor_every: int = 1
+    basis_every: int = 10
+    stragglers: float = 0.0
+
+
+@dataclass(frozen=True)
+class Clients:
+    """Hold the predicted numbers of asynchronous clients and their servers.
+
+    Attributes:
+        number: the number of clients.
+        updates: updates of all clients in a second.
+        staleness: mean number of updates of other clients between the weights of an update and the
+            update.
+        busy: the share of the time in which a server works.
+    """
+
+    number: int
+    updates: float
+    staleness: float
+    busy: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Hold the predicted numbers of a kind of step.
+
+    Attributes:
+        seconds: duration of the step.
+        exposed: seconds of the step in which a rank waits for messages and computes nothing.
+        waiting: seconds of the step in which a rank waits for slower ranks to compute.
+        overlapped: seconds of messages that are sent during computations, hidden or not.
+        sent: bytes that a rank sends if collectives are rings.
+        stages: seconds by stage, hidden seconds of overlapped messages included.
+    """
+
+    seconds: float
+    exposed: float
+    waiting: float
+    overlapped: float
+    sent: float
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Hold the predicted steps of a plan on a machine.
+
+    Attributes:
+        mean: mean over all steps, also of `stages` and `sent`.
+        ordinary: a step without new factors.
+        factors: a step with new factors.
+        refresh: a step with new factors and new bases.
+        memory: bytes of the plan's arenas on the fullest rank.
+        clients: of asynchronous clients; otherwise None.
+    """
+
+    mean: Step
+    ordinary: Step
+    factors: Step
+    refresh: Step
+    memory: int
+    clients: Clients | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all values for JSON."""
+        return asdict(self)
