@@ -9,6 +9,7 @@ from mpikfac_apps.cli import mend_streams
 
 PROGRAMS = {
     "train": ("training.train", "train a network (under mpirun or srun)"),
+    "evaluate": ("training.testing.evaluate", "test the network of a run's checkpoint"),
     "strategies": ("planning.strategies", "list the ways to distribute K-FAC by name"),
     "plan": ("planning.plan", "print who computes and sends what, without MPI"),
     "check": ("checking.check", "check K-FAC on a model: covered layers, right numbers"),

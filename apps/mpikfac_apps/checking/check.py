@@ -46,13 +46,13 @@ class CheckOptions:
     """Check K-FAC on a model: covered layers, numbers against autograd, strategies.
 
     Args:
-        model: the model: a network by name, such as resnet20, or FILE.py:FUNCTION, where the
-            function returns the model.
+        model: the model: a network by name, such as resnet20; a network of timm, as timm:NAME; or
+            FILE.py:FUNCTION, where the function returns the model.
         input: the shape of an example, such as 3,32,32. null for the usual images of a network by
             name; a model of FILE.py needs the shape.
         tokens: the number of words of a model of words: examples hold whole numbers below `tokens`.
             null for examples of real numbers.
-        classes: the number of classes of a network by name.
+        classes: the number of classes, for networks by name and functions that take `classes`.
         batch: the number of examples on each rank.
         ranks: the number of ranks to plan for; null for the ranks of the job, or for 4 ranks if the
             job has a single rank.

@@ -56,23 +56,20 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 def subject(
     name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
 ) -> Subject:
-    """Return the network `name`, or the result of a function in a file, "models.py:build".
+    """Return the network `name`.
 
     Raises:
-        ValueError: no network has the name, the result is no module, the module refuses the input,
-            or trains nothing.
+        ValueError: no network has the name, the network refuses the input, or trains nothing.
     """
     torch.manual_seed(0)
-    if own.is_own(name):
-        model, covers = own.made(name)
-        if inputs is None:
-            raise ValueError("a model of your own needs --input, such as 3,32,32")
-    elif tokens is not None:
+    entry = models.network(name)
+    if entry.image and tokens is not None:
         raise ValueError(f"{name} takes images, not --tokens {tokens}")
-    else:
-        inputs = inputs or models.network(name).image
-        model, covers = models.build(name, classes, inputs[0]), mpikfac.KINDS
-    return subject_of(model, covers, inputs, tokens)
+    inputs = inputs or entry.image
+    if inputs is None:
+        raise ValueError("a model of your own needs --input, such as 3,32,32")
+    model = models.build(name, classes, inputs[0])
+    return subject_of(model, entry.covers, inputs, tokens)
 
 
 def subject_of(

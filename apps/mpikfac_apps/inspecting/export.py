@@ -33,11 +33,20 @@ MODEL, AVERAGE = "model/", "average/"
 def weights_file(text: str) -> Path:
     """Return the new file in `text`, after a check of the file's kind."""
     path = new_file(text, ".pt", ".safetensors")
+    check_package(path)
+    return path
+
+
+def check_package(path: Path) -> None:
+    """Return if the package that a file needs is installed.
+
+    Raises:
+        ValueError: the package is not installed.
+    """
     if path.suffix == ".safetensors" and importlib.util.find_spec("safetensors") is None:
         raise ValueError(
             f"{path} needs the package safetensors, which is not installed; .pt needs nothing"
         )
-    return path
 
 
 def factors_file(text: str) -> Path:

@@ -28,6 +28,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_schedule(options)
     _check_momentum(options)
     _check_quadratic(options)
+    _check_passes(options)
     adapt, damping = options.kfac.damping_adapt, options.kfac.damping.number
     if adapt and isinstance(damping, ByEpoch):
         raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
@@ -48,6 +49,11 @@ def _check_strategy(options: Options, ranks: int) -> None:
     strategy, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
     if options.optimizer != "kfac" and options.distribution.strategy == "auto":
         raise ValueError(f"strategy=auto needs optimizer=kfac, not {options.optimizer}")
+    if options.accumulate > 1 and strategy.transport.overlap:
+        raise ValueError(
+            f"accumulate={options.accumulate} needs overlap=false: sums are sent during the only "
+            f"backward pass of a step"
+        )
     exchange = strategy.exchange
     if exchange.asynchronous and options.optimizer == "kfac":
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
@@ -89,7 +95,7 @@ def _check_images(options: Options) -> None:
             f"label_smoothing={options.label_smoothing} needs a classifier, not "
             f"model={options.model}"
         )
-    if model.fixed and model.image[1:] != (size, size):
+    if model.fixed and model.image and model.image[1:] != (size, size):
         height, width = model.image[1:]
         raise ValueError(
             f"model={options.model} takes images of {height}x{width} pixels only, and "
@@ -104,10 +110,10 @@ def pixels(data: DataOptions) -> int:
 
 def doubt(options: Options) -> str:
     """Return a warning if the network shrinks the images to nothing; "" otherwise."""
-    height, width = network(options.model).image[1:]
-    size = pixels(options.data)
-    if size * 2 > min(height, width):
+    image, size = network(options.model).image, pixels(options.data)
+    if image is None or size * 2 > min(image[1:]):
         return ""
+    height, width = image[1:]
     return (
         f"model={options.model} is made for images of {height}x{width} pixels, and "
         f"data.name={options.data.name} has {size}x{size}: expect low accuracy, or take another "
@@ -116,7 +122,7 @@ def doubt(options: Options) -> str:
 
 
 def check_parts(options: Options, ranks: int) -> None:
-    """Refuse a number of parts that does not fit the number of ranks or the batch.
+    """Refuse a number of parts or passes that does not fit the number of ranks or the batch.
 
     Raises:
         ValueError: the number does not fit; a single line names the options.
@@ -127,6 +133,11 @@ def check_parts(options: Options, ranks: int) -> None:
     for batch in filter(None, batches):
         if parts and batch % parts:
             raise ValueError(f"parts={parts} must divide batch={batch}")
+        if batch // ranks % options.accumulate:
+            raise ValueError(
+                f"accumulate={options.accumulate} must divide the {batch // ranks} images of a "
+                f"rank's share of batch={batch}"
+            )
 
 
 def _check_schedule(options: Options) -> None:
@@ -167,6 +178,18 @@ def _check_quadratic(options: Options) -> None:
             f"kfac.length=quadratic gives length and momentum of a step; it needs lr=1, "
             f"schedule=constant, momentum=0 and weight_decay=0, not {', '.join(wrong)}"
         )
+
+
+def _check_passes(options: Options) -> None:
+    """Refuse options that need other passes than several passes, or passes of another dtype."""
+    if options.accumulate > 1 and options.parts:
+        raise ValueError(
+            f"accumulate={options.accumulate} needs parts=null, not {options.parts}: a part has a "
+            f"pass of its own"
+        )
+    for name, usual in (("accumulate", 1), ("autocast", None)):
+        if (value := getattr(options, name)) != usual and options.quadratic:
+            raise ValueError(f"{name}={value} needs another kfac.length than quadratic")
 
 
 def global_batch(options: Options, ranks: int) -> int | ByEpoch:

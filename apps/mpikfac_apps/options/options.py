@@ -145,8 +145,13 @@ class Options:
             "soap": Adam in Shampoo's eigenbases; "lars" and "lamb": SGD and Adam with steps in
             proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
             the package pytorch_optimizer.
-        model: the network. Autoencoders learn the pixels of their inputs; all other networks are
-            classifiers and learn labels.
+        model: the network: FILE.py:FUNCTION, timm:NAME for a network of timm, or a name.
+            Autoencoders learn the pixels of their inputs; all other networks are classifiers and
+            learn labels.
+        weights: a file of first weights: a state_dict, or a file of `mpikfac export`, .pt or
+            .safetensors. Tensors of the last module may be missing or have another shape; these
+            keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
+            weights are drawn by the seed.
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of
@@ -157,9 +162,17 @@ class Options:
         parts: the number of parts that a batch is dealt out in. Gradients of parts are added in
             order, so the result has the same bits on every number of ranks that divides the number
             of parts. Layers that normalise a batch normalise each part by itself. null: MPI adds.
+        accumulate: the number of passes in which a rank takes its share of a step's images, one
+            after another, to save memory: a step takes the mean gradient of all passes. Layers that
+            normalise a batch normalise each pass by itself.
+        autocast: the dtype of torch.autocast, which rounds products of the network's passes; null
+            for none. Weights, gradients and K-FAC keep float32.
         epochs: the number of passes over the training images, and the length of the schedule.
         eval_every: the number of epochs from one test of the network to the next; the last epoch
             of a run always ends with a test.
+        keep_best: the weights of the best test are kept in RUN_DIR/best.pt.
+        patience: the run ends after so many tests in a row that are no better than the best test
+            before; null: all epochs run.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
         lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, Muon and SOAP; 0.001 for
@@ -211,13 +224,18 @@ class Options:
 
     optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap", "lars", "lamb"] = "kfac"
     model: str = listed(MODELS, "digits_cnn")
+    weights: str | None = None
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
     batch: int | Schedule | None = bounded(None, ">= 1")
     batch_per_rank: int | None = bounded(None, ">= 1")
     parts: int | None = bounded(None, ">= 1")
+    accumulate: int = bounded(1, ">= 1")
+    autocast: Literal["bfloat16"] | None = None
     epochs: int = bounded(10, ">= 1")
     eval_every: int = bounded(1, ">= 1")
+    keep_best: bool = False
+    patience: int | None = bounded(None, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")
     lr: float | None = bounded(None, "> 0")
     scale_lr: Literal["linear", "sqrt", False] = False

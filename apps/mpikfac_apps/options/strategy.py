@@ -23,6 +23,7 @@ from mpikfac import (
     schedule,
     usual_rule,
 )
+from mpikfac.layers import Kinds
 from mpikfac.plan import NAMED, Plan, forward_only
 from mpikfac.predict import Job, choose, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
@@ -163,8 +164,12 @@ def make_plan(
     return mpikfac.make_plan(layers, ranks, strategy, others, made, ITEMSIZE, *kept)
 
 
-def coverage(options: KfacOptions) -> Coverage:
-    """Return the rule of the layers that K-FAC covers, and of the form of their factors."""
+def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
+    """Return the rule of the layers that K-FAC covers, and of the form of their factors.
+
+    Args:
+        covers: the covering classes of the network, by type of module.
+    """
     asked = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
@@ -173,17 +178,21 @@ def coverage(options: KfacOptions) -> Coverage:
         )
         return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
 
-    return Coverage(asked.skip, {**KINDS, **(NORMS if asked.norms else {})}, rule)
+    return Coverage(asked.skip, {**covers, **(NORMS if asked.norms else {})}, rule)
 
 
 def kfac_settings(
-    options: KfacOptions, chosen: dict[str, Any], epochs: Callable[[int], float]
+    options: KfacOptions,
+    chosen: dict[str, Any],
+    epochs: Callable[[int], float],
+    covers: Kinds = KINDS,
 ) -> dict[str, Any]:
     """Return the arguments of `KFAC`.
 
     Args:
         chosen: the settings of the strategy.
         epochs: returns the epochs before a step.
+        covers: the covering classes of the network, by type of module.
     """
     damping, every = options.damping, options.damping_adapt
     if every is not None:
@@ -203,7 +212,7 @@ def kfac_settings(
         "solver": named_solver(chosen["solver"], _basis_dtype(options)),
         "length": scheduled(options.length),
         "estimator": scheduled(options.estimator),
-        "coverage": coverage(options),
+        "coverage": coverage(options, covers),
     }
 
 

@@ -53,7 +53,7 @@ def names(text: str) -> tuple[str, ...]:
         ValueError: an unknown name.
     """
     for name in text.split(","):
-        (own.check_file if own.is_own(name) else models.network)(name)
+        models.network(name)
     return tuple(text.split(","))
 
 
@@ -63,7 +63,7 @@ class CalibrateOptions:
 
     Args:
         out: the file to write, in JSON.
-        model: the models to measure, with commas: resnet20,my_models.py:build.
+        model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
         input: the shape of an example of a model of your own, such as 3,32,32.
         tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
             numbers.
@@ -111,7 +111,7 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     options = read("mpikfac calibrate", CalibrateOptions, argv)
     if not options.out.parent.is_dir():
         raise ValueError(f"out={options.out}: {options.out.parent} is no directory")
-    if options.input is None and any(map(own.is_own, options.model)):
+    if options.input is None and not all(models.network(name).image for name in options.model):
         raise ValueError("a model of your own needs --input, such as 3,32,32")
     if ranks == 1:
         raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
@@ -350,18 +350,18 @@ class Network:
     ) -> None:
         self.name, self.batch = name, batch
         layers, _ = models.shapes_of(name)
-        self._model, self._covers = _made(name)
+        torch.manual_seed(0)
+        self._model = models.channels_last(models.build(name))
+        usual = models.network(name)
+        shape, words = (usual.image, None) if usual.image else (inputs, tokens)
+        assert shape, "`parse` asks for the shape"
+        self._covers = usual.covers
         seeded = torch.Generator().manual_seed(0)
-        if own.is_own(name) and inputs is not None:
-            self._inputs = own.drawn((batch, *inputs), tokens, seeded)
-            if tokens is None:
-                self._inputs = self._inputs.float()
-            classes, *positions = own.outputs_of(self._model, self._inputs)
-            self._labels = torch.randint(classes, (batch, *positions), generator=seeded)
-        else:
-            usual = models.network(name)
-            self._inputs = torch.randn(batch, *usual.image, generator=seeded)
-            self._labels = torch.randint(usual.classes, (batch,), generator=seeded)
+        self._inputs = own.drawn((batch, *shape), words, seeded)
+        if words is None:
+            self._inputs = self._inputs.float()
+        classes, *positions = own.outputs_of(self._model, self._inputs)
+        self._labels = torch.randint(classes, (batch, *positions), generator=seeded)
         self._model.to(device)
         self._inputs, self._labels = self._inputs.to(device), self._labels.to(device)
         self.orders = {factor.order for layer in layers for factor in layer.factors}
@@ -478,16 +478,6 @@ def _way(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         return {}
     return {"device buffers": "direct" if mpikfac.comm.cuda_aware() else "staged"}
-
-
-def _made(name: str) -> tuple[torch.nn.Module, mpikfac.layers.Kinds]:
-    """Return a model by name or FILE.py:FUNCTION with fresh weights, and the covered classes."""
-    torch.manual_seed(0)
-    if own.is_own(name):
-        return own.made(name)
-    usual = models.network(name)
-    model = models.build(name, usual.classes, usual.image[0])
-    return models.channels_last(model), mpikfac.KINDS
 
 
 def seconds_of(comm: mpikfac.comm.Comm, device: torch.device, work: Callable[[], object]) -> float:

@@ -32,10 +32,11 @@ class PlanOptions:
     """Print the communication plan of a model: who computes and sends what. No MPI.
 
     Args:
-        model: a model of your own, as FILE.py:FUNCTION, or a network by name.
+        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
+            network by name.
         ranks: the number of ranks that train.
-        classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
-            all further networks.
+        classes: the number of classes; null for 1000 with most networks of timm and the networks of
+            ImageNet, for the number of a model of your own, and for 10 with all further networks.
         batch_per_rank: the number of images of a step on each rank, for the predictions of
             `machine`.
         parts: the number of parts of a batch, whose gradients and statistics are added in order;
@@ -76,7 +77,8 @@ def plan_of(options: PlanOptions) -> mpikfac.plan.Plan:
     Raises:
         ValueError: options do not fit together.
     """
-    shapes = models.shapes_of(options.model, options.classes, coverage(options.kfac))
+    covered = coverage(options.kfac, models.network(options.model).covers)
+    shapes = models.shapes_of(options.model, options.classes, covered)
     strategy, settings = make_strategy(
         options.distribution, options.kfac, options.ranks, options.parts
     )

@@ -57,10 +57,11 @@ class SimulateOptions:
 
     Args:
         machine: the machine: a file of `mpikfac calibrate`, or a published machine.
-        model: a model of your own, as FILE.py:FUNCTION, or a network by name.
+        model: a model of your own, as FILE.py:FUNCTION; a network of timm, as timm:NAME; or a
+            network by name.
         ranks: the numbers of ranks to predict for, with commas: 16,64,256.
-        classes: the number of classes; null for 1000 with the networks of ImageNet, and for 10 with
-            all further networks.
+        classes: the number of classes; null for 1000 with most networks of timm and the networks of
+            ImageNet, for the number of a model of your own, and for 10 with all further networks.
         strategy: the names of strategies, with commas: comm-opt,mem-opt. "all": all names that
             `mpikfac strategies` lists, and "sgd", training without K-FAC. "sgd:local-sgd": training
             without K-FAC under a strategy.
@@ -136,7 +137,8 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
 
 def both_shapes(options: SimulateOptions) -> dict[bool, Shapes]:
     """Return the shapes of the network with K-FAC (True) and without K-FAC (False)."""
-    covered = models.shapes_of(options.model, options.classes, coverage(options.kfac))
+    covers = coverage(options.kfac, models.network(options.model).covers)
+    covered = models.shapes_of(options.model, options.classes, covers)
     bare = mpikfac.Coverage(skip=[layer.name for layer in covered[0]])
     return {True: covered, False: models.shapes_of(options.model, options.classes, bare)}
 

@@ -1,10 +1,12 @@
-"""Networks by name, and a small CNN for digits."""
+"""Networks by name, with the networks of files and of timm, and a small CNN for digits.
+
+`network` is the only function that knows the forms of names.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,19 +33,29 @@ class Network:
 
     Attributes:
         make: makes the network from the numbers of `classes` and `channels`.
-        image: the usual shape of an image, `(channels, height, width)`.
-        classes: the usual number of classes.
+        image: the usual shape of an image, `(channels, height, width)`; None if nobody knows the
+            shape.
+        classes: the usual number of classes; None if only the network knows the number.
         fixed: True if the network takes images of the usual height and width only.
         task: what the network learns.
-        draw: sets the first weights of a convolution.
+        draw: sets the first weights of a convolution; None for a network that sets all weights.
+        takes: which of the numbers of `make` the network follows.
+        covers: the covering classes by type of module.
     """
 
     make: Callable[..., nn.Module]
-    image: tuple[int, int, int] = (3, 32, 32)
-    classes: int = 10
+    image: tuple[int, int, int] | None = (3, 32, 32)
+    classes: int | None = 10
     fixed: bool = False
     task: Task = CLASSIFICATION
-    draw: Callable[[nn.Conv2d], None] = kaiming
+    draw: Callable[[nn.Conv2d], None] | None = kaiming
+    takes: Collection[str] = ("classes", "channels")
+    covers: mpikfac.layers.Kinds = field(default_factory=lambda: mpikfac.KINDS)
+
+    @property
+    def channels(self) -> int | None:
+        """The usual number of channels; None if nobody knows the number."""
+        return self.image[0] if self.image else None
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -98,33 +110,80 @@ MODELS: dict[str, Network] = {
 }
 
 
+OTHERS = "FILE.py:FUNCTION", "timm:NAME"
+"""The forms of names of networks that others wrote."""
+
+
 def network(name: str) -> Network:
-    """Return the entry of a network.
+    """Return the entry of a network: of `MODELS`, of a file, or of timm.
 
     Raises:
-        ValueError: no network has that name; the text lists all names.
+        ValueError: no network has that name, the file raises, or timm is not installed; one line.
     """
+    if name in MODELS:
+        return MODELS[name]
     if name.endswith(".py"):
         raise ValueError(f"model={name} names no function; try {name}:FUNCTION")
-    if name not in MODELS:
-        raise ValueError(f"model={name} is unknown; try one of {', '.join(MODELS)}")
-    return MODELS[name]
+    source, _, inside = name.rpartition(":")
+    if source == "timm":
+        image, classes, fixed = own.usual_of_timm(inside)
+        return Network(partial(own.of_timm, inside), image, classes, fixed, draw=None)
+    if source:
+        make, takes, covers = partial(own.made, name), own.takes(name), own.covers(name)
+        return Network(make, None, None, draw=None, takes=takes, covers=covers)
+    raise ValueError(
+        f"model={name} is unknown; try one of {', '.join(MODELS)}, {' or '.join(OTHERS)}"
+    )
 
 
-def build(name: str, classes: int, channels: int = 3) -> nn.Module:
+def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
     """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
 
     A classifier has an output for each class, an autoencoder for each pixel.
 
+    Args:
+        classes: None for the usual number.
+        channels: None for the usual number.
+
     Raises:
-        ValueError: no network has that name.
+        ValueError: no network has that name, or a file or timm fails to make the network.
     """
     entry = network(name)
-    model = entry.make(classes=classes, channels=channels)
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            entry.draw(module)
+    model = entry.make(classes=classes or entry.classes, channels=channels or entry.channels)
+    if entry.draw:
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                entry.draw(module)
     return model
+
+
+def skeleton(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
+    """Return a network for its shapes; a network of `MODELS` then takes no memory for numbers.
+
+    Raises:
+        ValueError: see `build`.
+    """
+    with torch.device("meta" if name in MODELS else "cpu"):  # others may read numbers
+        return build(name, classes, channels)
+
+
+def check(name: str, model: nn.Module, images: Tensor, classes: int) -> None:
+    """Return if a network that others wrote takes the images and has an output for each class.
+
+    Args:
+        images: a few inputs of the network.
+
+    Raises:
+        ValueError: the network raises, or has another number of outputs.
+    """
+    if name in MODELS:
+        return
+    outputs = own.outputs_of(model, images)
+    if outputs != (classes,):
+        raise ValueError(
+            f"model={name} returns {list(outputs)} for an image, and the data has {classes} "
+            f"classes; a function may take the number as `classes`"
+        )
 
 
 def channels_last(model: nn.Module) -> nn.Module:
@@ -138,21 +197,15 @@ def shapes_of(
 ) -> tuple[list[mpikfac.LayerShape], list[tuple[str, tuple[int, ...]]]]:
     """Return a network's covered layers, and names and shapes of all other tensors that travel.
 
-    The name may be FILE.py:FUNCTION; COVERS of the file then takes the place of `KINDS`.
+    Args:
+        coverage: None for the usual coverage of the network.
 
     Raises:
-        ValueError: no network has that name, the coverage names no layer of the network, or the
-            library refuses a module of the network.
+        ValueError: no network has that name, the network has its own number of classes, the
+            coverage names no layer of the network, or the library refuses a module.
     """
-    coverage = coverage or mpikfac.Coverage()
-    if own.is_own(name):
-        if classes is not None:
-            raise ValueError(f"classes={classes} needs a network by name, not {name}")
-        model, covers = own.made(name)
-        norms = {kind: by for kind, by in coverage.covers.items() if kind not in mpikfac.KINDS}
-        coverage = dataclasses.replace(coverage, covers={**covers, **norms})
-        return mpikfac.layers.covered_shapes(model, coverage)
-    usual = network(name)
-    with torch.device("meta"):  # shapes without numbers
-        model = build(name, classes or usual.classes, usual.image[0])
-    return mpikfac.layers.covered_shapes(model, coverage)
+    entry = network(name)
+    if classes is not None and "classes" not in entry.takes:
+        raise ValueError(f"classes={classes} needs a function that takes `classes`, not {name}")
+    model = skeleton(name, classes)
+    return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage(covers=entry.covers))

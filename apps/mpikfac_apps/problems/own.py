@@ -1,45 +1,92 @@
-"""Make a user's model from a function in a file, "models.py:build", and inputs for the model."""
+"""Make networks that others wrote: by a function in a file, "models.py:build", or by timm."""
 
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import mpikfac
 
-
-def is_own(name: str) -> bool:
-    """Return whether the name of a model is FILE.py:FUNCTION."""
-    return ":" in name
+USUAL = {"classes": 10, "channels": 3}
+"""Numbers for a function that must be told a number, where nobody gives the number."""
 
 
-def check_file(name: str) -> None:
-    """Return if the file of FILE.py:FUNCTION exists.
-
-    Raises:
-        ValueError: the file does not exist.
-    """
-    path = Path(name.rpartition(":")[0])
-    if not path.is_file():
-        raise ValueError(f"{path} is no file")
+# -- functions in files ----------------------------------------------------------------------------
 
 
-def made(name: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
-    """Return the result of FILE.py:FUNCTION, and COVERS of the file (or the library's kinds).
+def made(name: str, **numbers: int | None) -> nn.Module:
+    """Return the result of FILE.py:FUNCTION.
+
+    Args:
+        numbers: `classes` and `channels`, for functions with parameters of these names; None for
+            the function's default, or for the number in `USUAL`.
 
     Raises:
         ValueError: the file or the function does not exist, raises, or returns no module.
     """
-    check_file(name)
-    file, _, function = name.rpartition(":")
-    path = Path(file)
+    build, function = _function(name), name.rpartition(":")[2]
+    parameters = inspect.signature(build).parameters
+    required = {key for key, one in parameters.items() if one.default is one.empty}
+    given = {
+        key: USUAL[key] if numbers[key] is None else numbers[key]
+        for key in takes(name)
+        if key in required or numbers[key] is not None
+    }
+    with told(f"{function}()"):
+        model = build(**given)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
+    return model
+
+
+def takes(name: str) -> Collection[str]:
+    """Return which of `classes` and `channels` the function of FILE.py:FUNCTION takes.
+
+    Raises:
+        ValueError: the file or the function does not exist, or the file raises.
+    """
+    return USUAL.keys() & inspect.signature(_function(name)).parameters.keys()
+
+
+def covers(name: str) -> mpikfac.layers.Kinds:
+    """Return COVERS of the file of FILE.py:FUNCTION, or the library's kinds.
+
+    Raises:
+        ValueError: the file does not exist, or raises.
+    """
+    return getattr(_content(name), "COVERS", mpikfac.KINDS)
+
+
+def _function(name: str) -> Any:
+    path, _, function = name.rpartition(":")
+    build = getattr(_content(name), function, None)
+    if not callable(build):
+        raise ValueError(f"{path} has no function {function!r}")
+    return build
+
+
+def _content(name: str) -> ModuleType:
+    path = Path(name.rpartition(":")[0])
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    return _executed(path.resolve(), path.stat().st_mtime_ns)
+
+
+@cache  # a second execution would make classes that COVERS of the first does not hold
+def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a changed file is another)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ValueError(f"{path} is no file of Python")
@@ -48,14 +95,55 @@ def made(name: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
     sys.path.insert(0, str(path.parent))
     with told(f"{path}"):
         spec.loader.exec_module(module)
-    build = getattr(module, function, None)
-    if not callable(build):
-        raise ValueError(f"{path} has no function {function!r}")
-    with told(f"{function}()"):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
-    return model, getattr(module, "COVERS", mpikfac.KINDS)
+    return module
+
+
+# -- timm ------------------------------------------------------------------------------------------
+
+
+def of_timm(name: str, classes: int, channels: int) -> nn.Module:
+    """Return a network of timm with fresh weights.
+
+    Raises:
+        ValueError: timm cannot make the network.
+    """
+    with told(f"timm.create_model({name!r})"):
+        return timm().create_model(name, num_classes=classes, in_chans=channels)
+
+
+def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
+    """Return the usual image and number of classes, and whether no other image fits.
+
+    Raises:
+        ValueError: timm is not installed, or has no network of the name.
+    """
+    found = timm()
+    if not found.is_model(name):
+        close = get_close_matches(name, found.list_models(), n=3)
+        more = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"model=timm:{name} is no network of timm{more}")
+    usual = found.models.get_pretrained_cfg(name)
+    if usual is None:
+        return (3, 224, 224), 1000, False
+    return tuple(usual.input_size), usual.num_classes, usual.fixed_input_size
+
+
+def timm() -> Any:
+    """Return the package.
+
+    Raises:
+        ValueError: the package, or a package that timm asks for, is not installed.
+    """
+    try:
+        return importlib.import_module("timm")
+    except ImportError as error:
+        raise ValueError(
+            f"model=timm:NAME needs the packages timm and torchvision: {error}; run pip install "
+            f"--no-deps timm, and install the torchvision of your torch"
+        ) from error
+
+
+# -- inputs and outputs ----------------------------------------------------------------------------
 
 
 def drawn(shape: tuple[int, ...], tokens: int | None, generator: torch.Generator) -> Tensor:

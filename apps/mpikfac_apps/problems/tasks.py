@@ -5,7 +5,7 @@ A classifier learns labels. An autoencoder learns the pixels of its own input.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,6 +35,19 @@ class Task:
     measured: Callable[[Tensor, Tensor], Tensor]
     unit: bool
 
+    def tests(self, classes: int) -> Mapping[str, Callable[[Tensor, Tensor], Tensor]]:
+        """Return what a test measures, by name, as sums over images; the measure comes first.
+
+        Args:
+            classes: the number of classes; top-5 accuracy needs more than 5 classes.
+        """
+        top5 = self.measure == "accuracy" and classes > 5
+        return {self.measure: self.measured} | ({"top5": right_in_5} if top5 else {})
+
+    def better(self, value: float, than: float) -> bool:
+        """Return whether a value of the measure is better than another value; NaN is not."""
+        return value > than if self.measure == "accuracy" else value < than
+
 
 def labels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
     """Return the labels."""
@@ -44,6 +57,11 @@ def labels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all
 def right(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the number of images whose label has the largest score."""
     return (scores.argmax(1) == labels).sum()
+
+
+def right_in_5(scores: Tensor, labels: Tensor) -> Tensor:
+    """Return the number of images whose label has one of the five largest scores."""
+    return (scores.topk(5, 1).indices == labels.unsqueeze(1)).any(1).sum()
 
 
 def pixels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)

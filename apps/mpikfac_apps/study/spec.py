@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
@@ -360,14 +358,14 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
         ValueError: no plan exists for the options.
     """
     channels = DATASETS[options.data.name].channels
-    with torch.device("meta"):  # shapes without numbers
-        model = models.build(options.model, options.data.classes or 10, channels)
+    model = models.skeleton(options.model, options.data.classes or 10, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))
         chosen, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
         return mpikfac.make_plan(layers, ranks, chosen.first_order(), others)
-    layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac))
+    covers = models.network(options.model).covers
+    layers, others = mpikfac.layers.covered_shapes(model, coverage(options.kfac, covers))
     training = training_ranks(options, ranks)
     strategy, settings = make_strategy(options.distribution, options.kfac, training, options.parts)
     _, strategy = for_machine(options, (layers, others), training, strategy, settings)

@@ -14,31 +14,38 @@ import mpikfac
 
 
 class Meter:
-    """Means of loss and measure over the images of all ranks, each image counted once.
+    """Means of loss and measures over the images of all ranks, each image counted once.
 
     Args:
         alone: `recent` is of the images of this rank alone, and waits for no rank.
+        measures: the number of measures.
 
     Attributes:
         loss: the mean loss that `recent` or `everything` returned last.
     """
 
-    def __init__(self, comm: mpikfac.comm.Comm, device: torch.device, alone: bool = False) -> None:
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        device: torch.device,
+        alone: bool = False,
+        measures: int = 1,
+    ) -> None:
         self.comm, self.alone = comm, alone
         self.loss = math.nan
-        # Summed loss and measure, images: on this rank now, and on all ranks at the last call.
-        self._here = torch.zeros(3, dtype=torch.float64, device=device)
-        self._reported = torch.zeros(3, dtype=torch.float64)
+        # Summed loss and measures, images: on this rank now, and on all ranks at the last call.
+        self._here = torch.zeros(measures + 2, dtype=torch.float64, device=device)
+        self._reported = torch.zeros(measures + 2, dtype=torch.float64)
 
     def add(self, loss: Tensor, measured: Tensor, images: int) -> None:
         """Count a batch, unless the batch's loss is non-finite; nothing leaves the device.
 
         Args:
             loss: the mean over the images of the batch.
-            measured: the sum over the images of the batch.
+            measured: the sum over the images of the batch, or a sum for each measure.
         """
         mean = loss.detach().double()
-        sums = torch.stack([mean * images, measured.double(), torch.full_like(mean, images)])
+        sums = torch.hstack([mean * images, measured.double(), torch.full_like(mean, images)])
         self._here += torch.where(sums[0].isfinite(), sums, 0.0)
 
     def recent(self) -> float:
@@ -51,15 +58,16 @@ class Meter:
         self._reported = total
         return self.loss
 
-    def everything(self) -> tuple[float, float]:
-        """Return means of loss and measure since the last call of `everything`; reset the counts.
+    def everything(self) -> list[float]:
+        """Return means of loss and measures since the last call of `everything`; reset the counts.
 
         Collective over: world.
         """
-        self.loss, measured = _means(self._total())
+        means = _means(self._total())
+        self.loss = means[0]
         self._here.zero_()
         self._reported.zero_()
-        return self.loss, measured
+        return means
 
     def state(self) -> dict[str, Tensor]:
         """Return the counts of all ranks together.
@@ -94,9 +102,9 @@ class Meter:
         return torch.tensor(self.comm.allgather(self._here.tolist()), dtype=torch.float64).sum(0)
 
 
-def _means(sums: Tensor) -> tuple[float, float]:
-    loss, measured, images = sums.tolist()
-    return (loss / images, measured / images) if images else (math.nan, math.nan)
+def _means(sums: Tensor) -> list[float]:
+    *summed, images = sums.tolist()
+    return [one / images if images else math.nan for one in summed]
 
 
 def mean_staleness(counts: Mapping[int, int]) -> float:

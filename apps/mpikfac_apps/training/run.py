@@ -10,6 +10,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import mpikfac
 from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.inspecting import weights
 from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
@@ -31,7 +33,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench, datasets, models
-from mpikfac_apps.text import measured
+from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import (
     Meter,
@@ -41,6 +43,7 @@ from mpikfac_apps.training.metrics import (
     told_staleness,
 )
 from mpikfac_apps.training.optimizers import AVERAGED, Average, make_optimizer
+from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
 
 # Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
@@ -51,70 +54,53 @@ SAMPLE, PASS = 1024, 128
 log = logging.getLogger("mpikfac.train")
 
 
+def first_model(options: Options, classes: int, channels: int, device: torch.device) -> nn.Module:
+    """Return the model with its first weights.
+
+    Raises:
+        ValueError: the model cannot be made.
+    """
+    torch.manual_seed(options.seed)
+    model = models.build(options.model, classes, channels)
+    return models.channels_last(model.to(device))
+
+
 def build(
     options: Options, classes: int, channels: int, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Return the model with its first weights, and the optimizer."""
-    torch.manual_seed(options.seed)
-    model = models.build(options.model, classes, channels)
-    model = models.channels_last(model.to(device))
+    """Return the model with its first weights, and the optimizer.
+
+    Raises:
+        ValueError: the model cannot be made.
+    """
+    model = first_model(options, classes, channels, device)
     return model, make_optimizer(options, model)
 
 
-class Run:
-    """A training run: the parts, the loop over the steps, and the checkpoints.
+class Problem:
+    """Data, network and test of a run.
 
-    Collective over: world, as are all methods.
+    Collective over: comm, as are all methods.
+
+    Attributes:
+        model: the network; the caller gives the network.
+        average: the average of the network's weights, if tests take averages.
     """
 
-    trainer: mpikfac.KFAC | mpikfac.DataParallel
+    model: nn.Module
+    average: Average | None = None
     normalise: Callable[[Tensor], Tensor]
     loss: Callable[..., Tensor]
-    lr: Callable[[int], float]
 
-    def __init__(
-        self,
-        comm: mpikfac.comm.Comm,
-        team: mpikfac.comm.Team,
-        options: Options,
-        guard: Guard,
-        place: Place,
-    ) -> None:
-        self.comm, self.team, self.options, self.guard = comm, team, options, guard
-        self.device = place.device
-        kept_log = run_directory.start_log() if comm.rank == 0 else None
-        self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
-        checkpoint = checkpoints.open_checkpoint(comm, options)
-        if checkpoint is not None:
-            options = self._follow(checkpoint)
-        self.options = options = dataclasses.replace(options, batch_per_rank=None)
+    def __init__(self, comm: mpikfac.comm.Comm, options: Options, device: torch.device) -> None:
+        self.comm, self.options, self.device = comm, options, device
         self._load_data()
-        self._build_trainer(0 if checkpoint is None else checkpoint.step)
-        guard.stage = lambda: self.trainer.trace.current
-        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
-        if restarts := os.environ.get("SLURM_RESTART_COUNT"):
-            log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
-        self.steps = self.calendar.first(options.epochs)
-        if options.max_steps:
-            self.steps = min(self.steps, options.max_steps)
-        alone = isinstance(self.trainer, mpikfac.Asynchronous)
-        self.meter = Meter(comm, self.device, alone)
-        self.speed = Speed(self.trainer.trace)
-        self.troubles = 0
-        self.checkpoint_due = False  # by the number of steps
-        kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
-        self.record = None
-        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
-            if kept_log is not None:
-                about = environment(place.hosts, self.device)
-                config = resolved(options, comm.size)
-                self.record = run_directory.Record(options, config, about, kept_log, *kept)
-
-    # -- parts -----------------------------------------------------------------------------------
 
     def _load_data(self) -> None:
         comm, options, device = self.comm, self.options, self.device
         chosen = options.data
+        with mpikfac.comm.together(comm, "options"):
+            self.network = models.network(options.model)
         with mpikfac.comm.together(comm, "reading data"):
             asked = dataclasses.asdict(chosen)
             later = ("augment", "shift", "mirror")
@@ -125,7 +111,7 @@ class Run:
                     f"batch={largest} is more than the {len(found.train_images)} images"
                 )
         mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
-        self.task = models.network(options.model).task
+        self.task = self.network.task
         self.loss = self.task.loss
         if options.label_smoothing:
             self.loss = partial(self.task.loss, label_smoothing=options.label_smoothing)
@@ -149,17 +135,115 @@ class Run:
         if comm.rank == 0 and (words := doubt(options)):
             log.warning("%s", words)
 
-    def _build_trainer(self, done: int) -> None:
-        """Build model, optimizer and trainer as after `done` steps, except for their state."""
+    def _outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a model's outputs for images, and the targets of the outputs."""
+        inputs, rounded = self.normalise(images), self.options.autocast is not None
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=rounded):
+            return model(inputs).float(), self.task.targets(inputs, labels)
+
+    def tested_model(self) -> nn.Module:
+        """Return the model, or the model of averaged weights if there are averages."""
+        if not self.average:
+            return self.model
+        torch.manual_seed(self.options.seed)  # dropout is alike on all ranks
+        return self.average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Return means of loss and measures over all test images, each image counted once."""
+        measures = self.task.tests(self.classes)
+        meter = Meter(self.comm, self.device, measures=len(measures))
+        model.eval()
+        with torch.no_grad():
+            for images, labels in batches.parts(*self.test, self.batches.per_rank(0)):
+                outputs, targets = self._outputs(model, images, labels)
+                sums = [measured(outputs, targets).double() for measured in measures.values()]
+                meter.add(self.task.loss(outputs, targets), torch.stack(sums), len(outputs))
+        model.train()
+        return dict(zip(("loss", *measures), meter.everything()))
+
+
+def words_of(tested: Mapping[str, float], measure: str) -> str:
+    """Return the measures of a test in words, without the loss."""
+    more = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
+    return f"{measure} {measured(measure, tested[measure])}{more}"
+
+
+class Run(Problem):
+    """A training run: the parts, the loop over the steps, and the checkpoints.
+
+    Collective over: world, as are all methods.
+    """
+
+    trainer: mpikfac.KFAC | mpikfac.DataParallel
+    lr: Callable[[int], float]
+
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        team: mpikfac.comm.Team,
+        options: Options,
+        guard: Guard,
+        place: Place,
+    ) -> None:
+        self.comm, self.team, self.options, self.guard = comm, team, options, guard
+        kept_log = run_directory.start_log() if comm.rank == 0 else None
+        self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
+        checkpoint = checkpoints.open_checkpoint(comm, options)
+        if checkpoint is not None:
+            options = self._follow(checkpoint)
+        options = dataclasses.replace(options, batch_per_rank=None)
+        super().__init__(comm, options, place.device)
+        self._build_trainer(checkpoint)
+        guard.stage = lambda: self.trainer.trace.current
+        self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
+        if restarts := os.environ.get("SLURM_RESTART_COUNT"):
+            log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
+        self.steps = self.calendar.first(options.epochs)
+        if options.max_steps:
+            self.steps = min(self.steps, options.max_steps)
+        alone = isinstance(self.trainer, mpikfac.Asynchronous)
+        self.meter = Meter(comm, self.device, alone)
+        self.speed = Speed(self.trainer.trace)
+        self.best = best.Best(self.task)
+        self.troubles = 0
+        self.checkpoint_due = False  # by the number of steps
+        kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
+        self.record = None
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
+            if kept_log is not None:
+                about = environment(place.hosts, self.device)
+                config = resolved(options, comm.size)
+                self.record = run_directory.Record(options, config, about, kept_log, *kept)
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _build_model(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
+        """Build model and optimizer; the trainer sends rank 0's weights to all ranks."""
         comm, options = self.comm, self.options
-        model, self.optimizer = build(options, self.classes, self.channels, self.device)
-        if isinstance(model, airbench.Airbench):  # the trainer sends rank 0's weights to all ranks
+        with mpikfac.comm.together(comm, "building the network"):
+            model, self.optimizer = build(options, self.classes, self.channels, self.device)
+            first, _ = self.batches.get(0, 0)
+            models.check(options.model, model, self.normalise(first[:2]), self.classes)
+        if isinstance(model, airbench.Airbench):
             model.whiten(self.normalise(self.batches.images[: airbench.SEEN]))
+            done = 0 if checkpoint is None else checkpoint.step
             model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
+        self.model = model
+        if options.weights is not None and checkpoint is not None:
+            log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
+        elif options.weights is not None:
+            with mpikfac.comm.together(comm, f"weights={options.weights}"):
+                if comm.rank == 0:
+                    file = Path(options.weights)
+                    left = ", ".join(weights.load(model, weights.read(file))) or "none"
+                    log.info("weights of %s; tensors left at their first values: %s", file, left)
+
+    def _build_trainer(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
+        """Build model, optimizer and trainer for a start, except for the state of a checkpoint."""
+        self._build_model(checkpoint)
+        comm, options, model = self.comm, self.options, self.model
         rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
         self.lr = lambda step: rate(self.calendar.clock(step))
-        self.model = model
-        self.average = Average(model, options.average) if options.average else None
         with mpikfac.comm.together(comm, "options"):
             asked, kfac = options.distribution, options.kfac
             strategy, chosen = make_strategy(asked, kfac, comm.size, options.parts)
@@ -170,11 +254,14 @@ class Run:
             elif options.optimizer != "kfac":
                 self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
             else:
-                shapes = mpikfac.layers.covered_shapes(model, coverage(kfac))
+                covers = self.network.covers
+                shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
-                settings = kfac_settings(kfac, chosen, self.calendar.epochs)
+                settings = kfac_settings(kfac, chosen, self.calendar.epochs, covers)
                 self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
+        if options.average:  # of the weights that the trainer has sent
+            self.average = Average(model, options.average)
 
     # -- training --------------------------------------------------------------------------------
 
@@ -187,7 +274,7 @@ class Run:
         if self.record:
             progress = run_directory.Progress(first, self.steps, calendar.epochs)
         stop = False
-        for step in range(first, self.steps):
+        for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
             span = calendar.at(epoch)
             if isinstance(self.model, airbench.Airbench):
@@ -209,7 +296,7 @@ class Run:
             if index + 1 == span.steps:
                 self.guard.enter("evaluation", step)
                 self._end_epoch(epoch + 1)
-            if stop := self._follow_votes():
+            if (stop := self._follow_votes()) or self.impatient:
                 break
         recording.write()  # if the run stopped before the last traced step
         if progress:
@@ -219,14 +306,17 @@ class Run:
     def step(self, step: int, images: Tensor, labels: Tensor) -> None:
         """Take a training step on the rank's share of a batch, in parts if the options say so."""
         self.set_rate(step)
-        count = self.trainer.plan.of(self.comm.rank).parts
-        first = self.comm.rank * max(1, count)
-        parts = list(zip(images.chunk(max(1, count)), labels.chunk(max(1, count))))
+        in_parts = self.trainer.plan.of(self.comm.rank).parts
+        passes = in_parts or self.options.accumulate
+        first = self.comm.rank * passes
+        parts = list(zip(images.chunk(passes), labels.chunk(passes)))
         losses = []
         for number, part in enumerate(parts, first):
             self._seed(step, number)
-            losses.append(self._pass(*part))
-            if count:
+            if in_parts or number == first:
+                self.optimizer.zero_grad()
+            losses.append(self._pass(*part, share=1.0 if in_parts else len(part[1]) / len(labels)))
+            if in_parts:
                 self.trainer.collect()
         self._end_step(images, labels, torch.stack(losses).mean())
         if self.average:
@@ -267,28 +357,19 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr(step)
 
-    def _outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a model's outputs for images, and the targets of the outputs."""
-        inputs = self.normalise(images)
-        return model(inputs), self.task.targets(inputs, labels)
-
-    def _pass(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss after a forward and backward pass."""
+    def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:
+        """Return the mean loss after a forward and backward pass; gradients take the share."""
         stage = self.trainer.trace.stage
-        self.optimizer.zero_grad()
         with stage("forward"):
             outputs, targets = self._outputs(self.model, images, labels)
             loss = self.loss(outputs, targets)
         with stage("backward"):
             if isinstance(self.trainer, mpikfac.KFAC):
                 self.trainer.record(outputs, self.task.loss_name)
-            loss.backward()
-        self._count(self.meter, loss, outputs, targets)
-        return loss.detach()
-
-    def _count(self, meter: Meter, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
+            (loss * share).backward()
         with torch.no_grad():
-            meter.add(loss, self.task.measured(outputs, targets), len(outputs))
+            self.meter.add(loss, self.task.measured(outputs, targets), len(outputs))
+        return loss.detach()
 
     def _meets(self, steps: int) -> bool:
         """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
@@ -357,24 +438,6 @@ class Run:
         log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, wanted)
         return code
 
-    def evaluate(self) -> tuple[float, float]:
-        """Return means of loss and measure over all test images, each image counted once."""
-        meter, model = Meter(self.comm, self.device), self._tested()
-        model.eval()
-        with torch.no_grad():
-            for images, labels in batches.parts(*self.test, self.batches.per_rank(0)):
-                outputs, targets = self._outputs(model, images, labels)
-                self._count(meter, self.task.loss(outputs, targets), outputs, targets)
-        model.train()
-        return meter.everything()
-
-    def _tested(self) -> nn.Module:
-        """Return the model, or the model of averaged weights if the options ask for averages."""
-        if not self.average:
-            return self.model
-        torch.manual_seed(self.options.seed)  # dropout is alike on all ranks
-        return self.average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
-
     # -- records ---------------------------------------------------------------------------------
 
     def _report(self) -> None:
@@ -400,12 +463,26 @@ class Run:
         loss, value = self.meter.everything()
         found = {"train_loss": self._finite(loss), f"train_{measure}": value}
         text = f"train {measure} {measured(measure, value)}"
+        tested: Mapping[str, float] = {}
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
-            test_loss, value = self.evaluate()
-            found |= {"test_loss": test_loss, f"test_{measure}": value}
-            text += f", test {measured(measure, value)}"
+            model = self.tested_model()
+            tested = self.evaluate(model)
+            found |= {f"test_{name}": value for name, value in tested.items()}
+            text += f", test {words_of(tested, measure)}"
         self._row(**found)
         log.info(f"epoch {epoch}: loss {loss:.4f}, {text}, {self.speed.seconds:.1f} s")
+        if tested and self.best.follow(tested[measure]) and self.options.keep_best and self.record:
+            steps = self.trainer.steps
+            told = f"test {words_of(tested, measure)} after step {steps}, the best so far"
+            best.keep(model, Path(self.options.run_dir), told)
+        if tested and self.impatient:
+            log.info("%d tests in a row are no better: the run ends early", self.best.since)
+
+    @property
+    def impatient(self) -> bool:
+        """Whether so many tests in a row were no better that the run ends early."""
+        patience = self.options.patience
+        return patience is not None and self.best.since >= patience
 
     def _row(self, **values: float) -> None:
         if self.record:
@@ -461,6 +538,7 @@ class Run:
         return {
             "run/data": json.dumps(about),
             "run/seconds": self.speed.seconds,
+            **self.best.state(),
             **metrics,
         }
 
@@ -494,6 +572,7 @@ class Run:
             self.speed.mark()
             if self.options.resume == "auto":
                 kept = size, waiting
+                self.best.load(items)
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)

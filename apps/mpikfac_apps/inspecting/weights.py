@@ -1,0 +1,81 @@
+"""Read weights from plain files, and load weights into a network, except for the last module."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac import files
+from mpikfac_apps.inspecting.export import check_package
+
+
+def read(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name; no code in the file runs.
+
+    Args:
+        path: a file of safetensors, or a state_dict that `torch.save` wrote.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else.
+    """
+    try:
+        with files.reading(path, links=True) as file:
+            content = file.read()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
+    check_package(path)
+    try:
+        found = _loaded(path, content)
+    except Exception as error:  # a damaged file may raise anything
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} is no file of weights: {reason}") from error
+    if not isinstance(found, Mapping) or not all(map(torch.is_tensor, found.values())):
+        raise ValueError(f"{path} must hold a state_dict: tensors by name, and nothing else")
+    return dict(found)
+
+
+def _loaded(path: Path, content: bytes) -> object:
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load
+
+        return load(content)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Load weights into a network; return the names of tensors that keep their values.
+
+    Only tensors of the last module with parameters, the classifier, may keep their values: if
+    `tensors` lacks a tensor or has another shape. Numbers of other dtypes are converted.
+
+    Raises:
+        ValueError: other tensors are missing, unknown or of another shape; the network is as
+            before.
+    """
+    own, last = model.state_dict(), last_module(model)
+    names = dict.fromkeys([*own, *tensors])
+    differing = [name for name in names if form(tensors, name) != form(own, name)]
+    if wrong := [name for name in differing if name.rpartition(".")[0] != last]:
+        name, more = wrong[0], f", and {len(wrong) - 1} more" if wrong[1:] else ""
+        raise ValueError(
+            f"{name} has {form(tensors, name)} in the file and {form(own, name)} in the "
+            f"network{more}; only tensors of the last module, {last}, may differ"
+        )
+    fitting = {name: tensors[name] for name in own if name not in differing}
+    model.load_state_dict(fitting, strict=False)
+    return [name for name in own if name in differing]
+
+
+def last_module(model: nn.Module) -> str:
+    """Return the name of the last module with parameters; "" if the network is the module."""
+    names = [name for name, _ in model.named_parameters()]
+    return names[-1].rpartition(".")[0] if names else ""
+
+
+def form(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return the shape of a tensor in words."""
+    return f"shape {list(tensors[name].shape)}" if name in tensors else "no such tensor"

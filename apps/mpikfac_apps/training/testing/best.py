@@ -1,0 +1,74 @@
+"""Follow the tests of a run: keep the weights of the best test, and see when tests stay worse."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mpikfac import files
+from mpikfac_apps.inspecting import export
+from mpikfac_apps.problems.tasks import Task
+
+FILE = "best.pt"
+ITEMS = {"run/best": float, "run/since_best": int}
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Best:
+    """The best test of a run so far; alike on all ranks, as are the results of tests.
+
+    Collective over: none, as are all methods.
+
+    Attributes:
+        value: the measure of the best test; NaN before the first test.
+        since: the tests since the best test.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.value, self.since = math.nan, 0
+
+    def follow(self, value: float) -> bool:
+        """Count a test; return whether the test is the best test so far."""
+        better = self.task.better(value, self.value) or math.isnan(self.value)
+        self.value, self.since = (value, 0) if better else (self.value, self.since + 1)
+        return better
+
+    def state(self) -> dict[str, float | int]:
+        """Return the items of a checkpoint: none before the first test."""
+        values = self.value, self.since
+        return {} if math.isnan(self.value) else dict(zip(ITEMS, values))
+
+    def load(self, items: Mapping[str, Any]) -> None:
+        """Continue from a `state`.
+
+        Raises:
+            ValueError: the items are no number and no count.
+        """
+        found = {name: items[name] for name in ITEMS if name in items}
+        if not found:
+            return
+        if not files.has_form(found, ITEMS) or found["run/since_best"] < 0:
+            raise ValueError(f"items {', '.join(ITEMS)} must be a number and a count of tests")
+        self.value, self.since = found.values()
+
+
+def keep(model: nn.Module, run_dir: Path, told: str) -> None:
+    """Write a network's weights as the best weights of a run; a failure is a warning.
+
+    Args:
+        told: the result of the test, for the log.
+    """
+    tensors = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
+    try:
+        export.write(run_dir / FILE, tensors)
+    except ValueError as error:
+        log.warning("%s; training goes on, without the weights of the best test", error)
+    else:
+        log.info("wrote %s: %s", run_dir / FILE, told)

@@ -1,0 +1,355 @@
+"""Networks of files and of timm, first weights of files, and passes of a step, in training."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import mpikfac
+from mpikfac_apps.inspecting import export, weights
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.planning import plan
+from mpikfac_apps.problems import models
+from mpikfac_apps.study.spec import plan_of
+from mpikfac_apps.training import train
+from programs.plain import NETWORKS, plain
+from support import zoo
+from support.launch import run_each
+
+TIMES = ("seconds", "images_per_second", "communication")
+QUICK = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=2", "--threads=1")
+SOLVERS = {
+    "sgd": ("--optimizer=sgd",),
+    "kfac": ("--kfac.basis_every=2",),
+    "ekfac": ("--kfac.solver=ekfac", "--kfac.damping=0.01", "--kfac.basis_every=2"),
+    "sampled": ("--kfac.fisher=exact", "--kfac.subsample=2"),
+}
+FILE = """
+import mpikfac
+from torch import nn
+from mpikfac_apps.problems.resnet import conv
+
+class Own(nn.Linear):
+    pass
+
+COVERS = {**mpikfac.KINDS, Own: mpikfac.Layer}
+
+def told(classes, channels):
+    layers = conv(channels, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), Own(128, classes)
+    return nn.Sequential(*layers)
+
+def half(classes=3):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, classes))
+
+def fixed():
+    return half(7)
+"""
+
+
+def arguments(run_dir, *more):
+    return [*QUICK, f"--run_dir={run_dir}", *more]
+
+
+def rows(run_dir):
+    """Return lines of metrics without times."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [{key: row[key] for key in row if key not in TIMES} for row in lines]
+
+
+def saved(run_dir):
+    """Return the last checkpoint."""
+    path = mpikfac.checkpoint.latest_checkpoint(run_dir / "checkpoints")
+    return mpikfac.checkpoint.read_checkpoint(path)
+
+
+def refused(capfd, *options):
+    """Return the only line of a run that ends with code 2."""
+    with pytest.raises(SystemExit) as leave:
+        train.main(list(options))
+    assert leave.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    return line
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Return the path of a file with networks."""
+    path = tmp_path / "own.py"
+    path.write_text(FILE)
+    return path
+
+
+# -- networks of files -----------------------------------------------------------------------------
+
+
+def test_a_network_of_a_file_trains_as_a_network_by_name(file, tmp_path, monkeypatch):
+    """Oracle: the same network by name, which keeps the layers' own first weights; its layers."""
+    monkeypatch.setitem(models.MODELS, "plain", models.Network(plain, draw=None))
+    assert train.main(arguments(tmp_path / "name", "--model=plain")) == 0
+    assert train.main(arguments(tmp_path / "file", f"--model={file}:told")) == 0
+    assert rows(tmp_path / "file") == rows(tmp_path / "name")
+    assert [n for n in saved(tmp_path / "file") if n.endswith("4.A")]  # COVERS covers `Own`
+
+
+def test_a_function_is_told_the_numbers_that_it_takes(file):
+    """Oracle: the shapes of the last layer, by hand."""
+
+    def outputs(function, *numbers):
+        return models.build(f"{file}:{function}", *numbers)[-1].out_features
+
+    assert [outputs("told"), outputs("told", 4, 1), outputs("half"), outputs("half", 4)] == [
+        *(10, 4, 3, 4),
+    ]
+    assert outputs("fixed", 4) == 7
+    assert models.build(f"{file}:told", 4, 2)[0].in_channels == 2
+
+
+def test_a_plan_is_the_plan_of_the_run(file):
+    """Oracle: the plan of the library for the same module, by its digest."""
+    options = Options(model=f"{file}:told", batch=120)
+    module = models.build(f"{file}:told", 10, 1)
+    covers = models.network(f"{file}:told").covers
+    shapes = mpikfac.layers.covered_shapes(module, mpikfac.Coverage(covers=covers))
+    expected = mpikfac.make_plan(shapes[0], 2, mpikfac.Strategy.comm_opt(2), shapes[1])
+    assert plan_of(options, 2).digest() == expected.digest()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fixed", "fixed returns [7] for an image, and the data has 10 classes; a function may"),
+        ("absent", "own.py has no function 'absent'"),
+    ],
+)
+def test_a_network_that_cannot_learn_the_data_is_one_line(file, tmp_path, capfd, name, message):
+    """Oracle: the messages, written out."""
+    assert message in refused(capfd, *arguments(tmp_path / "run", f"--model={file}:{name}"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_classes_of_a_function_without_classes_are_refused(file, capsys):
+    """Oracle: the message, written out."""
+    assert plan.main([f"--model={file}:fixed", "--classes=3", "--ranks=2"]) == 2
+    assert "classes=3 needs a function that takes `classes`, not" in capsys.readouterr().err
+
+
+# -- networks of timm ------------------------------------------------------------------------------
+
+
+def test_a_network_of_timm_is_planned_and_trained(tmp_path, capsys, monkeypatch):
+    """Oracle: timm's own network: its covered layers; losses fall; one line for a wrong name."""
+    if missing := zoo.missing():
+        pytest.skip(f"{' and '.join(missing)} not installed")
+    timm = zoo.timm()
+    name = "timm:test_resnet"
+    found, _ = models.shapes_of(name)
+    module = timm.create_model("test_resnet", num_classes=1000)
+    assert found == mpikfac.layers.covered_shapes(module)[0]
+    options = ("--data.name=synthetic", "--data.train_images=128", "--batch=32", "--epochs=3")
+    assert train.main([*options, f"--model={name}", f"--run_dir={tmp_path}/run"]) == 0
+    losses = [row["train_loss"] for row in rows(tmp_path / "run") if "train_loss" in row]
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="model=timm:resnet19 is no network of timm; did you mean"):
+        models.network("timm:resnet19")
+    with pytest.raises(ValueError, match="images of 224x224 pixels only, and data.name=synthetic"):
+        train.parse([*options, "--model=timm:vit_tiny_patch16_224"], 1)
+
+
+def test_without_timm_there_is_one_line(monkeypatch):
+    """Oracle: a package that cannot be imported."""
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(ValueError, match="model=timm:NAME needs the packages timm and torchvision"):
+        models.network("timm:resnet18")
+
+
+# -- first weights ---------------------------------------------------------------------------------
+
+
+def small(classes=10, hidden=6):
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, hidden), nn.BatchNorm1d(hidden), nn.Linear(hidden, classes))
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_of_a_file_are_loaded_but_for_the_last_module(tmp_path, suffix):
+    """Oracle: torch's state_dict; a classifier of another size keeps its values."""
+    if suffix == ".safetensors":
+        pytest.importorskip("safetensors", reason="safetensors is not installed")
+    donor = small()
+    nn.init.normal_(donor[1].running_mean)
+    file = tmp_path / f"donor{suffix}"
+    export.write(file, donor.state_dict())
+    whole, other = small().requires_grad_(False), small(classes=3)
+    nn.init.zeros_(whole[0].weight)
+    kept = {name: value.clone() for name, value in other[2].state_dict().items()}
+    assert weights.load(whole, weights.read(file)) == []
+    assert weights.load(other, weights.read(file)) == ["2.weight", "2.bias"]
+    for name, value in donor.state_dict().items():
+        assert torch.equal(whole.state_dict()[name], value)
+        assert torch.equal(other.state_dict()[name], kept[name[2:]] if name[0] == "2" else value)
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    """Oracle: the first wrong tensor, and the network as before."""
+    model, wide = small(), small(hidden=7)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    wrong = r"0.weight has shape \[7, 4\] in the file and shape \[6, 4\] in the network, and 5 more"
+    with pytest.raises(ValueError, match=wrong):
+        weights.load(model, wide.state_dict())
+    with pytest.raises(ValueError, match="x has shape .* in the file and no such tensor in the"):
+        weights.load(model, {**model.state_dict(), "x": torch.ones(2)})
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
+
+
+class Harm:
+    def __reduce__(self):
+        return print, ("harm",)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"text", "is no file of weights: "),
+        ({"weight": Harm()}, "is no file of weights: "),
+        ({"epoch": 3}, "must hold a state_dict: tensors by name, and nothing else"),
+        ([torch.ones(2)], "must hold a state_dict"),
+    ],
+)
+def test_a_file_without_weights_is_one_line_and_runs_nothing(tmp_path, capsys, content, message):
+    """Oracle: the messages; a pickle that would print."""
+    file = tmp_path / "weights.pt"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        torch.save(content, file)
+    with pytest.raises(ValueError) as caught:
+        weights.read(file)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert "harm" not in capsys.readouterr().out
+
+
+# -- several passes, and passes in bfloat16 --------------------------------------------------------
+
+
+def runs(root):
+    """Yield ranks and options of runs on several ranks."""
+    for name in ("sgd", "kfac"):
+        for passes in (1, 4):
+            chosen = (*SOLVERS[name], "--model=plain", f"--accumulate={passes}")
+            yield 2, arguments(root / f"{name} {passes}", *chosen)
+    torch.save(plain(10, 1).state_dict(), root / "donor.pt")
+    still = ("--optimizer=sgd", "--lr=1e-30", "--model=plain", "--max_steps=1")
+    for run in ("begun", "resumed"):
+        more = ("--resume=auto", "--max_steps=2") if run == "resumed" else ()
+        yield 2, arguments(root / "begun", *still, f"--weights={root}/donor.pt", *more)
+
+
+def assert_same_training(found, expected):
+    """Check that the numbers of both runs agree to rounding, step by step."""
+    for key in ("step", "loss", "train_loss", "test_loss"):
+        numbers = [[row[key] for row in lines if key in row] for lines in (found, expected)]
+        assert numbers[0] == pytest.approx(numbers[1], rel=1e-4), key
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """Return the directory of `runs`."""
+    root = tmp_path_factory.mktemp("runs")
+    run_each(list(runs(root)), root)
+    return root
+
+
+@pytest.mark.parametrize("name", ["sgd", "kfac"])
+def test_two_ranks_step_by_several_passes_as_by_one(ran, name):
+    """Oracle: the whole share of a rank in one pass; no BatchNorm."""
+    assert_same_training(rows(ran / f"{name} 4"), rows(ran / f"{name} 1"))
+
+
+@pytest.mark.parametrize("name", ["ekfac", "sampled"])
+def test_statistics_of_several_passes_are_those_of_one(tmp_path, monkeypatch, name):
+    """Oracle: the whole batch in one pass; no BatchNorm."""
+    monkeypatch.setattr(models, "MODELS", {**models.MODELS, **NETWORKS})
+    for passes in (1, 5):
+        chosen = (*SOLVERS[name], "--model=plain", f"--accumulate={passes}")
+        assert train.main(arguments(tmp_path / str(passes), *chosen)) == 0
+    assert_same_training(rows(tmp_path / "5"), rows(tmp_path / "1"))
+
+
+def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
+    """Oracle: the file; steps of length 0. A checkpoint compares the weights of the ranks."""
+    donor, found = torch.load(ran / "donor.pt"), saved(ran / "begun")
+    assert found.step == 2
+    for name, value in donor.items():
+        assert torch.equal(found[f"model/{name}"], value)
+    said = (ran / "begun" / "log.txt").read_text()
+    assert said.count("tensors left at their first values: none") == 1
+    assert said.count("donor.pt is not read: the run goes on from a checkpoint") == 1
+
+
+class Rounded(nn.Module):
+    """Autocast's computation, written out: input, weight and bias are rounded."""
+
+    def forward(self, x):
+        return self.computed(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
+
+
+class Linear(Rounded, nn.Linear):
+    computed = staticmethod(F.linear)
+
+
+class Conv2d(Rounded, nn.Conv2d):
+    def computed(self, *args):
+        return F.conv2d(*args, self.stride, self.padding)
+
+
+def rounding(kinds):
+    """Return a function that makes a network of a convolution and a linear layer."""
+
+    def make(classes, channels):
+        conv, linear = kinds
+        layers = conv(channels, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        return nn.Sequential(*layers, linear(128, classes))
+
+    return make
+
+
+@pytest.mark.parametrize("name", ["sgd", "kfac"])
+def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
+    """Oracle: a network that rounds by hand; float32 gives other numbers."""
+    covers = {Linear: mpikfac.KINDS[nn.Linear], Conv2d: mpikfac.KINDS[nn.Conv2d]}
+    by_hand = models.Network(rounding((Conv2d, Linear)), covers=covers)
+    monkeypatch.setitem(models.MODELS, "by hand", by_hand)
+    monkeypatch.setitem(models.MODELS, "net", models.Network(rounding((nn.Conv2d, nn.Linear))))
+    for run, more in {"hand": "by hand", "cast": "net", "float32": "net"}.items():
+        cast = ("--autocast=bfloat16",) if run == "cast" else ()
+        chosen = arguments(tmp_path / run, *SOLVERS[name], f"--model={more}", *cast)
+        assert train.main(chosen) == 0
+    assert_same_training(rows(tmp_path / "cast"), rows(tmp_path / "hand"))
+    losses = [rows(tmp_path / run)[-1]["test_loss"] for run in ("cast", "float32")]
+    assert losses[0] != pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--accumulate=7", "accumulate=7 must divide the 120 images of a rank's share of batch"),
+        ("--accumulate=2 --parts=2", "accumulate=2 needs parts=null, not 2"),
+        ("--accumulate=2 --overlap", "accumulate=2 needs overlap=false"),
+        (
+            "--autocast=bfloat16 --kfac.length=quadratic --schedule=constant --momentum=0 "
+            "--weight_decay=0",
+            "autocast=bfloat16 needs another kfac.length than quadratic",
+        ),
+    ],
+)
+def test_passes_that_do_not_fit_are_refused(given, message):
+    """Oracle: the messages, written out."""
+    with pytest.raises(ValueError, match="^" + message):
+        train.parse([*QUICK, *given.split()], 1)
+
+
