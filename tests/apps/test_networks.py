@@ -134,7 +134,7 @@ def test_a_network_that_cannot_learn_the_data_is_one_line(file, tmp_path, capfd,
 def test_classes_of_a_function_without_classes_are_refused(file, capsys):
     """Oracle: the message, written out."""
     assert plan.main([f"--model={file}:fixed", "--classes=3", "--ranks=2"]) == 2
-    assert "classes=3 needs a function that takes `classes`, not" in capsys.readouterr().err
+    assert "classes=3 needs a function with a parameter classes, not" in capsys.readouterr().err
 
 
 # -- networks of timm ------------------------------------------------------------------------------
@@ -351,5 +351,3 @@ def test_passes_that_do_not_fit_are_refused(given, message):
     """Oracle: the messages, written out."""
     with pytest.raises(ValueError, match="^" + message):
         train.parse([*QUICK, *given.split()], 1)
-
-

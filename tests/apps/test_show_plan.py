@@ -154,7 +154,10 @@ def test_a_model_of_ones_own_is_planned(tmp_path, capsys, more, layers):
         ("own.py:missing", "own.py has no function 'missing'"),
         ("own.py:none", "none() returned NoneType, no torch.nn.Module"),
         ("own.py", "own.py names no function; try own.py:FUNCTION"),
-        ("own.py:build --classes 3", "classes=3 needs a network by name, not own.py:build"),
+        (
+            "own.py:build --classes 3",
+            "classes=3 needs a function with a parameter classes, not own.py:build",
+        ),
     ],
 )
 def test_a_file_without_a_model_is_one_line(tmp_path, monkeypatch, capsys, name, message):

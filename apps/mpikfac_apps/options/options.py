@@ -148,10 +148,6 @@ class Options:
         model: the network: FILE.py:FUNCTION, timm:NAME for a network of timm, or a name.
             Autoencoders learn the pixels of their inputs; all other networks are classifiers and
             learn labels.
-        weights: a file of first weights: a state_dict, or a file of `mpikfac export`, .pt or
-            .safetensors. Tensors of the last module may be missing or have another shape; these
-            keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
-            weights are drawn by the seed.
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of
@@ -197,6 +193,10 @@ class Options:
             The number is the share of the old average in the new average, such as 0.99; in the
             first steps the average is the plain mean. 0: tests take the weights themselves.
         distribution: the strategy.
+        weights: a file of first weights: a state_dict, or a file of `mpikfac export`, .pt or
+            .safetensors. Tensors of the last module may be missing or have another shape; these
+            keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
+            weights are drawn by the seed.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -224,7 +224,6 @@ class Options:
 
     optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap", "lars", "lamb"] = "kfac"
     model: str = listed(MODELS, "digits_cnn")
-    weights: str | None = None
     data: DataOptions = field(default_factory=DataOptions)
     kfac: KfacOptions = field(default_factory=KfacOptions)
     batch: int | Schedule | None = bounded(None, ">= 1")
@@ -249,6 +248,7 @@ class Options:
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: Distribution = inline(Distribution)
+    weights: str | None = None
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"

@@ -206,6 +206,6 @@ def shapes_of(
     """
     entry = network(name)
     if classes is not None and "classes" not in entry.takes:
-        raise ValueError(f"classes={classes} needs a function that takes `classes`, not {name}")
+        raise ValueError(f"classes={classes} needs a function with a parameter classes, not {name}")
     model = skeleton(name, classes)
     return mpikfac.layers.covered_shapes(model, coverage or mpikfac.Coverage(covers=entry.covers))
