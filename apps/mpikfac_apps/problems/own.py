@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +33,11 @@ def check_file(name: str) -> None:
         raise ValueError(f"{path} is no file")
 
 
-def made(name: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
-    """Return the result of FILE.py:FUNCTION, and COVERS of the file (or the library's kinds).
+def function_of(name: str) -> tuple[Callable[..., Any], ModuleType]:
+    """Return FUNCTION of FILE.py:FUNCTION, and the module that the file makes.
 
     Raises:
-        ValueError: the file or the function does not exist, raises, or returns no module.
+        ValueError: the file or the function does not exist, or the file raises.
     """
     check_file(name)
     file, _, function = name.rpartition(":")
@@ -48,9 +50,20 @@ def made(name: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
     sys.path.insert(0, str(path.parent))
     with told(f"{path}"):
         spec.loader.exec_module(module)
-    build = getattr(module, function, None)
-    if not callable(build):
+    found = getattr(module, function, None)
+    if not callable(found):
         raise ValueError(f"{path} has no function {function!r}")
+    return found, module
+
+
+def made(name: str) -> tuple[nn.Module, mpikfac.layers.Kinds]:
+    """Return the result of FILE.py:FUNCTION, and COVERS of the file (or the library's kinds).
+
+    Raises:
+        ValueError: the file or the function does not exist, raises, or returns no module.
+    """
+    build, module = function_of(name)
+    function = name.rpartition(":")[2]
     with told(f"{function}()"):
         model = build()
     if not isinstance(model, nn.Module):
