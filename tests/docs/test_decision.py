@@ -23,7 +23,7 @@ STRATEGIES = (
     *("sgd", "comm-opt", "mem-opt", "hybrid", "owner-stepped", "late-owner", "spd-kfac"),
     "comm-opt-bf16",
 )
-COLUMNS = "mean plain factors bases comm wait MiB sent".split()
+COLUMNS = ["mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent"]
 
 
 @functools.cache
