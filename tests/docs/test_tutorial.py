@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from mpikfac_apps import __main__ as program
+from mpikfac_apps.problems.datasets import DATASETS
 from support.launch import launch
 
 PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
@@ -39,6 +40,10 @@ def mpi_goes_on(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "evaluate" not in program.PROGRAMS or "folder" not in DATASETS,
+    reason="the programs have no `mpikfac evaluate`, or no data.name=folder",
+)
 @pytest.mark.usefixtures("mpi_goes_on")
 def test_the_commands_run(tmp_path, monkeypatch, capfd):
     """Oracle: exit codes; the words that the page promises; the weights in the model's layers."""
