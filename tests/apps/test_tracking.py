@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -279,3 +280,16 @@ def test_a_directory_in_the_place_of_the_id(tmp_path):
     (tmp_path / "tracking_id").mkdir()
     with pytest.raises(OSError, match="it is a directory, not a regular file"):
         _ = Start(tmp_path, 0, {}).id
+
+
+def test_the_tracker_on_the_page_works(tmp_path):
+    """Oracle: the loss of one of two lines, by hand."""
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    codes = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (code,) = (code for code in codes if "def log(start)" in code)
+    (tmp_path / "page.py").write_text(code)
+    trackers = Trackers([f"{tmp_path / 'page.py'}:log"], Start(tmp_path, 0, {}))
+    trackers.add(2, {"loss": 0.5})
+    trackers.add(3, {"test_loss": 0.25})
+    trackers.close()
+    assert (tmp_path / "losses.txt").read_text() == "2 0.5\n"
