@@ -52,10 +52,12 @@ print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 11))' 2>/
     return 2
 }
 
-# install EXTRA...: runs pip, unless an earlier call installed the same requirements.
+# install EXTRA...: runs pip, unless an earlier call installed the same requirements,
+# with what the programs need.
 install() {
     local extras stamp wanted
-    extras=$(IFS=, && echo "${*:+[$*]}")
+    set -- apps "$@"
+    extras=$(IFS=, && echo "[$*]")
     stamp=$VENV/installed$extras
     wanted=$(cat "$ROOT/setup.cfg" "$ROOT/constraints.txt" - <<<"$ROOT" | cksum)
     [ "$wanted" = "$(cat "$stamp" 2>/dev/null)" ] && return

@@ -21,6 +21,8 @@ PROGRAMS = {
     "inspect": ("inspecting.inspect", "show the contents and the spectra of a checkpoint"),
     "export": ("inspecting.export", "write weights and factors of a checkpoint as plain files"),
 }
+EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")
+"""Modules of the extra `apps`: a user of the library alone does not install these."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,6 +33,15 @@ def main(argv: list[str] | None = None) -> int:
     if name in PROGRAMS:
         try:
             return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(rest)
+        except ModuleNotFoundError as error:
+            if error.name not in EXTRA:
+                raise
+            print(
+                f"mpikfac {name} needs the package {error.name}, which is not installed; run pip "
+                f"install 'mpikfac[apps]'",
+                file=sys.stderr,
+            )
+            return 2
         except KeyboardInterrupt:
             print(f"mpikfac {name}: interrupted", file=sys.stderr)
             return 130

@@ -19,4 +19,4 @@ for library in /usr/lib/*/libmpich.so.12; do
 done
 python3 -m venv /opt/mpikfac
 /opt/mpikfac/bin/pip install --no-cache-dir --constraint "$1/constraints.txt" \
-    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$1"
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$1[apps]"

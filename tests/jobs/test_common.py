@@ -130,8 +130,8 @@ def test_pip_runs_once_for_the_same_requirements(project):
     for _ in range(2):
         assert run(project, "install test lint; install").returncode == 0
     first, second = log.read_text().splitlines()
-    assert first.endswith("--constraint constraints.txt --editable .[test,lint]")
-    assert second.endswith("--editable .")
+    assert first.endswith("--constraint constraints.txt --editable .[apps,test,lint]")
+    assert second.endswith("--editable .[apps]")
     (project / "constraints.txt").write_text("three")
     run(project, "install test lint")
     assert len(log.read_text().splitlines()) == 3
@@ -146,7 +146,7 @@ def test_pip_tells_of_each_package_on_the_way(project):
     )
     program(project / ".venv" / "bin" / "python", says)
     first, *lines = run(project, "install").stdout.splitlines()
-    assert first.startswith("installing mpikfac into")
+    assert first.startswith("installing mpikfac[apps] into")
     assert lines == [
         "  Downloading torch-2.13.0.whl (190.1 MB)",
         "  Installing the packages, which takes a minute",

@@ -16,7 +16,7 @@ from mpikfac_apps.guard.watchdog import Watchdog
 from mpikfac_apps.options.options import Options
 
 BEGAN = time.time()
-FOLDERS = ("checkpoints", "control", "hang", "tensorboard")
+FOLDERS = ("checkpoints", "control", "hang", "tensorboard", "wandb", "mlflow")
 
 
 class Guard:

@@ -12,6 +12,7 @@ from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS
 from mpikfac_apps.problems.models import network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
+from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
 USUAL_BATCH = 256  # images of a step of all ranks together
@@ -40,8 +41,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
             f"optimizer={options.optimizer} needs the package pytorch_optimizer, which is not "
             f"installed; run pip install pytorch_optimizer"
         )
-    if options.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ValueError("tensorboard=true needs the package tensorboard, which is not installed")
+    check_trackers(options.trackers)
 
 
 def _check_strategy(options: Options, ranks: int) -> None:

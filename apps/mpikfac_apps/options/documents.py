@@ -24,6 +24,7 @@ SYNONYMS = {
     **dict.fromkeys(("optim", "opt"), "optimizer"),
     **dict.fromkeys(("scheduler", "lr_schedule", "lr_scheduler"), "schedule"),
     **dict.fromkeys(("warmup", "warmup_steps"), "warmup_epochs"),
+    **dict.fromkeys(("tensorboard", "logger", "report_to", "log_with"), "metrics"),
     **dict.fromkeys(("inv_update_freq", "kfac_update_freq"), "kfac.basis_every"),
     **dict.fromkeys(("fac_update_freq", "cov_update_freq"), "kfac.factor_every"),
 }

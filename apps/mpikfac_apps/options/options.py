@@ -219,7 +219,9 @@ class Options:
         device: the device of each rank; "auto" takes a GPU if a GPU exists.
         threads: the number of threads of a rank. null: OMP_NUM_THREADS, or an equal share of the
             node's cores.
-        tensorboard: TensorBoard events are written, too.
+        metrics: the trackers that take the numbers of metrics.jsonl, too: "tensorboard", "wandb",
+            "mlflow", or FILE.py:FUNCTION, a function that returns a tracker; a name, or a list of
+            names.
     """
 
     optimizer: Literal["kfac", "sgd", "adamw", "muon", "soap", "lars", "lamb"] = "kfac"
@@ -262,7 +264,12 @@ class Options:
     trace_steps: int | None = bounded(None, ">= 1")
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
     threads: int | None = bounded(None, ">= 1")
-    tensorboard: bool = False
+    metrics: list[str] | str = field(default_factory=list)
+
+    @property
+    def trackers(self) -> list[str]:
+        """The trackers that take the numbers of metrics.jsonl, too."""
+        return [self.metrics] if isinstance(self.metrics, str) else self.metrics
 
     @property
     def rate(self) -> float:

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
@@ -37,7 +37,7 @@ def made(name: str, **numbers: int | None) -> nn.Module:
     Raises:
         ValueError: the file or the function does not exist, raises, or returns no module.
     """
-    build, function = _function(name), name.rpartition(":")[2]
+    build, function = function_of(name), name.rpartition(":")[2]
     parameters = inspect.signature(build).parameters
     required = {key for key, one in parameters.items() if one.default is one.empty}
     given = {
@@ -58,7 +58,7 @@ def takes(name: str) -> Collection[str]:
     Raises:
         ValueError: the file or the function does not exist, or the file raises.
     """
-    return USUAL.keys() & inspect.signature(_function(name)).parameters.keys()
+    return USUAL.keys() & inspect.signature(function_of(name)).parameters.keys()
 
 
 def covers(name: str) -> mpikfac.layers.Kinds:
@@ -70,7 +70,12 @@ def covers(name: str) -> mpikfac.layers.Kinds:
     return getattr(_content(name), "COVERS", mpikfac.KINDS)
 
 
-def _function(name: str) -> Any:
+def function_of(name: str) -> Callable[..., Any]:
+    """Return FUNCTION of FILE.py:FUNCTION.
+
+    Raises:
+        ValueError: the file or the function does not exist, or the file raises.
+    """
     path, _, function = name.rpartition(":")
     build = getattr(_content(name), function, None)
     if not callable(build):
@@ -78,10 +83,25 @@ def _function(name: str) -> Any:
     return build
 
 
-def _content(name: str) -> ModuleType:
+def is_own(name: str) -> bool:
+    """Return whether a name has the form FILE.py:FUNCTION."""
+    return ".py:" in name
+
+
+def check_file(name: str) -> Path:
+    """Return the file of FILE.py:FUNCTION.
+
+    Raises:
+        ValueError: the file does not exist.
+    """
     path = Path(name.rpartition(":")[0])
     if not path.is_file():
         raise ValueError(f"{path} is no file")
+    return path
+
+
+def _content(name: str) -> ModuleType:
+    path = check_file(name)
     return _executed(path.resolve(), path.stat().st_mtime_ns)
 
 

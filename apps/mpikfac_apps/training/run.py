@@ -21,6 +21,7 @@ from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.inspecting import weights
 from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
+from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import (
@@ -34,6 +35,7 @@ from mpikfac_apps.options.strategy import (
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench, datasets, models
 from mpikfac_apps.text import measured, percent
+from mpikfac_apps.tracking.tracker import Start, Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import (
     Meter,
@@ -213,7 +215,11 @@ class Run(Problem):
             if kept_log is not None:
                 about = environment(place.hosts, self.device)
                 config = resolved(options, comm.size)
-                self.record = run_directory.Record(options, config, about, kept_log, *kept)
+                start = Start(Path(options.run_dir), self.trainer.steps, flattened(config))
+                trackers = Trackers(options.trackers, start)
+                self.record = run_directory.Record(
+                    options, config, about, kept_log, trackers, *kept
+                )
 
     # -- parts -----------------------------------------------------------------------------------
 
@@ -427,6 +433,8 @@ class Run(Problem):
             self.trainer.close()
         if self.comm.rank == 0:
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
+        if self.record:
+            self.record.close()
         self.comm.Barrier()  # while the watchdog runs: MPI would wait for a stuck rank for ever
         if not stopped:
             log.info("complete after %d steps, %.1f s", steps, seconds)

@@ -1,7 +1,7 @@
 """Write the run directory on rank 0: settings, environment, log, metrics, progress.
 
-RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/  [tensorboard/]
-[stages.json  trace.json.gz]
+RUN/config.yaml  environment.json  log.txt  metrics.jsonl  checkpoints/
+[stages.json  trace.json.gz]  [tracking_id  tensorboard/  wandb/  mlflow/]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from mpikfac import files
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.tracking.tracker import Trackers
 from mpikfac_apps.training.metrics_file import MetricsFile, state_on_disk
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
@@ -68,6 +69,7 @@ class Record:
     Args:
         config: all options, for config.yaml.
         kept_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
+        trackers: take the numbers of metrics.jsonl, too.
         kept_bytes: see `MetricsFile`.
         waiting: see `MetricsFile`.
     """
@@ -78,6 +80,7 @@ class Record:
         config: Mapping[str, Any],
         environment: Mapping[str, Any],
         kept_log: logging.handlers.MemoryHandler,
+        trackers: Trackers,
         kept_bytes: int = 0,
         waiting: str = "",
     ) -> None:
@@ -93,23 +96,21 @@ class Record:
         kept_log.setTarget(file)
         kept_log.flush()
         self._metrics = MetricsFile(path / "metrics.jsonl", kept_bytes, waiting)
-        self._board = None
-        if options.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(path / "tensorboard")
+        self._trackers = trackers
 
     def row(self, step: int, **values: float) -> None:
         """Add a line to metrics.jsonl, rounded to 6 digits; lines wait in memory on a full disk."""
         short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in values.items()}
         self._metrics.add(json.dumps({"step": step, **short}))
-        if self._board:
-            for key, value in values.items():
-                self._board.add_scalar(key, value, step)
+        self._trackers.add(step, values)
 
     def state(self) -> dict[str, int | str]:
         """Return the items of a checkpoint that a restart gives back to `Record`."""
         return self._metrics.state()
+
+    def close(self) -> None:
+        """Close the trackers; metrics.jsonl stays open."""
+        self._trackers.close()
 
 
 def state_of_a_lost_rank(run_dir: str) -> dict[str, int | str]:

@@ -27,6 +27,8 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     """
     left = mpikfac.comm.survivors(run.comm, run.trainer.communicators)
     run.saver.abandon()
+    if run.record:
+        run.record.close()
     if left.rank == 0:
         lost = run.comm.size - left.size
         log.warning("step %d: lost %d of %d ranks", run.trainer.steps, lost, run.comm.size)

@@ -1,0 +1,1 @@
+"""Hand the numbers of a run to trackers of experiments."""

@@ -1,0 +1,104 @@
+"""Write the numbers of a run with TensorBoard, wandb and MLflow, all without a network by default.
+
+A resumed run continues its record: TensorBoard drops the lines after the checkpoint, and wandb and
+MLflow find the run by its id.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpikfac_apps.tracking.tracker import Start
+
+AT_ONCE = 100  # the largest number of values that MLflow takes in a message
+
+
+class TensorBoard:
+    """Events in RUN/tensorboard."""
+
+    def __init__(self, start: Start) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder, after = str(start.directory / "tensorboard"), start.step + 1
+        self._writer = SummaryWriter(folder, purge_step=after)
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Write numbers; the file holds the numbers before a checkpoint is written."""
+        for key, value in values.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of wandb in RUN/wandb, or on a server with WANDB_MODE=online.
+
+    The step is a value like others: the steps of wandb itself cannot go back to a checkpoint.
+    """
+
+    def __init__(self, start: Start) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            dir=str(start.directory),
+            id=start.id,
+            name=start.directory.name,
+            config=dict(start.options),
+            resume="allow",
+            mode=os.environ.get("WANDB_MODE", "offline"),
+            settings=wandb.Settings(console="off", silent=True),  # rank 0 prints the log
+        )
+        self._run.define_metric("*", step_metric="step")
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers."""
+        self._run.log({"step": step, **values})
+
+    def close(self) -> None:
+        """Wait until all numbers are written."""
+        self._run.finish()
+
+
+class MLflow:
+    """A run of MLflow in RUN/mlflow, or on the server of MLFLOW_TRACKING_URI."""
+
+    def __init__(self, start: Start) -> None:
+        import mlflow
+
+        folder = start.directory.absolute() / "mlflow"
+        uri = os.environ.get("MLFLOW_TRACKING_URI")
+        if not uri:
+            folder.mkdir(exist_ok=True)
+            uri = f"sqlite:///{folder / 'runs.db'}"
+        self._metric = mlflow.entities.Metric
+        self._client = mlflow.MlflowClient(uri)
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mpikfac")
+        known = self._client.get_experiment_by_name(name)
+        group = known.experiment_id if known else self._client.create_experiment(name)
+        found = self._client.search_runs([group], f"tags.mpikfac = '{start.id}'")
+        tags = {"mpikfac": start.id, "mlflow.runName": start.directory.name}
+        run = found[0] if found else self._client.create_run(group, tags=tags)
+        self._run = run.info.run_id
+        self._client.update_run(self._run, "RUNNING")
+        if not found:  # MLflow takes a parameter only once
+            items = start.options.items()
+            values = [mlflow.entities.Param(key, str(value)) for key, value in items]
+            for first in range(0, len(values), AT_ONCE):
+                self._client.log_batch(self._run, params=values[first : first + AT_ONCE])
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Log numbers."""
+        now = int(time.time() * 1000)
+        lines = [self._metric(key, value, now, step) for key, value in values.items()]
+        self._client.log_batch(self._run, metrics=lines)
+
+    def close(self) -> None:
+        """Note that the run has ended."""
+        self._client.set_terminated(self._run)

@@ -1,0 +1,137 @@
+"""Open the trackers that `--metrics` names, and hand each line of metrics.jsonl to all trackers.
+
+A tracker that cannot start is an error at the start of a run. A tracker that raises later is left
+out, with a warning: a run of days does not depend on a tracker.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import re
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpikfac import files
+from mpikfac_apps.problems import own
+from mpikfac_apps.tracking import services
+
+SERVICES: dict[str, Callable[[Any], Tracker]] = {
+    "tensorboard": services.TensorBoard,
+    "wandb": services.Wandb,
+    "mlflow": services.MLflow,
+}
+"""Trackers by name; the name is the name of the package, too."""
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Tracker(Protocol):
+    """Take the numbers of a run, on rank 0.
+
+    A function is a tracker: `close` may be missing.
+    """
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the numbers of a line of metrics.jsonl, after `step` steps."""
+
+    def close(self) -> None:
+        """Take note of the end of the run."""
+
+
+class Start:
+    """The start of a run, as trackers see the start.
+
+    Attributes:
+        directory: the run directory.
+        step: the number of completed steps: 0, or the step of the checkpoint.
+        options: the values of all options by key, such as "kfac.damping".
+    """
+
+    def __init__(self, directory: Path, step: int, options: Mapping[str, Any]) -> None:
+        self.directory, self.step, self.options = directory, step, options
+
+    @cached_property
+    def id(self) -> str:
+        """A unique text of 32 digits: the same text at every start in the directory.
+
+        Raises:
+            OSError: the file RUN/tracking_id cannot be read or written.
+            ValueError: the file holds another text.
+        """
+        path = self.directory / "tracking_id"
+        try:
+            text = files.read_text(path)
+        except FileNotFoundError:
+            files.write_text(path, text := uuid.uuid4().hex)
+        if not re.fullmatch("[0-9a-f]{32}", text):
+            raise ValueError(f"{path} is damaged; delete the file: it has another form")
+        return text
+
+
+class Trackers:
+    """The open trackers of a run.
+
+    Raises:
+        ValueError: a tracker cannot start; a single line names the tracker.
+    """
+
+    def __init__(self, names: Sequence[str], start: Start) -> None:
+        self._open = {name: opened(name, start) for name in names}
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand numbers to all trackers."""
+        self._call(lambda tracker: tracker(step, values))
+
+    def close(self) -> None:
+        """Close all trackers."""
+        self._call(lambda tracker: getattr(tracker, "close", lambda: None)())
+        self._open.clear()
+
+    def _call(self, call: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                call(tracker)
+            except Exception as error:
+                del self._open[name]
+                what, first = type(error).__name__, str(error).strip().partition("\n")[0]
+                log.warning(
+                    "metrics=%s raised %s: %s; training goes on without the tracker",
+                    *(name, what, first),
+                )
+
+
+def check(names: Sequence[str]) -> None:
+    """Return if every name is a tracker whose package or file exists.
+
+    Raises:
+        ValueError: a name is unknown, or a package or file is missing.
+    """
+    for name in names:
+        if own.is_own(name):
+            own.check_file(name)
+        elif name not in SERVICES:
+            known = ", ".join(SERVICES)
+            raise ValueError(f"metrics={name} must be one of {known}, or FILE.py:FUNCTION")
+        elif importlib.util.find_spec(name) is None:
+            raise ValueError(
+                f"metrics={name} needs the package {name}, which is not installed; run pip install "
+                f"{name}"
+            )
+
+
+def opened(name: str, start: Start) -> Tracker:
+    """Return a tracker, started.
+
+    Raises:
+        ValueError: the tracker cannot start, or the user's function returns no function.
+    """
+    with own.told(f"metrics={name}"):
+        make = SERVICES[name] if name in SERVICES else own.function_of(name)
+        tracker = make(start)
+    if not callable(tracker):
+        raise ValueError(f"metrics={name} returned {type(tracker).__name__}, no function")
+    return tracker
