@@ -42,6 +42,8 @@ class Optimizer(torch.optim.Optimizer):
 
     # A GradScaler then leaves gradients to `step`, and `step` refuses the scaler by name.
     _step_supports_amp_scaling = True
+    trainer: KFAC | DataParallel
+    _max_norm: float | None
 
     def __init__(self, trainer: KFAC | DataParallel, *, max_norm: float | None = None) -> None:
         if not isinstance(trainer, KFAC | DataParallel):

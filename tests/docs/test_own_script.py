@@ -31,7 +31,7 @@ print("usual")
 """
 SAVED = """
 other = fresh()
-resumed = mpikfac.Optimizer(kfac_of(other))
+resumed = mpikfac.Optimizer(kfac_of(other), max_norm=1.0)
 other.load_state_dict(state["model"])
 resumed.load_state_dict(state["optimizer"])
 for one in (optimizer, resumed):

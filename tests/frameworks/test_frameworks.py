@@ -40,18 +40,21 @@ rest = lightning.Trainer(max_epochs=2, enable_checkpointing=False, **quiet)
 rest.fit(Task(trained), loader, ckpt_path="half.ckpt")
 compare(trained, expected)
 """
-OF_RANK = """
-# Accelerate deals out whole batches in turn.
-loader = list(torch.utils.data.DataLoader(dataset, batch_size=8))[comm.rank :: comm.size]
-"""
-ACCELERATE = f"""
-{OF_RANK}
+ACCELERATE = """
 compare(model, plain(epochs=1))
 """
-TRANSFORMERS = f"""
-{OF_RANK}
+WHOLE_BATCHES = """
+loader = list(torch.utils.data.DataLoader(dataset, batch_size=8))[comm.rank :: comm.size]
+compare(model, plain(epochs=1))
+assert torch.distributed.is_initialized() == (comm.size > 1)
+"""
+TRANSFORMERS = """
+loader = torch.utils.data.DataLoader(
+    torch.utils.data.Subset(dataset, range(comm.rank, len(dataset), comm.size)), batch_size=8
+)
 falling = lambda inner: transformers.get_linear_schedule_with_warmup(inner, 0, 2 * len(loader))
 compare(model, plain(max_norm=1.0, schedule=falling))
+assert not torch.distributed.is_initialized()
 """
 EQUAL = """
 print("\\nequal")
@@ -90,8 +93,17 @@ def test_accelerate_trains_as_the_loop(check):
     check(("Accelerator", ACCELERATE + EQUAL))
 
 
+@needs("accelerate")
+def test_accelerate_with_ddp_trains_as_the_loop(check):
+    """Oracle: the loop on the batches that Accelerate deals out in turn."""
+    whole = "torch.utils.data.DataLoader(dataset, batch_size=8))"
+    here = "Accelerator(cpu=True, device_placement=False)"
+    changed = {"Accelerator()": here, "(kfac), loader)": f"(kfac), {whole}"}
+    check(("Accelerator", WHOLE_BATCHES + EQUAL), changed=changed)
+
+
 @needs("accelerate", "transformers")
 def test_the_trainer_of_transformers_trains_as_the_loop(check):
-    """Oracle: the loop; the Trainer clips, and takes examples in order."""
-    order = 'report_to="none", train_sampling_strategy="sequential"'
-    check(("WithLoss", TRANSFORMERS + EQUAL), changed={'report_to="none"': order})
+    """Oracle: the loop; the Trainer takes examples in order."""
+    order = "max_grad_norm=0, train_sampling_strategy='sequential'"
+    check(("WithLoss", TRANSFORMERS + EQUAL), changed={"max_grad_norm=0": order})

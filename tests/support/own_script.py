@@ -49,8 +49,6 @@ def plain(epochs=2, max_norm=None, schedule=None):
         for images, labels in loader:
             kfac.optimizer.zero_grad()
             loss_of(kfac.model(images), labels).backward()
-            if max_norm and comm.size == 1:  # torch adds up squares in another order
-                torch.nn.utils.clip_grad_norm_(kfac.model.parameters(), max_norm)
             kfac.step(max_norm=max_norm)
             if scheduler:
                 scheduler.step()

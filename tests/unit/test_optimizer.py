@@ -99,3 +99,12 @@ def test_schedulers_find_the_momentum():
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
     assert inner.param_groups[0]["momentum"] == 0.95
     assert inner.param_groups[0]["lr"] == pytest.approx(0.5 / 25)
+
+
+def test_numbers_of_a_group_come_back_in_one_order():
+    """Oracle: the alphabet, as the order of a set differs between processes."""
+    first, second = made(), made()
+    added = [f"number {index}" for index in range(8)]
+    first.param_groups[0].update(dict.fromkeys(reversed(added), 1.0))
+    second.load_state_dict(first.state_dict())
+    assert list(second.param_groups[0])[-len(added) :] == added
