@@ -3,19 +3,23 @@
 #   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
 #   bash jobs/test.sh --all   all tests; 30 minutes
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
+#   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
+#                             with each of them; 5 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
 # ranks, MPI adds numbers in a different order. Two cores are enough: common.sh allows more ranks
 # than cores and gives each rank one thread. The time limit is five times the expected time. Only
 # hanging tests reach the limit: a slow machine passes.
 set -uo pipefail
+extras=(test)
 case ${1-} in
     "" | --device) chosen=(-m "not slow") minutes=35 ;;
+    --frameworks) extras+=(frameworks) minutes=25 ;;
     --all) chosen=() minutes=75 ;; # CI stops a change after 90 minutes
-    *) echo "usage: bash jobs/test.sh, with nothing, --all or --device" >&2 && exit 2 ;;
+    *) echo "usage: bash jobs/test.sh, with nothing, --all, --device or --frameworks" >&2 && exit 2 ;;
 esac
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-set_up test
+set_up "${extras[@]}"
 cd "$ROOT" || exit 2
 
 # Open MPI gives its ranks a terminal even where the output goes to a file.
@@ -66,6 +70,12 @@ finish() {
 
 if [ "${1-}" = --device ]; then
     on_device
+    finish
+fi
+
+if [ "${1-}" = --frameworks ]; then
+    stage "frameworks" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest -q -rs \
+        tests/frameworks </dev/null
     finish
 fi
 

@@ -31,6 +31,7 @@ from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
 from .layers import Coverage as Coverage
 from .layers import Layer as Layer
+from .optimizer import Optimizer as Optimizer
 from .plan import Distribution as Distribution
 from .plan import Exchange as Exchange
 from .plan import LayerShape as LayerShape

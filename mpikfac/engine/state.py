@@ -187,7 +187,8 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
     for index, group in enumerate(optimizer.param_groups):
         prefix = f"optimizer/groups/{index}/"
         keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        numbers |= {f"{index}/{key}": 0 for key in keys - group.keys()}
+        added = sorted(keys - group.keys())  # a set has another order on each rank
+        numbers |= {f"{index}/{key}": 0 for key in added}
     return {key: value for key, value in numbers.items() if f"optimizer/groups/{key}" in state}
 
 

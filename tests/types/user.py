@@ -31,10 +31,14 @@ mpikfac.KFAC(
     coverage=Coverage(skip=["0"]),
 )
 mpikfac.KFAC(model, optimizer, comm, length=None)
+like_torch: torch.optim.Optimizer = mpikfac.Optimizer(kfac, max_norm=1.0)
+like_torch.step()
+torch.optim.lr_scheduler.StepLR(like_torch, 3)
 
 mpikfac.KFAC(model, optimizer, comm, nonsense=3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 mpikfac.KFAC(model, optimizer, comm, solver=3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 mpikfac.KFAC(model, optimizer, 4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+mpikfac.Optimizer(optimizer)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 Strategy(delay=1)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 Length("rmsprop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 kfac.stepp()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,143 @@
+"""A trainer in the form of a torch optimizer takes the trainer's steps."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from mpikfac import DataParallel, Optimizer, Strategy, UserError
+from support import problem
+
+STRATEGIES = {
+    "comm-opt": {"workers": None},
+    "owners": {"reduction": "owners", "workers": 1},
+    "owner steps": {"update": "owner", "workers": 1},
+    "late": {"reduce_at": "bases"},
+}
+
+
+def trainer(comm, kind="kfac", strategy="comm-opt"):
+    model = problem.network()
+    if kind == "first-order":
+        return DataParallel(model, problem.sgd(model), comm)
+    chosen = STRATEGIES[strategy]
+    workers = chosen.get("workers") or comm.size
+    own = Strategy().changed(**(chosen | {"workers": workers}))
+    return problem.kfac(model, problem.sgd(model), comm, own, **problem.SETTINGS)
+
+
+def learn(comm, model, optimizer, steps, closure=False):
+    """Take steps of `optimizer`, alone or by a closure; return the last loss."""
+    for step in steps:
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+
+        def passes():
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)  # noqa: B023
+            loss.backward()
+            return loss
+
+        loss = optimizer.step(passes) if closure else (passes(), optimizer.step())[0]
+    return loss
+
+
+def weights(model):
+    return torch.cat([one.detach().flatten() for one in model.state_dict().values()])
+
+
+def stored(state):
+    """Return the state as another process reads the state from a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("kind", ["kfac", "first-order"])
+def test_steps_are_the_trainers(comm, kind, closure):
+    """Oracle: `trainer.step` with the inner optimizer and its schedule, to the last bit."""
+    found, expected = trainer(comm, kind), trainer(comm, kind)
+    optimizer, plain = Optimizer(found, max_norm=0.5), expected.optimizer
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, plain)]
+    for step in range(4):
+        loss = learn(comm, found.model, optimizer, [step], closure)
+        images, labels = problem.shards(step, comm.size)[comm.rank]
+        plain.zero_grad()
+        F.cross_entropy(expected.model(images), labels).backward()
+        expected.step(max_norm=0.5)
+        for schedule in schedules:
+            schedule.step()
+    assert loss.item() > 0
+    assert plain.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == 0.1 / 2**4
+    assert torch.equal(weights(found.model), weights(expected.model))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_stored_state_goes_on_between_two_decompositions(comm, strategy):
+    """Oracle: the uninterrupted run, to the last bit; a file for each rank, model first."""
+    first, second = trainer(comm, strategy=strategy), trainer(comm, strategy=strategy)
+    optimizer, resumed = Optimizer(first), Optimizer(second)
+    learn(comm, first.model, optimizer, range(5))
+    state = stored(optimizer.state_dict())
+    second.model.load_state_dict(first.model.state_dict())
+    resumed.load_state_dict(state)
+    for one in (optimizer, resumed):
+        learn(comm, one.trainer.model, one, range(5, 8))
+    assert torch.equal(weights(first.model), weights(second.model))
+    assert not any(name.startswith("model/") for name in state)
+
+
+def test_the_state_of_rank_0_is_enough_with_comm_opt(comm):
+    """Oracle: the uninterrupted run, to the last bit, on all ranks."""
+    first, second = trainer(comm), trainer(comm)
+    optimizer, resumed = Optimizer(first), Optimizer(second)
+    learn(comm, first.model, optimizer, range(5))
+    resumed.load_state_dict(stored(comm.bcast(stored(optimizer.state_dict()))))
+    second.model.load_state_dict(first.model.state_dict())
+    for one in (optimizer, resumed):
+        learn(comm, one.trainer.model, one, range(5, 8))
+    assert torch.equal(weights(first.model), weights(second.model))
+
+
+def test_the_share_of_another_rank_is_refused_on_all_ranks(comm):
+    """Oracle: the line; the state before."""
+    if comm.size == 1:
+        return
+    one = trainer(comm, strategy="owners")
+    optimizer = Optimizer(one)
+    learn(comm, one.model, optimizer, range(2))
+    before = weights(one.model)
+    with pytest.raises(UserError, match="must be .* it is missing"):
+        optimizer.load_state_dict(comm.bcast(stored(optimizer.state_dict())))
+    assert torch.equal(weights(one.model), before)
+
+
+def test_a_trainers_own_state_changes_nothing(comm):
+    """Oracle: a run without; Accelerate loads the state of each optimizer that it is given."""
+    found, expected = (Optimizer(trainer(comm)) for _ in range(2))
+    for steps in (range(3), range(3, 6)):
+        found.load_state_dict(found.state_dict())
+        for one in (found, expected):
+            learn(comm, one.trainer.model, one, steps)
+    assert torch.equal(weights(found.trainer.model), weights(expected.trainer.model))
+
+
+@pytest.mark.parametrize("strategy", ["comm-opt", "owner steps"])
+def test_passes_may_go_through_a_wrapper(comm, strategy):
+    """Oracle: passes through the model itself."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *inputs):
+            return self.module(*inputs)
+
+    found, expected = (Optimizer(trainer(comm, strategy=strategy)) for _ in range(2))
+    learn(comm, Wrapper(found.trainer.model), found, range(3))
+    learn(comm, expected.trainer.model, expected, range(3))
+    assert torch.equal(weights(found.trainer.model), weights(expected.trainer.model))

@@ -1,0 +1,89 @@
+"""The programs of docs/own_script.md, with data before and oracles behind."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from support.launch import launch
+
+PAGE = Path(__file__).parents[2] / "docs" / "own_script.md"
+STEPS = 20  # of an epoch
+BEFORE = f"""
+import torch
+import mpikfac
+
+torch.set_default_dtype(torch.float64)  # so that averages of averages differ by little
+loss_of = torch.nn.functional.cross_entropy
+
+def fresh():
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Tanh(), torch.nn.Flatten()
+    return torch.nn.Sequential(*layers, torch.nn.Linear(64, 10))
+
+def kfac_of(model):
+    inner = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
+    return mpikfac.KFAC(model, inner, comm)
+
+def compare(model, expected):
+    # A single process computes the same numbers; DDP and the order of examples only round.
+    tolerance = {{"rtol": 0, "atol": 0}} if comm.size == 1 else {{"rtol": 1e-7, "atol": 1e-9}}
+    found = expected.model.state_dict()
+    torch.testing.assert_close(model.state_dict(), found, **tolerance)
+    assert not torch.equal(found["0.weight"], fresh()[0].weight)
+
+model, comm = fresh(), mpikfac.world()
+dataset = torch.utils.data.TensorDataset(
+    torch.randn({8 * STEPS} * comm.size, 1, 6, 6), torch.randint(10, ({8 * STEPS} * comm.size,))
+)
+"""
+LOOP = """
+def plain(epochs=2, max_norm=None, schedule=None):
+    kfac = kfac_of(fresh())
+    scheduler = schedule(kfac.optimizer) if schedule else None
+    for epoch in range(epochs):
+        sampler.set_epoch(epoch)
+        for images, labels in loader:
+            kfac.optimizer.zero_grad()
+            loss_of(kfac.model(images), labels).backward()
+            kfac.step(max_norm=max_norm)
+            if scheduler:
+                scheduler.step()
+    return kfac
+"""
+
+
+def blocks() -> list[str]:
+    """Return the page's programs, in order."""
+    return re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run(
+    folder: Path, ranks: int, parts: Sequence[tuple[str, str]], **choices
+) -> CompletedProcess[str]:
+    """Return the end of a job with the page's first two programs, and more programs of the page.
+
+    Args:
+        parts: a word of a program, and a program with the oracle to run behind.
+        choices: see `launch`; `changed` are texts to change in the page's programs.
+    """
+    changed = choices.pop("changed", {})
+    code = "\n".join([*blocks()[:2], LOOP])
+    for word, after in parts:
+        code += next(block for block in blocks()[2:] if word in block) + after
+    for old, new in changed.items():
+        assert old in code
+        code = code.replace(old, new)
+    program = folder / "program.py"
+    program.write_text(BEFORE + code)
+    return launch(ranks, str(program), **choices)
+
+
+def place() -> dict[str, str]:
+    """Return the variables by which processes of torch.distributed meet on this host."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(one.getsockname()[1])}

@@ -1,0 +1,110 @@
+"""What the trainer in the form of a torch optimizer refuses and passes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed, nn
+
+from mpikfac import KFAC, Optimizer, world
+
+
+def made() -> Optimizer:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    return Optimizer(KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), world()))
+
+
+def backward(optimizer: Optimizer, scale: float = 1.0) -> None:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(optimizer.trainer.model(torch.ones(8, 5)), torch.arange(8) % 3)
+    (scale * loss).backward()
+
+
+def test_it_is_a_torch_optimizer_over_the_same_groups():
+    """Oracle: the inner optimizer's objects, also after the inner optimizer has loaded a state."""
+    optimizer = made()
+    inner = optimizer.trainer.optimizer
+    inner.load_state_dict(inner.state_dict())
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert "lr: 0.1" in repr(optimizer)
+
+
+@pytest.mark.parametrize("trainer", [torch.optim.SGD, nn.Linear])
+def test_another_trainer_is_refused(trainer):
+    """Oracle: the line."""
+    wrong = trainer.__new__(trainer)
+    with pytest.raises(ValueError, match=f"trainer={trainer.__name__} must be a KFAC or a DataPar"):
+        Optimizer(wrong)
+
+
+@pytest.mark.parametrize("unscaled", [False, True])
+def test_a_scaler_is_refused_and_changes_no_weight(unscaled):
+    """Oracle: the line; the weights before; the trainer's own way with a scaler."""
+    optimizer, scaler = made(), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [p.detach().clone() for p in optimizer.trainer.model.parameters()]
+    backward(optimizer, scaler.scale(torch.ones(())).item())
+    if unscaled:
+        scaler.unscale_(optimizer)
+    with pytest.raises(ValueError, match=r"call optimizer.trainer.step\(scaler\), or train in bf"):
+        scaler.step(optimizer)
+    for parameter, old in zip(optimizer.trainer.model.parameters(), before):
+        assert torch.equal(parameter, old)
+
+
+def test_a_disabled_scaler_steps():
+    """Oracle: the count of steps."""
+    optimizer, scaler = made(), torch.amp.GradScaler("cpu", enabled=False)
+    backward(optimizer)
+    scaler.step(optimizer)
+    assert optimizer.trainer.steps == 1
+
+
+@pytest.mark.parametrize("moment", ["construction", "step"])
+def test_processes_without_mpi_are_refused(monkeypatch, moment):
+    """Oracle: the line; torchrun starts processes that MPI does not join."""
+    optimizer = made() if moment == "step" else None
+    monkeypatch.setattr(distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 4)
+    with pytest.raises(ValueError, match="joins 4 processes, and MPI joins 1: start the program"):
+        optimizer.step() if optimizer else made()
+
+
+def test_a_new_group_is_trained():
+    """Oracle: the group of the inner optimizer; the new layer's weights move."""
+    optimizer = made()
+    model, new = optimizer.trainer.model, nn.Linear(3, 3)
+    backward(optimizer)
+    optimizer.step()
+    model.append(new)
+    optimizer.add_param_group({"params": list(new.parameters()), "lr": 0.2})
+    before = new.weight.detach().clone()
+    for _ in range(2):
+        backward(optimizer)
+        optimizer.step()
+    assert optimizer.trainer.optimizer.param_groups[1]["lr"] == 0.2
+    assert len(optimizer.trainer.layers) == 3
+    assert not torch.equal(new.weight, before)
+
+
+def test_schedulers_find_the_momentum():
+    """Oracle: OneCycleLR's own formula at the first step: the largest momentum, the least rate."""
+    torch.manual_seed(0)
+    model = nn.Linear(5, 3)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Optimizer(KFAC(model, inner, world()))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+    assert inner.param_groups[0]["momentum"] == 0.95
+    assert inner.param_groups[0]["lr"] == pytest.approx(0.5 / 25)
+
+
+def test_numbers_of_a_group_come_back_in_one_order():
+    """Oracle: the alphabet, as the order of a set differs between processes."""
+    first, second = made(), made()
+    added = [f"number {index}" for index in range(8)]
+    first.param_groups[0].update(dict.fromkeys(reversed(added), 1.0))
+    second.load_state_dict(first.state_dict())
+    assert list(second.param_groups[0])[-len(added) :] == added
