@@ -19,6 +19,7 @@ PROGRAMS = {
     "compare": ("study.compare", "compare several runs: a table and curves"),
     "study": ("study.study", "run a matrix of options and write a report in HTML"),
     "inspect": ("inspecting.inspect", "show the contents and the spectra of a checkpoint"),
+    "pack": ("inspecting.pack", "pack a folder of images into a single file"),
     "export": ("inspecting.export", "write weights and factors of a checkpoint as plain files"),
 }
 EXTRA = ("docstring_parser", "jinja2", "jsonargparse", "matplotlib", "tabulate", "tqdm", "yaml")

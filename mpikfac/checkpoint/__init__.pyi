@@ -7,3 +7,5 @@ from .manifest import latest_checkpoint as latest_checkpoint
 from .manifest import read_checkpoint as read_checkpoint
 from .restarts import note_end as note_end
 from .restarts import note_start as note_start
+from .shard import read_around as read_around
+from .shard import write_shard as write_shard

@@ -144,6 +144,42 @@ def read_item(file: h5py.File, name: str, item: Mapping[str, Any]) -> Value:
     return flat.view(getattr(torch, kind)).reshape(shape)
 
 
+def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
+    """Return all items of a shard without a large item, and the large item's first byte and bytes.
+
+    The large item may exceed the memory: plain reads of the file take parts of the item. The file
+    is not checked by a digest, so libhdf5 parses what lies in the file.
+
+    Raises:
+        ValueError: the file is no shard, or lacks the large item in one piece.
+        OSError: the file cannot be read.
+    """
+    with files.reading(path, links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with h5py.File(file, "r") as shard:
+                found = {name: shard[name] for name in shard if name != large}
+                items = {name: _plain(found[name], size) for name in found}
+                place, length = shard[large].id.get_offset(), shard[large].nbytes
+        except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"{path} is no HDF5 file of mpikfac: {reason}") from error
+    if place is None or place + length > size:
+        raise ValueError(f"{path} is no HDF5 file of mpikfac: {large} is not stored in one piece")
+    return items, place, length
+
+
+def _plain(dataset: h5py.Dataset, size: int) -> Value:
+    """Return the value of a dataset in a file of `size` bytes, by the dataset's own type."""
+    if dataset.nbytes > size:
+        raise LookupError(f"{dataset.name} is larger than its file")
+    value = dataset[()]
+    if isinstance(value, bytes):
+        return value.decode()
+    number: Tensor | int | float = value.item() if dataset.shape == () else torch.from_numpy(value)
+    return number
+
+
 class _Image:
     """Behave like a file, in memory; pages never written by HDF5, as values are, take no memory."""
 

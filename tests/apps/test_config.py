@@ -162,8 +162,8 @@ BAD = {
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
     "a name with hyphens": ("--weight-decay=1", "key weight-decay; did you mean weight_decay?"),
     "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
-    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or patches, not digits"),
-    "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic, not dig"),
+    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or cifar100 or p"),
+    "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic or "),
     "a shift without augmentation": (
         "--data.shift=2",
         "data.shift=2 needs data.augment=true, not false",
@@ -172,6 +172,17 @@ BAD = {
         "--data.mirror=alternating",
         "data.mirror=alternating needs data.augment=true, not false",
     ),
+    "no folder": ("--data.name=folder", "data.path=null: folder needs a folder with train/CLASS"),
+    "unused processes": (
+        "--data.workers=2",
+        "data.workers=2 needs data.name=folder or packed, not digits",
+    ),
+    "a shift of images in files": (
+        "--data.name=folder --data.path=x --data.augment --data.shift=2",
+        "data.shift=2 needs images in memory, not data.name=folder",
+    ),
+    "unknown data": ("--data.name=mnist", "data.name='mnist' is unknown; try one of digits,"),
+    "a file without a function": ("--data.name=a.py", "'a.py' is unknown; try a.py:FUNCTION"),
     "smooth labels of pixels": (
         "--model=autoencoder_small --label_smoothing=0.1",
         "label_smoothing=0.1 needs a classifier, not model=autoencoder_small",
@@ -361,6 +372,7 @@ def test_synonyms_lead_to_options_that_exist():
         (["--model=resnet20"], "made for images of 32x32 pixels, and data.name=digits has 8x8"),
         (["--model=resnet50", "--data.name=synthetic"], "made for images of 224x224 pixels"),
         ([], ""),
+        (["--model=resnet50", "--data.name=folder", "--data.path=x"], ""),
         (["--model=resnet20", "--data.name=synthetic"], ""),
         (["--model=digits_cnn", "--data.name=synthetic"], ""),
     ],

@@ -250,3 +250,86 @@ def test_synthetic_images_have_the_asked_shape_and_are_the_same_each_time():
     assert len(first.test_images) == 10
     assert first.classes == 5 > int(first.train_labels.max())
     assert torch.equal(first.train_images, again.train_images)
+
+
+def write_hundred(path, labels, pixels, layout):
+    """Write both files of CIFAR-100; a training file has five times as many images."""
+    folder = path / f"cifar-100-{layout}"
+    folder.mkdir(exist_ok=True)
+    for name, part in (("train", slice(0, 5 * RECORDS)), ("test", slice(5 * RECORDS, None))):
+        mine = labels[part], pixels[part]
+        if layout == "binary":
+            coarse = np.full((len(mine[0]), 1), 19, dtype=np.uint8)
+            raw = np.hstack([coarse, mine[0][:, None], mine[1]]).tobytes()
+            (folder / f"{name}.bin").write_bytes(raw)
+        else:
+            (folder / name).write_bytes(python2_pickle(*mine, key=b"fine_labels"))
+
+
+@pytest.mark.parametrize("layout", ["binary", "python"])
+def test_cifar100_has_fine_labels(tmp_path, layout):
+    """Oracle: the records in the files; labels 0 to 99."""
+    draw = np.random.default_rng(0)
+    labels = draw.permutation(np.arange(6 * RECORDS, dtype=np.uint8) % 100)
+    pixels = draw.integers(256, size=(6 * RECORDS, datasets.CIFAR_PIXELS), dtype=np.uint8)
+    write_hundred(tmp_path, labels, pixels, layout)
+    found = datasets.load("cifar100", str(tmp_path))
+    assert np.array_equal(torch.cat([found.train_labels, found.test_labels]).numpy(), labels)
+    both = torch.cat([found.train_images, found.test_images])
+    assert np.array_equal(both.numpy(), pixels.reshape(-1, 3, 32, 32))
+    assert (len(found.train_images), found.classes) == (5 * RECORDS, 100)
+    labels[3] = 100
+    write_hundred(tmp_path, labels, pixels, layout)
+    with pytest.raises(ValueError, match="label 100 of image 3 is not in 0..99"):
+        datasets.load("cifar100", str(tmp_path))
+
+
+OWN = """
+import torch
+
+def data():
+    images = torch.arange(2 * 3 * 4 * 5, dtype=torch.uint8).view(2, 3, 4, 5)
+    return images, torch.tensor([0, 6]), images[:1], torch.tensor([1])
+
+def floats():
+    images, labels, *test = data()
+    return images.float(), labels, *test
+
+def labels():
+    images, labels, *test = data()
+    return images, labels - 1, *test
+
+def shapes():
+    train, labels, images, test = data()
+    return train, labels, images[..., :3], test
+
+def three():
+    return data()[:3]
+
+def fails():
+    raise RuntimeError("no such\\nserver")
+"""
+REFUSED = {
+    "floats": r"train images are torch.float32 \[2, 3, 4, 5\]; bytes \(torch.uint8\)",
+    "labels": r"train labels are torch.int64 \[2\]; torch.int64 \[2\], at least 0, are needed",
+    "shapes": r"train and test images differ in shape: \[3, 4, 5\] and \[3, 4, 3\]",
+    "three": "the function must return a tuple of four tensors: train images, train labels",
+    "fails": r"fails\(\) raised RuntimeError: no such",
+    "missing": "has no function 'missing'",
+}
+
+
+def test_a_function_of_a_user_is_a_data_set(tmp_path):
+    """Oracle: the tensors of the function; 7 classes, by the largest label."""
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    found = datasets.load(f"{file}:data", train_images=1)
+    assert found.train_images.flatten().tolist() == list(range(60))
+    assert (len(found.test_images), found.channels, found.classes) == (1, 3, 7)
+    assert datasets.form(f"{file}:data", None) == (3, 7)
+    for name, message in REFUSED.items():
+        with pytest.raises(ValueError, match=message) as refused:
+            datasets.load(f"{file}:{name}")
+        assert "\n" not in str(refused.value)
+    with pytest.raises(ValueError, match=r"other.py is no file"):
+        datasets.load(f"{tmp_path / 'other.py'}:data")

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 
 
-def python2_pickle(labels: np.ndarray, pixels: np.ndarray) -> bytes:
+def python2_pickle(labels: np.ndarray, pixels: np.ndarray, key: bytes = b"labels") -> bytes:
     """Return the opcodes that Python 2 wrote into the official files."""
 
     def text(raw: bytes) -> bytes:
@@ -25,5 +25,5 @@ def python2_pickle(labels: np.ndarray, pixels: np.ndarray) -> bytes:
     array += b"(K\x01" + shape + dtype + b"\x89T" + struct.pack("<i", len(pixels)) + pixels + b"tb"
     listed = b"](" + b"".join(number(int(label)) for label in labels) + b"e"
     items = text(b"batch_label") + text(b"training batch 1 of 5")
-    items += text(b"labels") + listed + text(b"data") + array
+    items += text(key) + listed + text(b"data") + array
     return b"\x80\x02}(" + items + b"u."

@@ -155,7 +155,7 @@ ALLOWED = {
     ),
     *("state.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
     *("cli.py: os.open", "cli.py: os.fdopen", "watchdog.py: os.open", "reports.py: os.open"),
-    *("text.py: os.open", "datasets.py: np.load"),
+    *("text.py: os.open", "datasets.py: np.load", "worker.py: mmap.mmap"),
     *("export.py: torch.save", "export.py: np.savez"),
     *("compare.py: savefig", "spectra.py: savefig", "style.py: savefig"),
 }

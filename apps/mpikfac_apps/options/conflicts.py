@@ -9,7 +9,7 @@ from pathlib import Path
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
-from mpikfac_apps.problems.datasets import DATASETS
+from mpikfac_apps.problems.datasets import DATASETS, source
 from mpikfac_apps.problems.models import network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
 from mpikfac_apps.tracking.tracker import check as check_trackers
@@ -68,11 +68,11 @@ def _check_strategy(options: Options, ranks: int) -> None:
 
 
 def _check_data(data: DataOptions) -> None:
-    source = DATASETS[data.name]
-    if source.needs and getattr(data, source.needs[0]) is None:
-        key, meaning = source.needs
+    entry = source(data.name)
+    if entry.needs and getattr(data, entry.needs[0]) is None:
+        key, meaning = entry.needs
         raise ValueError(f"data.{key}=null: {data.name} needs {meaning}")
-    for key in ("path", "size", "classes"):
+    for key in ("path", "size", "classes", "workers", "broken"):
         value, takers = getattr(data, key), [n for n, s in DATASETS.items() if key in s.takes]
         if value is not None and data.name not in takers:
             names = " or ".join(takers)
@@ -80,12 +80,30 @@ def _check_data(data: DataOptions) -> None:
     for key in ("shift", "mirror"):
         if (value := getattr(data, key)) is not None and not data.augment:
             raise ValueError(f"data.{key}={value} needs data.augment=true, not false")
+        if value is not None and entry.files:
+            raise ValueError(
+                f"data.{key}={value} needs images in memory, not data.name={data.name}"
+            )
+    if entry.files:
+        check_pillow(f"data.name={data.name}")
+
+
+def check_pillow(what: str) -> None:
+    """Return if the package that decodes images is installed.
+
+    Raises:
+        ValueError: the package is missing; a single line names the remedy.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise ValueError(
+            f"{what} needs the package pillow, which is not installed; run pip install pillow"
+        )
 
 
 def _check_images(options: Options) -> None:
     """Refuse images that the network cannot take, and images without the labels of a classifier."""
     model, size = network(options.model), pixels(options.data)
-    if model.task is CLASSIFICATION and not DATASETS[options.data.name].labelled:
+    if model.task is CLASSIFICATION and not source(options.data.name).labelled:
         raise ValueError(
             f"model={options.model} learns labels, and data.name={options.data.name} has none; "
             f"try model=autoencoder"
@@ -95,23 +113,34 @@ def _check_images(options: Options) -> None:
             f"label_smoothing={options.label_smoothing} needs a classifier, not "
             f"model={options.model}"
         )
-    if model.fixed and model.image and model.image[1:] != (size, size):
+    if size:
+        check_size(options, (size, size))
+
+
+def check_size(options: Options, found: tuple[int, ...]) -> None:
+    """Refuse images of another height and width than the network takes.
+
+    Raises:
+        ValueError: the network takes images of a single size.
+    """
+    model = network(options.model)
+    if model.fixed and model.image and model.image[1:] != found:
         height, width = model.image[1:]
         raise ValueError(
             f"model={options.model} takes images of {height}x{width} pixels only, and "
-            f"data.name={options.data.name} has {size}x{size}"
+            f"data.name={options.data.name} has {found[0]}x{found[1]}"
         )
 
 
-def pixels(data: DataOptions) -> int:
-    """Return the pixels of a side of an image."""
-    return data.size or DATASETS[data.name].size
+def pixels(data: DataOptions) -> int | None:
+    """Return the pixels of a side of an image; None if only the data tell."""
+    return data.size or source(data.name).size
 
 
 def doubt(options: Options) -> str:
     """Return a warning if the network shrinks the images to nothing; "" otherwise."""
     image, size = network(options.model).image, pixels(options.data)
-    if image is None or size * 2 > min(image[1:]):
+    if image is None or size is None or size * 2 > min(image[1:]):
         return ""
     height, width = image[1:]
     return (

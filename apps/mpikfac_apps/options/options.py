@@ -20,25 +20,33 @@ class DataOptions:
     """The data set.
 
     Args:
-        name: the data set. "digits": handwritten digits, installed with the program; "cifar10": the
-            files in data.path; "patches": grey patches of cifar10, for autoencoders; "curves":
-            smooth curves, made up for autoencoders; "synthetic": random images.
-        path: the directory in which the archive of cifar10 was unpacked (cifar-10-batches-bin or
-            cifar-10-batches-py).
-        train_images: the number of training images to use, the first images of the data set; of
-            curves and synthetic images, the number to make. null for all images, 20,000 curves or
-            1024 synthetic images.
-        test_images: the number of test images to use, the first images of the data set; null for
-            all images. A smaller number makes the test of the network quicker and less exact.
-        augment: training images are moved and mirrored at random; black pixels fill the gaps.
+        name: the data set. "digits": handwritten digits, installed with the program; "cifar10" and
+            "cifar100": the files in data.path; "patches": grey patches of cifar10, for
+            autoencoders; "curves": smooth curves, made up for autoencoders; "synthetic": random
+            images; "folder": a folder of images; "packed": a file of `mpikfac pack`;
+            FILE.py:FUNCTION: the tensors that a function of yours returns. Names.
+        path: the directory in which the archive of cifar10 or cifar100 was unpacked; the folder
+            with train/CLASS/*.jpg and val/CLASS/*.jpg; or the file of `mpikfac pack`.
+        train_images: the number of training images to use, the first images of the data set; of a
+            folder or a packed file, images at equal distances; of curves and synthetic images, the
+            number to make. null for all images, 20,000 curves or 1024 synthetic images.
+        test_images: the number of test images to use, chosen as training images; null for all
+            images. A smaller number makes the test of the network quicker and less exact.
+        augment: training images are moved and mirrored at random; black pixels fill the gaps. Of
+            images in files, a random part is enlarged or shrunk, and mirrored at random.
         shift: the pixels by which augment moves an image at most, in both directions; null for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             random images in the first epoch, and each image in every second epoch.
-        size: the pixels of a side of patches, null for 28, or of synthetic images, null for 32.
+        size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; or of
+            the part of an image in a file that the network gets, null for 224.
         classes: the number of classes of synthetic images; null for 10.
+        workers: the processes of a rank that decode images in files ahead of the steps; 0: the rank
+            decodes; null for 2. Results do not depend on the number.
+        broken: the images in files that may be broken. A broken image is replaced by the next image
+            of the class, and named in the log; a further broken image ends the run. null for 0.
     """
 
-    name: str = choice("digits", DATASETS)
+    name: str = listed(DATASETS, "digits")
     path: str | None = None
     train_images: int | None = bounded(None, ">= 1")
     test_images: int | None = bounded(None, ">= 1")
@@ -47,6 +55,8 @@ class DataOptions:
     mirror: Literal["alternating"] | None = None
     size: int | None = bounded(None, ">= 4")
     classes: int | None = bounded(None, ">= 2")
+    workers: int | None = bounded(None, ">= 0", "<= 256")
+    broken: int | None = bounded(None, ">= 0")
 
 
 @dataclass(frozen=True)

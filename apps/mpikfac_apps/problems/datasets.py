@@ -1,7 +1,8 @@
-"""Return data sets by name, as whole tensors of bytes.
+"""Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
 
-`digits` comes with the program, `curves` and `synthetic` are made up, and `cifar10` and `patches`
-are read from any of the two official layouts. The readers never execute anything in a file.
+`digits` comes with the program, `curves` and `synthetic` are made up, and `cifar10`, `cifar100` and
+`patches` are read from any of the two official layouts. The readers never execute anything in a
+file. `folder` and `packed` are lists. FILE.py:FUNCTION is a function of the user.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import math
 import pickle
 import pickletools
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +23,62 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mpikfac import files
-from mpikfac_apps.problems import curves
+from mpikfac_apps.images import folder, packed
+from mpikfac_apps.images.listing import Listing
+from mpikfac_apps.problems import curves, own
 
-CIFAR_RECORDS = 10_000  # in each file
+CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
-CIFAR_CLASSES = 10
-CIFAR_LIMIT = 2**25  # bytes of a file; the published files have 31 million
-CIFAR_INSTRUCTIONS = 2**16  # of a pickle; the published files have about 30,000
+CIFAR_LIMIT = 2**25  # bytes of so many records; the published files have 31 million
+CIFAR_INSTRUCTIONS = 2**16  # of a pickle of so many records; the published files have about 40,000
 LUMA = (299, 587, 114)  # thousandths of red, green and blue in grey (ITU-R BT.601)
 TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
+
+
+@dataclass(frozen=True)
+class Cifar:
+    """The form of the archives of a CIFAR.
+
+    Attributes:
+        name: the name of the data set.
+        folders: the folders of the binary and of the Python version.
+        train, test: the names of the files, without the suffix of the binary version.
+        times: how often a training file has the records of the test file.
+        classes: the number of classes.
+        before: the bytes of a binary record before the label.
+        key: the name of the labels in a pickle.
+    """
+
+    name: str
+    folders: tuple[str, str]
+    train: Sequence[str]
+    test: str
+    times: int
+    classes: int
+    before: int
+    key: bytes
+
+
+TEN = Cifar(
+    "CIFAR-10",
+    ("cifar-10-batches-bin", "cifar-10-batches-py"),
+    TRAIN_FILES,
+    "test_batch",
+    times=1,
+    classes=10,
+    before=0,
+    key=b"labels",
+)
+HUNDRED = Cifar(
+    "CIFAR-100",
+    ("cifar-100-binary", "cifar-100-python"),
+    ("train",),
+    "test",
+    times=5,
+    classes=100,
+    before=1,  # the coarse label
+    key=b"fine_labels",
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +97,21 @@ class Dataset:
     classes: int
     white: int = 255
 
+    @property
+    def channels(self) -> int:
+        """The channels of an image."""
+        return self.train_images.shape[1]
+
+    def part(self, train: int | None, test: int | None) -> Dataset:
+        """Return the first images of both parts; None for all images."""
+        return replace(
+            self,
+            train_images=self.train_images[:train],
+            train_labels=self.train_labels[:train],
+            test_images=self.test_images[:test],
+            test_labels=self.test_labels[:test],
+        )
+
 
 def load(
     name: str,
@@ -56,40 +120,33 @@ def load(
     test_images: int | None = None,
     size: int | None = None,
     classes: int | None = None,
-) -> Dataset:
+) -> Dataset | Listing:
     """Return a data set by name.
 
     Args:
-        path: cifar10, patches: the directory of the files, or the parent directory.
-        train_images: number of training images to take from the start; curves, synthetic: number to
-            make.
-        test_images: number of test images to take from the start.
-        size: patches, synthetic: pixels of a side.
+        path: cifar10, cifar100, patches: the directory of the files, or the parent directory;
+            folder: the folder; packed: the file.
+        train_images: number of training images to take from the start; of lists, at equal
+            distances; curves, synthetic: number to make.
+        test_images: number of test images to take, as of training images.
+        size: patches, synthetic, folder, packed: pixels of a side.
         classes: synthetic: number of classes.
 
     Raises:
         ValueError: a file or an argument is wrong; the text names the wrong value and a remedy.
         OSError: a file cannot be read.
     """
-    if name not in DATASETS:
-        raise ValueError(f"data.name={name!r} is unknown; try one of {', '.join(DATASETS)}")
-    source, given = DATASETS[name], {"path": path, "size": size, "classes": classes}
-    chosen = {key: given[key] for key in source.takes if given[key] is not None}
-    whole = source.load(images=train_images, **chosen)
-    _check_count("train_images", train_images, whole.train_images, name)
-    _check_count("test_images", test_images, whole.test_images, name)
-    return replace(
-        whole,
-        train_images=whole.train_images[:train_images],
-        train_labels=whole.train_labels[:train_images],
-        test_images=whole.test_images[:test_images],
-        test_labels=whole.test_labels[:test_images],
-    )
+    entry, given = source(name), {"path": path, "size": size, "classes": classes}
+    chosen = {key: given[key] for key in entry.takes if given.get(key) is not None}
+    whole = entry.load(images=train_images, **chosen)
+    _check_count("train_images", train_images, len(whole.train_images), name)
+    _check_count("test_images", test_images, len(whole.test_images), name)
+    return whole.part(train_images, test_images)
 
 
-def _check_count(key: str, asked: int | None, images: Tensor, name: str) -> None:
-    if asked and asked > len(images):
-        raise ValueError(f"data.{key}={asked}: {name} has only {len(images)}")
+def _check_count(key: str, asked: int | None, images: int, name: str) -> None:
+    if asked and asked > images:
+        raise ValueError(f"data.{key}={asked}: {name} has only {images}")
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
@@ -132,30 +189,28 @@ def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> D
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
 
 
-def cifar10(path: str, images: int | None = None) -> Dataset:
-    """Return CIFAR-10 from the binary or python layout; read only files for `images` images."""
+def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
+    """Return a CIFAR from the binary or python layout; read only files for `images` images."""
     root = Path(path)
-    layouts = {
-        "cifar-10-batches-bin": (read_binary, ".bin"),
-        "cifar-10-batches-py": (read_python, ""),
-    }
+    layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
     found = [place for place in candidates if place.is_dir()]
     if not found:
         raise ValueError(
             f"data.path={path} holds neither {' nor '.join(layouts)}; "
-            "give the directory in which the CIFAR-10 archive was unpacked"
+            f"give the directory in which the {kind.name} archive was unpacked"
         )
     read, suffix = layouts[found[0].name]
-    needed = TRAIN_FILES[: -(-images // CIFAR_RECORDS)] if images else TRAIN_FILES
-    train = [read(found[0] / f"{name}{suffix}") for name in needed]
-    test = read(found[0] / f"test_batch{suffix}")
+    records = kind.times * CIFAR_RECORDS
+    needed = kind.train[: -(-images // records)] if images else kind.train
+    train = [read(found[0] / f"{name}{suffix}", kind, kind.times) for name in needed]
+    test = read(found[0] / f"{kind.test}{suffix}", kind)
     return Dataset(
         torch.from_numpy(np.concatenate([pixels for pixels, _ in train])).view(-1, 3, 32, 32),
         torch.from_numpy(np.concatenate([labels for _, labels in train])),
         torch.from_numpy(test[0]).view(-1, 3, 32, 32),
         torch.from_numpy(test[1]),
-        CIFAR_CLASSES,
+        kind.classes,
     )
 
 
@@ -165,7 +220,7 @@ def patches(path: str, images: int | None = None, size: int = 28) -> Dataset:
     Raises:
         ValueError: photos have fewer pixels.
     """
-    photos = cifar10(path, images)
+    photos = cifar(path, images)
     side = photos.train_images.shape[-1]
     if size > side:
         raise ValueError(f"data.size={size}: photos have only {side}x{side} pixels")
@@ -186,62 +241,65 @@ def grey_patches(photos: Tensor, size: int, generator: torch.Generator) -> Tenso
     return ((red + green + blue + 500) // 1000).to(torch.uint8)[:, None]
 
 
-def read_binary(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[10000, 3072]` and labels `[10000]` from records: a label, then pixels."""
-    raw = np.frombuffer(files.read_bytes(path, CIFAR_LIMIT, links=True), dtype=np.uint8)
-    expected = CIFAR_RECORDS * (1 + CIFAR_PIXELS)
-    if len(raw) != expected:
-        raise ValueError(f"{path} has {len(raw)} bytes instead of {expected}; unpack it again")
-    records = raw.reshape(CIFAR_RECORDS, 1 + CIFAR_PIXELS)
-    return records[:, 1:].copy(), checked_labels(path, records[:, 0])
+def read_binary(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels `[n, 3072]` and labels `[n]` from records: labels, then pixels."""
+    raw = np.frombuffer(files.read_bytes(path, times * CIFAR_LIMIT, links=True), dtype=np.uint8)
+    records, size = times * CIFAR_RECORDS, kind.before + 1 + CIFAR_PIXELS
+    if len(raw) != records * size:
+        raise ValueError(
+            f"{path} has {len(raw)} bytes instead of {records * size}; unpack it again"
+        )
+    table = raw.reshape(records, size)
+    pixels = table[:, kind.before + 1 :].copy()
+    return pixels, checked_labels(path, table[:, kind.before], kind.classes)
 
 
-def checked_labels(path: Path, labels: np.ndarray) -> np.ndarray:
+def checked_labels(path: Path, labels: np.ndarray, classes: int) -> np.ndarray:
     """Return the labels as int64, after a check of their range."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= CIFAR_CLASSES))
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         raise ValueError(
-            f"{path}: label {labels[wrong[0]]} of image {wrong[0]} is not in 0..{CIFAR_CLASSES - 1}"
+            f"{path}: label {labels[wrong[0]]} of image {wrong[0]} is not in 0..{classes - 1}"
         )
     return labels.astype(np.int64)
 
 
-def read_python(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return pixels `[10000, 3072]` and labels `[10000]` of a pickle; nothing is executed."""
-    pickled = files.read_bytes(path, CIFAR_LIMIT, links=True)
+def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return pixels `[n, 3072]` and labels `[n]` of a pickle; nothing is executed."""
+    pickled = files.read_bytes(path, times * CIFAR_LIMIT, links=True)
     try:
-        check_size(pickled)
+        check_size(pickled, times * CIFAR_INSTRUCTIONS)
         content = DataOnlyUnpickler(io.BytesIO(pickled), encoding="bytes").load()
         _, shape, dtype, by_columns, raw = content[b"data"].state
         found = (shape, dtype.arguments[:1], bool(by_columns))
-        labels = flat_labels(content[b"labels"])
+        labels = flat_labels(content[kind.key])
         pixels = np.frombuffer(raw, dtype=np.uint8)
     except Exception as error:  # a damaged pickle may raise anything
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is no batch of CIFAR-10: {reason}") from error
-    expected = (CIFAR_RECORDS, CIFAR_PIXELS)
-    whole = (pixels.size, labels.size) == (math.prod(expected), CIFAR_RECORDS)
+        raise ValueError(f"{path} is no batch of {kind.name}: {reason}") from error
+    expected = (times * CIFAR_RECORDS, CIFAR_PIXELS)
+    whole = (pixels.size, labels.size) == (math.prod(expected), expected[0])
     if found != (expected, (b"u1",), False) or not whole:
         form = reprlib.repr(shape)
         raise ValueError(
             f"{path} has {pixels.size} bytes of pixels as {form} and {labels.size} labels "
-            f"instead of {math.prod(expected)} as {expected} and {CIFAR_RECORDS}; unpack it again"
+            f"instead of {math.prod(expected)} as {expected} and {expected[0]}; unpack it again"
         )
-    return pixels.reshape(expected).copy(), checked_labels(path, labels)
+    return pixels.reshape(expected).copy(), checked_labels(path, labels, kind.classes)
 
 
-def check_size(pickled: bytes) -> None:
+def check_size(pickled: bytes, most: int) -> None:
     """Check that a pickle takes little more memory than its bytes, before the pickle is loaded.
 
     Raises:
-        ValueError: the pickle has too many instructions, has fewer bytes than an instruction asks
-            for, asks for a large table, or holds numbers of more than 64 bits: as keys, they could
-            fill a dictionary slowly.
+        ValueError: the pickle has over `most` instructions, has fewer bytes than an instruction
+            asks for, asks for a large table, or holds numbers of more than 64 bits: as keys, they
+            could fill a dictionary slowly.
     """
     for count, (instruction, argument, _) in enumerate(pickletools.genops(pickled)):
         place = argument if instruction.name in ("PUT", "BINPUT", "LONG_BINPUT") else 0
-        if max(count, place or 0) > CIFAR_INSTRUCTIONS:
-            raise ValueError(f"it takes more than {CIFAR_INSTRUCTIONS:,} instructions")
+        if max(count, place or 0) > most:
+            raise ValueError(f"it takes more than {most:,} instructions")
         if isinstance(argument, int) and abs(argument) >= 2**63:
             raise ValueError("it holds a number of more than 64 bits")
 
@@ -296,28 +354,122 @@ class Source:
     Attributes:
         load: returns the data set from `images` and the options in `takes`.
         channels: the channels of an image.
-        size: the pixels of a side of an image; of made-up images the usual number.
+        size: the pixels of a side of an image, or the usual number; None if only the data tell.
+        classes: the number of classes, or the usual number; None if only the data tell.
         labelled: whether images have labels, which classifiers need.
         takes: options of the group `data` that other data sets refuse.
         needs: an option that has to be given, and its meaning.
+        files: whether images stay in files, and are read during the training.
     """
 
-    load: Callable[..., Dataset]
+    load: Callable[..., Dataset | Listing]
     channels: int = 3
-    size: int = 32
+    size: int | None = 32
+    classes: int | None = 10
     labelled: bool = True
     takes: tuple[str, ...] = ()
     needs: tuple[str, str] | None = None
+    files: bool = False
 
 
 ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
+ARCHIVE_100 = ("path", "the directory in which the archive of CIFAR-100 was unpacked")
+IN_FILES = ("path", "size", "workers", "broken")
 
 DATASETS = {
     "digits": Source(digits, channels=1, size=8),
-    "cifar10": Source(cifar10, takes=("path",), needs=ARCHIVE),
+    "cifar10": Source(cifar, takes=("path",), needs=ARCHIVE),
+    "cifar100": Source(
+        partial(cifar, kind=HUNDRED), classes=100, takes=("path",), needs=ARCHIVE_100
+    ),
     "curves": Source(smooth_curves, channels=1, size=28, labelled=False),
     "patches": Source(
         patches, channels=1, size=28, labelled=False, takes=("path", "size"), needs=ARCHIVE
     ),
     "synthetic": Source(synthetic, takes=("size", "classes")),
+    "folder": Source(
+        folder.listed,
+        size=224,
+        classes=None,
+        takes=IN_FILES,
+        needs=("path", "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg"),
+        files=True,
+    ),
+    "packed": Source(
+        packed.listed,
+        size=224,
+        classes=None,
+        takes=IN_FILES,
+        needs=("path", "a file of mpikfac pack"),
+        files=True,
+    ),
 }
+
+
+def source(name: str) -> Source:
+    """Return the entry of a data set, or of FILE.py:FUNCTION.
+
+    Raises:
+        ValueError: no data set has that name; the text lists all names.
+    """
+    if own.is_own(name):
+        own.check_file(name)
+        return Source(partial(from_function, name), size=None, classes=None)
+    if name not in DATASETS:
+        names = f"{name}:FUNCTION" if name.endswith(".py") else f"one of {', '.join(DATASETS)}"
+        raise ValueError(f"data.name={name!r} is unknown; try {names}")
+    return DATASETS[name]
+
+
+@cache
+def form(name: str, path: str | None) -> tuple[int, int]:
+    """Return the channels and the classes of a data set; read the data if only the data tell.
+
+    Raises:
+        ValueError: the data set cannot be read.
+    """
+    entry = source(name)
+    found = entry if entry.classes is not None else load(name, path)
+    return found.channels, found.classes or 0
+
+
+def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
+    """Return the data set that FILE.py:FUNCTION returns: four tensors, or a `Dataset`.
+
+    Raises:
+        ValueError: the function returns something else; a single line says what is expected.
+    """
+    found = own.result(name)
+    if isinstance(found, Dataset):
+        return found
+    if not (
+        isinstance(found, tuple) and len(found) == 4 and all(isinstance(t, Tensor) for t in found)
+    ):
+        raise ValueError(
+            f"data.name={name}: the function must return a tuple of four tensors: "
+            "train images, train labels, test images, test labels"
+        )
+    for part, images_of, labels in (("train", *found[:2]), ("test", *found[2:])):
+        check_part(f"data.name={name}: {part}", images_of, labels)
+    if found[0].shape[1:] != found[2].shape[1:]:
+        shapes = " and ".join(str(list(t.shape[1:])) for t in (found[0], found[2]))
+        raise ValueError(f"data.name={name}: train and test images differ in shape: {shapes}")
+    return Dataset(*found, 1 + int(max(found[1].max(), found[3].max())))
+
+
+def check_part(what: str, images: Tensor, labels: Tensor) -> None:
+    """Check the images and labels of a user.
+
+    Raises:
+        ValueError: a tensor has another dtype, shape or range.
+    """
+    if images.dtype != torch.uint8 or images.dim() != 4 or not len(images):
+        raise ValueError(
+            f"{what} images are {images.dtype} {list(images.shape)}; bytes (torch.uint8) "
+            "[images, channels, height, width] are needed"
+        )
+    if labels.dtype != torch.int64 or labels.shape != images.shape[:1] or labels.min() < 0:
+        raise ValueError(
+            f"{what} labels are {labels.dtype} {list(labels.shape)}; torch.int64 [{len(images)}], "
+            "at least 0, are needed"
+        )

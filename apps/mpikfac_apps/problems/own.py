@@ -52,6 +52,17 @@ def made(name: str, **numbers: int | None) -> nn.Module:
     return model
 
 
+def result(name: str) -> Any:
+    """Return the result of FILE.py:FUNCTION, called without arguments.
+
+    Raises:
+        ValueError: the file or the function does not exist, or raises.
+    """
+    build = function_of(name)
+    with told(f"{name.rpartition(':')[2]}()"):
+        return build()
+
+
 def takes(name: str) -> Collection[str]:
     """Return which of `classes` and `channels` the function of FILE.py:FUNCTION takes.
 

@@ -31,8 +31,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
     training_ranks,
 )
-from mpikfac_apps.problems import models
-from mpikfac_apps.problems.datasets import DATASETS
+from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.study.measures import MEASURES, Measure, common
 from mpikfac_apps.text import number
 
@@ -357,8 +356,8 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     Raises:
         ValueError: no plan exists for the options.
     """
-    channels = DATASETS[options.data.name].channels
-    model = models.skeleton(options.model, options.data.classes or 10, channels)
+    channels, classes = datasets.form(options.data.name, options.data.path)
+    model = models.skeleton(options.model, options.data.classes or classes, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))

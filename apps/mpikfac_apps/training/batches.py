@@ -1,12 +1,16 @@
 """Choose the images of a rank: the share of each batch, the order and the augmentation.
 
+`Batches` holds whole tensors, `Stream` reads images from files; a run calls the same methods.
+
 Order and augmentation follow from (seed, epoch, position in the epoch) alone. The global batches
 are the same for every number of ranks, and each rank takes a contiguous share of every batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,9 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mpikfac_apps.options.by_epoch import ByEpoch
+import mpikfac
+from mpikfac_apps.images.decoders import TRAINING
+from mpikfac_apps.images.listing import Images, Listing
+from mpikfac_apps.images.reader import Draw, Reader, Request
+from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.calendar import Calendar
-from mpikfac_apps.options.options import DataOptions
+from mpikfac_apps.options.conflicts import check_size
+from mpikfac_apps.options.options import DataOptions, Options
+from mpikfac_apps.problems.datasets import Dataset
+
+SEEN = 1024  # images in files that give mean and variance of the pixels
+ROOM = 128  # the least room for images in files, whatever the batch
+WORKERS = 2  # processes of a rank
 
 
 def mixed(*numbers: int) -> int:
@@ -25,13 +39,16 @@ def mixed(*numbers: int) -> int:
 
 
 class Normalise:
-    """Turn bytes into floats of mean 0 and variance 1 per channel over the given images."""
+    """Turn bytes into floats of mean 0 and variance 1 per channel over the given images.
 
-    def __init__(self, images: Tensor, device: torch.device) -> None:
+    Args:
+        images: bytes `[n, channels, h, w]`, in a tensor or in several.
+    """
+
+    def __init__(self, images: Tensor | Iterable[Tensor], device: torch.device) -> None:
         levels = torch.arange(256, dtype=torch.float64)
-        counts = torch.stack(
-            [torch.bincount(images[:, c].flatten(), minlength=256) for c in range(images.shape[1])]
-        ).double()
+        parts = [images] if isinstance(images, Tensor) else images
+        counts = torch.stack([counted(part) for part in parts]).sum(0).double()
         weights = counts / counts.sum(1, keepdim=True)
         mean = weights @ levels
         variance = weights @ levels**2 - mean**2
@@ -42,6 +59,12 @@ class Normalise:
 
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().sub_(self.mean).mul_(self.scale)
+
+
+def counted(images: Tensor) -> Tensor:
+    """Return how many pixels of each channel have each of the 256 levels, `[channels, 256]`."""
+    channels = images.unbind(1)
+    return torch.stack([torch.bincount(pixels.flatten(), minlength=256) for pixels in channels])
 
 
 def unit(images: Tensor, white: int) -> Tensor:
@@ -78,6 +101,7 @@ class Batches:
         labels: int64 `[n]`.
         batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
         augment: move images over black pixels, and mirror half of the images; None for neither.
+        tested: images and labels of the rank's share of the test, as `images` and `labels`.
 
     Attributes:
         calendar: the steps of every epoch.
@@ -93,8 +117,10 @@ class Batches:
         augment: Augmentation | None,
         rank: int = 0,
         ranks: int = 1,
+        tested: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.images, self.labels = images, labels
+        self.tested = tested or (images[:0], labels[:0])
         self.seed, self.augment = seed, augment
         self.rank, self.ranks = rank, ranks
         self.calendar = Calendar(len(images), batch)
@@ -128,6 +154,29 @@ class Batches:
         for part in chosen.to(self.images.device).split(size):
             yield self.images[part]
 
+    def first(self, count: int) -> Tensor:
+        """Return the first training images (bytes), not augmented."""
+        return self.images[:count]
+
+    def pixels(self) -> Iterator[Tensor]:
+        """Yield the training images (bytes) that give mean and variance of the pixels: all."""
+        yield self.images.cpu()
+
+    def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `size` images (bytes) and labels of the rank's share of the test at a time."""
+        return parts(*self.tested, size)
+
+    @property
+    def digest(self) -> int:
+        """A checksum of the training labels."""
+        return zlib.crc32(self.labels.cpu().numpy().data)
+
+    def share_broken(self, comm: mpikfac.comm.Comm) -> None:
+        """Return: images in memory are whole."""
+
+    def close(self) -> None:
+        """Return: no process reads images."""
+
     def _draw(self, epoch: int) -> None:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         n, device = len(self.images), self.images.device
@@ -144,6 +193,164 @@ class Batches:
         self._epoch = epoch
 
 
+class Stream:
+    """As `Batches`, of images in files, which processes of the rank decode ahead.
+
+    Several batches are ahead: a slow image or a slow process then holds up no step.
+
+    Args:
+        found: the list of images.
+        batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
+        data: augmentation, number of processes, and how many broken images are replaced.
+
+    Attributes:
+        calendar: the steps of every epoch.
+    """
+
+    def __init__(
+        self,
+        found: Listing,
+        batch: int | ByEpoch,
+        data: DataOptions,
+        *,
+        seed: int,
+        device: torch.device,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.seed, self.augment, self.device = seed, data.augment, device
+        self.rank, self.ranks = rank, ranks
+        self.calendar = Calendar(len(found.train_images), batch)
+        self._train, self._test = found.train_images, found.test_images
+        room = max(ROOM, *(size // ranks for size in numbers_of(batch)))
+        workers = WORKERS if data.workers is None else data.workers
+        self._reader = Reader(found.size, room, workers, data.broken or 0)
+        self._epoch, self._order = -1, torch.empty(0)
+        self._ahead: deque[tuple[int, int, Request]] = deque()  # with epoch and index
+
+    def per_rank(self, epoch: int) -> int:
+        """Return the images of a rank's share of a batch."""
+        return self.calendar.at(epoch).batch // self.ranks
+
+    def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
+        """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`.
+
+        The processes begin to decode a further batch.
+
+        Raises:
+            UserError: an image is broken, and is not to be replaced.
+        """
+        if not self._ahead or self._ahead[0][:2] != (epoch, index):
+            self._ahead.clear()
+            self._begin(epoch, index, TRAINING[0])
+            for slot in TRAINING[1:]:
+                self._begin_next(slot)
+        *_, request = self._ahead.popleft()
+        images = self._reader.result(request, self.device)
+        self._begin_next(request.slot)
+        return images, self._labels(self._train, request.numbers)
+
+    def _begin_next(self, slot: int) -> None:
+        """Begin to decode the batch behind the last batch that is ahead."""
+        epoch, index, _ = self._ahead[-1]
+        last = index + 1 == self.calendar.at(epoch).steps
+        self._begin(epoch + last, 0 if last else index + 1, slot)
+
+    def _begin(self, epoch: int, index: int, slot: int) -> None:
+        """Begin to decode the rank's share of a batch."""
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
+            self._order = torch.randperm(len(self._train), generator=generator)
+            self._epoch = epoch
+        mine = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * mine
+        positions = range(first, first + mine)
+        numbers = self._order[first : first + mine].tolist()
+        draws: list[Draw] = [(self.seed, epoch, position) for position in positions]
+        chosen = draws if self.augment else None
+        request = self._reader.begin(self._train, numbers, chosen, slot)
+        self._ahead.append((epoch, index, request))
+
+    def sample(self, images: int, size: int) -> Iterator[Tensor]:
+        """Yield `size` images (bytes) at a time of up to `images` images drawn at random.
+
+        The images are the same on all ranks and at every call, and are not augmented.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        chosen = torch.randperm(len(self._train), generator=generator)[:images].tolist()
+        return self._reader.read(self._train, chosen, size, self.device)
+
+    def first(self, count: int) -> Tensor:
+        """Return the first training images (bytes), not augmented."""
+        numbers = range(min(count, len(self._train)))
+        return torch.cat(list(self._reader.read(self._train, numbers, ROOM, self.device)))
+
+    def pixels(self) -> Iterator[Tensor]:
+        """Yield the training images (bytes) that give mean and variance of the pixels: a sample."""
+        return (part.cpu() for part in self.sample(SEEN, ROOM))
+
+    def test(self, size: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield `size` images (bytes) and labels of the rank's share of the test at a time."""
+        numbers = range(len(self._test))[slice(*bounds(len(self._test), self.rank, self.ranks))]
+        read = self._reader.read(self._test, numbers, size, self.device)
+        for start, images in zip(range(numbers.start, numbers.stop, size), read):
+            yield images, self._labels(self._test, range(start, start + len(images)))
+
+    def _labels(self, images: Images, numbers: Sequence[int]) -> Tensor:
+        return torch.from_numpy(images.labels[list(numbers)]).to(self.device)
+
+    @property
+    def digest(self) -> int:
+        """A checksum of the training labels, and of the names of the training images."""
+        return self._train.digest
+
+    def share_broken(self, comm: mpikfac.comm.Comm) -> None:
+        """Tell all ranks of broken images, and name each image in the log once.
+
+        Collective over: comm, or none if no broken image is allowed.
+
+        Raises:
+            UserError: the ranks together have found more broken images than the options allow.
+        """
+        self._reader.share_broken(comm)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._reader.close()
+
+
+def made(
+    found: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
+) -> Batches | Stream:
+    """Return the batches of a rank, of images in memory or of images in files.
+
+    Raises:
+        ValueError: the network takes images of another size.
+    """
+    if isinstance(found, Listing):
+        return Stream(
+            found,
+            options.batches,
+            options.data,
+            seed=options.seed,
+            device=device,
+            rank=rank,
+            ranks=ranks,
+        )
+    check_size(options, tuple(found.train_images.shape[2:]))
+    images, labels = share(found.test_images, found.test_labels, rank, ranks)
+    return Batches(
+        found.train_images.to(device),
+        found.train_labels.to(device),
+        options.batches,
+        seed=options.seed,
+        augment=Augmentation.of(options.data),
+        rank=rank,
+        ranks=ranks,
+        tested=(images.to(device), labels.to(device)),
+    )
+
+
 def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
     """Move images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
     n, _, height, width = images.shape
@@ -155,8 +362,13 @@ def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Ten
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Return a rank's contiguous part for evaluation; the parts together hold every image once."""
-    first, last = (len(images) * r // ranks for r in (rank, rank + 1))
-    return images[first:last], labels[first:last]
+    mine = slice(*bounds(len(images), rank, ranks))
+    return images[mine], labels[mine]
+
+
+def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Return begin and end of a rank's contiguous part of so many images."""
+    return images * rank // ranks, images * (rank + 1) // ranks
 
 
 def parts(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:

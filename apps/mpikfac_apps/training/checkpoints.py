@@ -171,7 +171,8 @@ def root(options: Options) -> Path:
 def identity(options: Options) -> dict[str, Any]:
     """Return the options that define the meaning of step number and weights, fixed for restarts."""
     chosen = dataclasses.asdict(options.data)
-    del chosen["path"], chosen["test_images"]  # free to differ after a restart
+    for free in ("path", "test_images", "workers", "broken"):  # may differ after a restart
+        del chosen[free]
     return {
         "model": options.model,
         **{f"data.{key}": value for key, value in chosen.items()},
@@ -215,6 +216,22 @@ def check_steps(steps: int, named: int, end: int) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it is of step {steps}; this run ends at step {end}: give more epochs")
+
+
+def check_images(before: int | None, now: int) -> None:
+    """Refuse other training images than the images of the saved run.
+
+    Args:
+        before: the checksum that the checkpoint holds; None for any images.
+
+    Raises:
+        ValueError: the checksums differ.
+    """
+    if before is not None and before != now:
+        raise ValueError(
+            f"the checkpoint is of other training images (checksum {before}, now {now}); "
+            "give the same images, or begin a new run"
+        )
 
 
 def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:

@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -87,10 +86,12 @@ class Problem:
     Attributes:
         model: the network; the caller gives the network.
         average: the average of the network's weights, if tests take averages.
+        began_with: the checksum of the training images in the checkpoint, if there is a checkpoint.
     """
 
     model: nn.Module
     average: Average | None = None
+    began_with: int | None = None
     normalise: Callable[[Tensor], Tensor]
     loss: Callable[..., Tensor]
 
@@ -105,14 +106,16 @@ class Problem:
             self.network = models.network(options.model)
         with mpikfac.comm.together(comm, "reading data"):
             asked = dataclasses.asdict(chosen)
-            later = ("augment", "shift", "mirror")
+            later = ("augment", "shift", "mirror", "workers", "broken")
             found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
             largest = max(numbers_of(options.batches))
             if largest > len(found.train_images):
                 raise ValueError(
                     f"batch={largest} is more than the {len(found.train_images)} images"
                 )
-        mpikfac.comm.agree(comm, {"training labels": zlib.crc32(found.train_labels.numpy().data)})
+            self.batches = batches.made(found, options, device, comm.rank, comm.size)
+            checkpoints.check_images(self.began_with, self.batches.digest)
+        mpikfac.comm.agree(comm, {"training images": self.batches.digest})
         self.task = self.network.task
         self.loss = self.task.loss
         if options.label_smoothing:
@@ -120,20 +123,10 @@ class Problem:
         if self.task.unit:
             self.normalise = partial(batches.unit, white=found.white)
         else:
-            self.normalise = batches.Normalise(found.train_images, device)
-        self.batches = batches.Batches(
-            found.train_images.to(device),
-            found.train_labels.to(device),
-            options.batches,
-            seed=options.seed,
-            augment=batches.Augmentation.of(chosen),
-            rank=comm.rank,
-            ranks=comm.size,
-        )
+            with mpikfac.comm.together(comm, "reading data"):
+                self.normalise = batches.Normalise(self.batches.pixels(), device)
         self.calendar = self.batches.calendar
-        images, labels = batches.share(found.test_images, found.test_labels, comm.rank, comm.size)
-        self.test = images.to(device), labels.to(device)
-        self.channels, self.classes = found.train_images.shape[1], found.classes
+        self.channels, self.classes = found.channels, found.classes
         if comm.rank == 0 and (words := doubt(options)):
             log.warning("%s", words)
 
@@ -156,7 +149,7 @@ class Problem:
         meter = Meter(self.comm, self.device, measures=len(measures))
         model.eval()
         with torch.no_grad():
-            for images, labels in batches.parts(*self.test, self.batches.per_rank(0)):
+            for images, labels in self.batches.test(self.batches.per_rank(0)):
                 outputs, targets = self._outputs(model, images, labels)
                 sums = [measured(outputs, targets).double() for measured in measures.values()]
                 meter.add(self.task.loss(outputs, targets), torch.stack(sums), len(outputs))
@@ -228,10 +221,10 @@ class Run(Problem):
         comm, options = self.comm, self.options
         with mpikfac.comm.together(comm, "building the network"):
             model, self.optimizer = build(options, self.classes, self.channels, self.device)
-            first, _ = self.batches.get(0, 0)
-            models.check(options.model, model, self.normalise(first[:2]), self.classes)
+            first = self.normalise(self.batches.first(2))
+            models.check(options.model, model, first, self.classes)
         if isinstance(model, airbench.Airbench):
-            model.whiten(self.normalise(self.batches.images[: airbench.SEEN]))
+            model.whiten(self.normalise(self.batches.first(airbench.SEEN)))
             done = 0 if checkpoint is None else checkpoint.step
             model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
         self.model = model
@@ -478,6 +471,7 @@ class Run(Problem):
             found |= {f"test_{name}": value for name, value in tested.items()}
             text += f", test {words_of(tested, measure)}"
         self._row(**found)
+        self.batches.share_broken(self.comm)
         log.info(f"epoch {epoch}: loss {loss:.4f}, {text}, {self.speed.seconds:.1f} s")
         if tested and self.best.follow(tested[measure]) and self.options.keep_best and self.record:
             steps = self.trainer.steps
@@ -543,6 +537,7 @@ class Run(Problem):
         metrics = self.record.state() if self.record else lost(self.options.run_dir)
         about = checkpoints.identity(self.options)
         about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
+        about["images"] = self.batches.digest
         return {
             "run/data": json.dumps(about),
             "run/seconds": self.speed.seconds,
@@ -556,7 +551,7 @@ class Run(Problem):
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
             saved = checkpoints.saved_run(checkpoint)
             options = checkpoints.follow(self.options, saved, self.comm.size)
-            self.began_on = saved["ranks"]
+            self.began_on, self.began_with = saved["ranks"], saved.get("images")
             if (threads := torch.get_num_threads()) != saved["threads"]:
                 log.info(
                     "begun with threads=%d, now %d: bits may differ", saved["threads"], threads

@@ -146,3 +146,5 @@ def run_training(
             if not (options.shrink and mpikfac.comm.lost_a_rank(comm, error)):
                 raise
             return None, *go_on(run)
+        finally:
+            run.batches.close()

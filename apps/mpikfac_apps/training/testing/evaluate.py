@@ -97,6 +97,7 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
         elif left := weights.load(problem.model, weights.read(asked.weights)):
             raise ValueError(f"a test needs all tensors, and {', '.join(left)} differ")
     results = problem.evaluate(problem.tested_model())
+    problem.batches.close()
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"
 
 

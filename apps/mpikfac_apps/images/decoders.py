@@ -1,0 +1,152 @@
+"""Start the processes that decode images for a rank, and hand out the work.
+
+A process is a new Python, started by its program's name: `fork` would copy the state of MPI, and
+`multiprocessing` would run the main program again. Decoded pixels lie in memory without a name in
+the file system, so a killed rank leaves nothing behind. Workers of torch's
+DataLoader would load torch in every process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import Pipe
+from typing import Protocol
+
+import numpy as np
+
+import mpikfac
+from mpikfac_apps.images.worker import Fault, Job, fill, slots_of
+
+TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
+REST = 4  # the slot for a part of a test or of a sample
+OF_MPI = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDRA_")  # variables that tell a process its rank
+# glibc keeps the memory of an image for the next image: a third less time of the processor.
+KEEP = {"MALLOC_TRIM_THRESHOLD_": str(2**27), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
+PATIENCE = 10.0  # seconds for a process to end
+
+
+class _Worker(Protocol):
+    """Describe what decodes images, in the order of the tickets."""
+
+    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None: ...
+
+    def faults(self, ticket: int) -> list[Fault]: ...
+
+    def close(self) -> None: ...
+
+
+class Decoders:
+    """Decode lists of images into shared memory, with a number of processes.
+
+    Args:
+        workers: the number of processes; 0 decodes in the calling process, when a result is asked.
+        size: pixels of a side.
+        room: the largest number of images in a list.
+    """
+
+    def __init__(self, workers: int, size: int, room: int) -> None:
+        shape = (REST + 1, room, size, size, 3)
+        memory = os.memfd_create("mpikfac images", os.MFD_CLOEXEC)
+        os.ftruncate(memory, int(np.prod(shape)))  # pages take memory when they are used
+        self._slots = slots_of(memory, shape)
+        self._workers: list[_Worker] = [_Process(memory, shape) for _ in range(workers)]
+        os.close(memory)
+        if not workers:
+            self._workers = [_Here(self._slots)]
+        self._ticket = 0
+
+    def begin(self, slot: int, jobs: Sequence[Job]) -> int:
+        """Begin to decode a list of images into a slot, and return a ticket for the result."""
+        self._ticket += 1
+        for number, worker in enumerate(self._workers):
+            worker.begin(self._ticket, slot, jobs[number :: len(self._workers)])
+        return self._ticket
+
+    def faults(self, ticket: int) -> list[Fault]:
+        """Wait until the images of a ticket are decoded, and return the broken images in order."""
+        return sorted(fault for worker in self._workers for fault in worker.faults(ticket))
+
+    def pixels(self, slot: int, images: int) -> np.ndarray:
+        """Return the first images of a slot, bytes `[images, h, w, 3]`, without a copy."""
+        return self._slots[slot, :images]
+
+    def close(self) -> None:
+        """End the processes."""
+        for worker in self._workers:
+            worker.close()
+        self._workers = []
+
+
+class _Process:
+    """A process that decodes.
+
+    Raises:
+        UserError: the process has ended.
+    """
+
+    def __init__(self, memory: int, shape: tuple[int, ...]) -> None:
+        self._connection, theirs = Pipe()
+        passed = theirs.fileno(), memory
+        kept = KEEP | {k: v for k, v in os.environ.items() if not k.startswith(OF_MPI)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mpikfac_apps.images.worker", *map(str, (*passed, *shape))],
+            pass_fds=passed,
+            env=kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is for the rank
+        )
+        theirs.close()
+        self._found: dict[int, list[Fault]] = {}
+
+    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+        try:
+            self._connection.send((ticket, slot, jobs))
+        except OSError as error:
+            raise self._ended() from error
+
+    def faults(self, ticket: int) -> list[Fault]:
+        try:
+            while ticket not in self._found:
+                done, faults = self._connection.recv()
+                self._found[done] = faults
+        except (EOFError, OSError) as error:
+            raise self._ended() from error
+        return self._found.pop(ticket)
+
+    def _ended(self) -> mpikfac.UserError:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(PATIENCE)
+        return mpikfac.UserError(
+            f"a process that decodes images has ended with code {self._process.returncode}; "
+            f"perhaps memory was short: try fewer data.workers"
+        )
+
+    def close(self) -> None:
+        self._connection.close()
+        try:
+            self._process.wait(PATIENCE)
+        except subprocess.TimeoutExpired:  # for example in a file system that hangs
+            self._process.kill()
+
+
+class _Here:
+    """Decode in the calling process."""
+
+    def __init__(self, slots: np.ndarray) -> None:
+        self._slots = slots
+        self._begun: dict[int, tuple[int, Sequence[Job]]] = {}
+
+    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+        self._begun[ticket] = slot, jobs
+
+    def faults(self, ticket: int) -> list[Fault]:
+        slot, jobs = self._begun.pop(ticket)
+        return fill(self._slots[slot], jobs)
+
+    def close(self) -> None:
+        self._begun = {}

@@ -1,0 +1,116 @@
+"""Decode images with Pillow, and cut the part that a network gets."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from PIL import Image
+
+from mpikfac import files
+from mpikfac_apps.images.listing import Place
+
+FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+LIMIT = 2**28  # bytes of the largest file of an image
+AREA = (0.08, 1.0)  # the share of an image that a random crop covers
+RATIO = (3 / 4, 4 / 3)  # width over height of a random crop
+TRIES = 10
+
+
+class Broken(ValueError):
+    """Report an image that cannot be decoded."""
+
+
+def decoded(place: Place, size: int, draw: Sequence[int] | None = None) -> np.ndarray:
+    """Return an image as a network gets the image: bytes `[size, size, 3]`.
+
+    Args:
+        draw: numbers from which a random crop and a mirror follow; None for the centre.
+
+    Raises:
+        Broken: the image cannot be read or decoded.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a damaged note about the camera does no harm
+            image = opened(content(place)).convert("RGB")
+        return np.asarray(centre(image, size) if draw is None else random_crop(image, size, draw))
+    except Exception as error:  # decoders of damaged files may raise anything
+        raise Broken(" ".join(str(error).split()) or type(error).__name__) from error
+
+
+def content(place: Place) -> bytes:
+    """Return the bytes of an image.
+
+    Raises:
+        OSError: the file cannot be read, or ends before the image.
+    """
+    if place.size is None:
+        return files.read_bytes(place.path, LIMIT, links=True)
+    found = os.pread(_packed(place.path).fileno(), place.size, place.start)
+    if len(found) < place.size:
+        raise OSError("the file ends before the image")
+    return found
+
+
+@lru_cache(maxsize=4)
+def _packed(path: str) -> io.BufferedReader:
+    """Return an open file of many images, which stays open."""
+    return files.reading(path, links=True)
+
+
+def opened(encoded: bytes) -> Image.Image:
+    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name."""
+    return Image.open(io.BytesIO(encoded), formats=FORMATS)
+
+
+def centre(image: Image.Image, size: int) -> Image.Image:
+    """Return the square of `size` pixels in the middle, after `shorter_side` to 8/7 of `size`."""
+    image = shorter_side(image, round(size * 8 / 7))
+    left, top = (round((side - size) / 2) for side in image.size)
+    return image.crop((left, top, left + size, top + size))
+
+
+def shorter_side(image: Image.Image, pixels: int) -> Image.Image:
+    """Return the image with a shorter side of `pixels`, by bilinear interpolation of areas."""
+    shorter = min(image.size)
+    width, height = (pixels * side // shorter for side in image.size)
+    return image.resize((width, height), Image.Resampling.BILINEAR)
+
+
+def random_crop(image: Image.Image, size: int, draw: Sequence[int]) -> Image.Image:
+    """Return a random part of the image as `size` x `size` pixels; half of the parts are mirrored.
+
+    The part covers a share of the area between `AREA`, with a ratio of sides between `RATIO`
+    [Szegedy et al. 2015].
+    """
+    generator = np.random.default_rng(draw)
+    mirror = generator.random() < 0.5
+    part = image.crop(drawn_box(*image.size, generator))
+    part = part.resize((size, size), Image.Resampling.BILINEAR)
+    return part.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirror else part
+
+
+def drawn_box(width: int, height: int, generator: np.random.Generator) -> tuple[int, int, int, int]:
+    """Return left, top, right and bottom of a random crop.
+
+    If no drawn crop fits into the image, the crop is the largest in the middle.
+    """
+    narrowest, widest = RATIO
+    for _ in range(TRIES):
+        area = width * height * generator.uniform(*AREA)
+        ratio = math.exp(generator.uniform(math.log(narrowest), math.log(widest)))
+        across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < across <= width and 0 < down <= height:
+            left = int(generator.integers(width - across + 1))
+            top = int(generator.integers(height - down + 1))
+            return left, top, left + across, top + down
+    across = min(width, max(1, round(height * widest)))
+    down = min(height, max(1, round(width / narrowest)))
+    left, top = (width - across) // 2, (height - down) // 2
+    return left, top, left + across, top + down

@@ -1,0 +1,77 @@
+"""List a folder with a folder of images for each class, in the layout of ImageFolder.
+
+The images are DIR/train/CLASS/*.jpg, and DIR/val/CLASS/*.jpg or DIR/test/CLASS/*.jpg.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+from mpikfac_apps.images.listing import Images, Listing
+
+KINDS = (".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+EXPECTED = "give a folder with train/CLASS/*.jpg and val/CLASS/*.jpg (or test/CLASS/*.jpg)"
+
+
+def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
+    """Return the images of a folder, sorted by class and name; classes are the sorted folders.
+
+    `load` takes `images` of the images.
+
+    Raises:
+        ValueError: the folder has another layout; a single line says what is expected.
+    """
+    listing, _ = with_names(path, size)
+    return listing
+
+
+def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
+    """Return the images of a folder, and the names of the classes.
+
+    Raises:
+        ValueError: the folder has another layout.
+    """
+    root = Path(path)
+    train = root / "train"
+    test = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if not train.is_dir():
+        raise ValueError(f"data.path={path} has no folder train; {EXPECTED}")
+    if test is None:
+        raise ValueError(f"data.path={path} has no folder val or test; {EXPECTED}")
+    classes = folders(train)
+    if not classes:
+        raise ValueError(f"{train} has no folders of classes; {EXPECTED}")
+    if unknown := sorted(set(folders(test)) - set(classes)):
+        raise ValueError(f"{test / unknown[0]} is of no class: {train} has no {unknown[0]}")
+    trained, tested = images_of(train, classes), images_of(test, classes)
+    missing = np.flatnonzero(np.bincount(trained.labels, minlength=len(classes)) == 0)
+    if len(missing):
+        raise ValueError(f"{train / classes[missing[0]]} has no images; {EXPECTED}")
+    if not len(tested):
+        raise ValueError(f"{test} has no images; {EXPECTED}")
+    return Listing(trained, tested, len(classes), size), classes
+
+
+def folders(path: Path) -> list[str]:
+    """Return the sorted names of the folders in a folder, without hidden folders."""
+    with os.scandir(path) as found:
+        return sorted(entry.name for entry in found if entry.is_dir() and entry.name[0] != ".")
+
+
+def images_of(part: Path, classes: list[str]) -> Images:
+    """Return the images in the folders of the classes; a folder may be missing.
+
+    Files of other kinds and hidden files are passed over.
+    """
+    names: list[bytes] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        folder = part / name
+        inside = sorted(os.listdir(folder)) if folder.is_dir() else []
+        found = [one for one in inside if one.lower().endswith(KINDS) and one[0] != "."]
+        names += [os.fsencode(f"{name}/{one}") for one in found]
+        labels += [label] * len(found)
+    return Images(str(part), np.array(labels, np.int64), np.array(names, np.bytes_))

@@ -1,0 +1,107 @@
+"""List the images of a data set that stay in files: the place of every image, and the labels."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Place(NamedTuple):
+    """Where the bytes of an image lie.
+
+    Attributes:
+        path: a file.
+        start: the first byte in the file.
+        size: the number of bytes; None for the whole file.
+    """
+
+    path: str
+    start: int = 0
+    size: int | None = None
+
+    def __str__(self) -> str:
+        return self.path if self.size is None else f"{self.path}, image at byte {self.start}"
+
+
+@dataclass(frozen=True)
+class Images:
+    """The images of a part of a data set, in files of their own or in a single file.
+
+    The lists are arrays: a million names in a list of Python take ten times the memory.
+
+    Attributes:
+        root: the folder of the files, or the single file.
+        labels: int64 `[n]`.
+        names: the paths of the files inside `root`, bytes `[n]`; None for a single file.
+        spans: the first byte and the number of bytes in the single file, int64 `[n, 2]`; None for
+            files of their own.
+    """
+
+    root: str
+    labels: np.ndarray
+    names: np.ndarray | None = None
+    spans: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def place(self, number: int) -> Place:
+        """Return the place of image `number`."""
+        if self.names is not None:
+            return Place(os.path.join(self.root, os.fsdecode(self.names[number])))
+        assert self.spans is not None, "a single file has spans"
+        start, size = self.spans[number].tolist()
+        return Place(self.root, start, size)
+
+    def following(self, number: int) -> int:
+        """Return the next image of the same class; behind the last image comes the first image."""
+        alike = np.flatnonzero(self.labels == self.labels[number])
+        return int(alike[(np.searchsorted(alike, number) + 1) % len(alike)])
+
+    def spread(self, count: int | None) -> Images:
+        """Return `count` images at equal distances in the list; None for all images.
+
+        A list is sorted by class, so the first images would be of a single class.
+        """
+        if count is None:
+            return self
+        kept = np.arange(count) * len(self) // count
+        names, spans = (None if a is None else a[kept] for a in (self.names, self.spans))
+        return Images(self.root, self.labels[kept], names, spans)
+
+    @property
+    def digest(self) -> int:
+        """A checksum of the labels and of the names or places, whatever the root."""
+        parts = (self.labels, self.names, self.spans)
+        return zlib.crc32(b"".join(part.tobytes() for part in parts if part is not None))
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The images of a data set, for training and for test.
+
+    Attributes:
+        classes: the number of classes.
+        size: the pixels of a side of the images that a network gets.
+        channels: the channels of an image: red, green and blue.
+        white: the byte of a white pixel.
+    """
+
+    train_images: Images
+    test_images: Images
+    classes: int
+    size: int
+    channels: int = 3
+    white: int = 255
+
+    def part(self, train: int | None, test: int | None) -> Listing:
+        """Return the data set with fewer images; None for all images."""
+        return replace(
+            self,
+            train_images=self.train_images.spread(train),
+            test_images=self.test_images.spread(test),
+        )

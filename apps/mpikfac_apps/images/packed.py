@@ -1,0 +1,147 @@
+"""Keep a whole data set in a single HDF5 file: the encoded images one after another.
+
+    images   all bytes of all images, training images first
+    starts   the first byte of each image, and the end of the last
+    labels   the class of each image
+    train    the number of training images
+    size     the pixels of the shorter side, or 0 for images as in the folder
+    classes  the names of the classes, as a JSON list
+
+`images` lies in the file in one piece, so ranks read images by plain reads, without HDF5.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps.images.listing import Images, Listing, Place
+
+LARGE = "images"
+FORM = {"starts": torch.Tensor, "labels": torch.Tensor, "train": int, "size": int, "classes": str}
+QUALITY = 95  # of JPEG
+AHEAD = 256  # images that are encoded at a time
+
+
+def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  # noqa: ARG001
+    """Return the images of a packed file. `load` takes `images` of the images.
+
+    Raises:
+        ValueError: the file is no packed file.
+        OSError: the file cannot be read.
+    """
+    found, first, length = mpikfac.checkpoint.read_around(Path(path), LARGE)
+    if not all(isinstance(found.get(key), kind) for key, kind in FORM.items()):
+        raise ValueError(f"{path} is no file of mpikfac pack: it lacks {', '.join(FORM)}")
+    items: dict[str, Any] = found
+    starts, labels = items["starts"].numpy(), items["labels"].numpy()
+    train, classes = items["train"], len(names(path, items["classes"]))
+    if not (
+        (starts.dtype, labels.dtype) == (np.int64, np.int64)
+        and starts.shape == (len(labels) + 1,)
+        and 0 < train < len(labels)
+        and (starts[0], starts[-1]) == (0, length)
+        and (np.diff(starts) >= 0).all()
+        and 0 <= labels.min() <= labels.max() < classes
+    ):
+        raise ValueError(f"{path} is damaged; make the file anew by mpikfac pack")
+    spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
+    parts = (slice(0, train), slice(train, None))
+    trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
+    return Listing(trained, tested, classes, size)
+
+
+def names(path: str, text: str) -> list[str]:
+    """Return the names of the classes from JSON.
+
+    Raises:
+        ValueError: the text is no list of names.
+    """
+    found = files.json_of(text)
+    if not files.has_form(found, [str]):
+        raise ValueError(f"{path} is no file of mpikfac pack: classes is no list of names")
+    return list(found)
+
+
+def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None = None) -> int:
+    """Write a packed file, and return the file's bytes; the file is complete or absent.
+
+    The images are first gathered in a second file beside `out`, because HDF5 lays out a file when
+    all lengths are known.
+
+    Args:
+        size: the pixels of the shorter side of larger images, which are encoded anew as JPEG; None
+            for the bytes as they are.
+
+    Raises:
+        ValueError: an image cannot be decoded; the text names the image.
+        OSError: a file cannot be read or written.
+    """
+    gathered, partial_file = (out.with_name(f".{out.name}.{end}") for end in ("images", "partial"))
+    parts = (listing.train_images, listing.test_images)
+    try:
+        sizes = gather(gathered, encoded(parts, size))
+        items: dict[str, Any] = {
+            LARGE: torch.from_numpy(np.memmap(gathered, np.uint8, "c")),
+            "starts": torch.tensor([0, *itertools.accumulate(sizes)]),
+            "labels": torch.from_numpy(np.concatenate([part.labels for part in parts])),
+            "train": len(parts[0]),
+            "size": size or 0,
+            "classes": json.dumps(list(classes)),
+        }
+        written = mpikfac.checkpoint.write_shard(partial_file, items)
+        os.replace(partial_file, out)
+    finally:
+        gathered.unlink(missing_ok=True)
+        partial_file.unlink(missing_ok=True)
+    return int(written["size"])
+
+
+def gather(path: Path, images: Iterator[bytes]) -> list[int]:
+    """Write images to a file one after another, and return the numbers of bytes."""
+    sizes = []
+    with io.BufferedWriter(files.writing(path)) as file:
+        for image in images:
+            sizes.append(file.write(image))
+    return sizes
+
+
+def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:
+    """Yield the bytes of all images in order; threads read and encode images ahead."""
+    places = (part.place(number) for part in parts for number in range(len(part)))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        while some := list(itertools.islice(places, AHEAD)):
+            yield from pool.map(partial(shrunk, size=size), some)
+
+
+def shrunk(place: Place, size: int | None) -> bytes:
+    """Return an image with a shorter side of at most `size` pixels; a small image as it is.
+
+    Raises:
+        ValueError: the image cannot be decoded.
+    """
+    from mpikfac_apps.images import decoding
+
+    try:
+        content = decoding.content(place)
+        image = decoding.opened(content)
+        if size is None or min(image.size) <= size:
+            return content
+        small, target = decoding.shorter_side(image.convert("RGB"), size), io.BytesIO()
+        small.save(target, "JPEG", quality=QUALITY)
+        return target.getvalue()
+    except Exception as error:  # decoders of damaged files may raise anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{place} cannot be decoded: {reason}") from error

@@ -1,0 +1,150 @@
+"""Read images by number, ahead of their use, and replace images that cannot be decoded."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import mpikfac
+from mpikfac_apps.images.decoders import REST, Decoders
+from mpikfac_apps.images.listing import Images
+from mpikfac_apps.images.worker import Fault
+
+Draw = tuple[int, ...]
+
+log = logging.getLogger("mpikfac.train")
+
+
+@dataclass(frozen=True)
+class Request:
+    """Images that are being decoded.
+
+    Attributes:
+        images: the list.
+        numbers: the places of the images in the list.
+        draws: for each image, numbers that a random crop follows from; None for the centre.
+    """
+
+    images: Images
+    numbers: Sequence[int]
+    draws: Sequence[Draw] | None
+    slot: int
+    ticket: int
+
+
+class Reader:
+    """Decode images, and replace a broken image by the next image of the class.
+
+    All ranks replace a broken image alike.
+
+    Args:
+        size: pixels of a side.
+        room: the largest number of images in a request.
+        workers: the number of processes; 0 decodes when a result is asked.
+        most: the largest number of different broken images.
+    """
+
+    def __init__(self, size: int, room: int, workers: int, most: int) -> None:
+        self.size, self.room, self.most = size, room, most
+        self._decoders = Decoders(workers, size, room)
+        self._broken: dict[str, str] = {}  # reasons by image
+        self._told: set[str] = set()
+
+    def begin(
+        self, images: Images, numbers: Sequence[int], draws: Sequence[Draw] | None, slot: int
+    ) -> Request:
+        """Begin to decode images, and return at once."""
+        jobs = [
+            (position, images.place(number), draws[position] if draws else None)
+            for position, number in enumerate(numbers)
+        ]
+        return Request(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
+
+    def result(self, request: Request, device: torch.device) -> Tensor:
+        """Return the images of a request, bytes `[n, 3, h, w]` with the channels last in memory.
+
+        Raises:
+            UserError: more images are broken than the options allow, or no image of a class is
+                left.
+        """
+        pixels = self._decoders.pixels(request.slot, len(request.numbers))
+        for fault in self._decoders.faults(request.ticket):
+            pixels[fault[0]] = self._in_place_of(fault, request)
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device, copy=True)
+
+    def read(
+        self, images: Images, numbers: Sequence[int], size: int, device: torch.device
+    ) -> Iterator[Tensor]:
+        """Yield `size` images of a list at a time, a part ahead of the use.
+
+        Raises:
+            UserError: as `result`.
+        """
+        parts = [numbers[i : i + size] for i in range(0, len(numbers), size)]
+        ahead = self.begin(images, parts[0], None, REST) if parts else None
+        for following in [*parts[1:], None]:
+            if ahead is None:
+                return
+            found = self.result(ahead, device)
+            ahead = None if following is None else self.begin(images, following, None, REST)
+            yield found
+
+    def _in_place_of(self, fault: Fault, request: Request) -> np.ndarray:
+        """Return the next image of the class that can be decoded."""
+        from mpikfac_apps.images.decoding import Broken, decoded
+
+        position, reason = fault
+        images = request.images
+        first = number = request.numbers[position]
+        while True:
+            self._note(str(images.place(number)), reason)
+            number = images.following(number)
+            if number == first:
+                raise mpikfac.UserError(
+                    f"{images.place(first)}: all images of the class are broken"
+                )
+            try:
+                draw = request.draws[position] if request.draws else None
+                return decoded(images.place(number), self.size, draw)
+            except Broken as error:
+                reason = str(error)
+
+    def _note(self, image: str, reason: str) -> None:
+        self._broken[image] = reason
+        self._check(image)
+
+    def _check(self, image: str) -> None:
+        if len(self._broken) > self.most:
+            raise mpikfac.UserError(
+                f"{image} cannot be decoded: {self._broken[image]}; repair or delete the file, or "
+                f"allow more broken images than data.broken={self.most}"
+            )
+
+    def share_broken(self, comm: mpikfac.comm.Comm) -> None:
+        """Tell all ranks of broken images, and name each image in the log once.
+
+        Collective over: comm, or none if no broken image is allowed.
+
+        Raises:
+            UserError: the ranks together have found more broken images than the options allow.
+        """
+        if not self.most:
+            return
+        for found in comm.allgather(self._broken):
+            self._broken |= found
+        for image in sorted(self._broken.keys() - self._told):
+            self._told.add(image)
+            if comm.rank == 0:
+                reason = self._broken[image]
+                log.warning("%s cannot be decoded, and is replaced: %s", image, reason)
+        if self._broken:
+            self._check(max(self._broken))
+
+    def close(self) -> None:
+        """End the processes."""
+        self._decoders.close()

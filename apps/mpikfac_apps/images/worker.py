@@ -1,0 +1,59 @@
+"""Decode images for a rank, in a process of its own: worker.py CONNECTION MEMORY SHAPE...
+
+The process loads neither MPI nor torch. The process ends when the rank closes the connection, also
+if the rank was killed. The rank alone obeys signals.
+"""
+
+from __future__ import annotations
+
+import mmap
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from mpikfac_apps.images.listing import Place
+
+Job = tuple[int, Place, tuple[int, ...] | None]
+"""The position of an image in a batch, the image, and the numbers of a random crop."""
+Fault = tuple[int, str]
+"""The position of a broken image in a batch, and the reason."""
+
+
+def main() -> None:
+    """Decode until the rank closes the connection."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    connection, memory, *shape = map(int, sys.argv[1:])
+    slots = slots_of(memory, shape)
+    try:
+        with Connection(connection) as rank:
+            while True:
+                ticket, slot, jobs = rank.recv()
+                rank.send((ticket, fill(slots[slot], jobs)))
+    except (EOFError, ConnectionError):
+        return
+
+
+def slots_of(memory: int, shape: Sequence[int]) -> np.ndarray:
+    """Return memory that the rank and its processes share, bytes `[slots, images, h, w, 3]`."""
+    return np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(shape)
+
+
+def fill(slot: np.ndarray, jobs: Sequence[Job]) -> list[Fault]:
+    """Decode images into a slot `[images, h, w, 3]`, and return the broken images."""
+    from mpikfac_apps.images.decoding import Broken, decoded
+
+    faults = []
+    for position, place, draw in jobs:
+        try:
+            slot[position] = decoded(place, slot.shape[1], draw)
+        except Broken as error:
+            faults.append((position, str(error)))
+    return faults
+
+
+if __name__ == "__main__":
+    main()
