@@ -162,8 +162,11 @@ BAD = {
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
     "a name with hyphens": ("--weight-decay=1", "key weight-decay; did you mean weight_decay?"),
     "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
-    "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or patches, not digits"),
-    "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic, not dig"),
+    "unused data": (
+        "--data.path=x",
+        "data.path=x needs data.name=cifar10 or patches or text, not digits",
+    ),
+    "wrong data": ("--data.size=16", "data.size=16 needs data.name=patches or synthetic or text, "),
     "a shift without augmentation": (
         "--data.shift=2",
         "data.shift=2 needs data.augment=true, not false",

@@ -1,7 +1,8 @@
 """Return data sets by name, as whole tensors of bytes.
 
-`digits` comes with the program, `curves` and `synthetic` are made up, and `cifar10` and `patches`
-are read from any of the two official layouts. The readers never execute anything in a file.
+`digits` comes with the program, `curves` and `synthetic` are made up, `text` is read from text
+files, and `cifar10` and `patches` are read from any of the two official layouts. The readers never
+execute anything in a file.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from mpikfac import files
 from mpikfac_apps.problems import curves
+from mpikfac_apps.problems.language import corpus
 
 CIFAR_RECORDS = 10_000  # in each file
 CIFAR_PIXELS = 3 * 32 * 32
@@ -36,9 +38,13 @@ TRAIN_FILES = [f"data_batch_{i}" for i in range(1, 6)]
 class Dataset:
     """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test.
 
+    Of a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte.
+
     Attributes:
-        classes: the number of classes; 0 if images have no labels, and all labels are 0.
+        classes: the number of classes; 0 if images have no labels, and all labels are 0. Of a text,
+            256.
         white: the byte of a white pixel.
+        about: a line about data that differ from machine to machine.
     """
 
     train_images: Tensor
@@ -47,6 +53,7 @@ class Dataset:
     test_labels: Tensor
     classes: int
     white: int = 255
+    about: str = ""
 
 
 def load(
@@ -60,11 +67,12 @@ def load(
     """Return a data set by name.
 
     Args:
-        path: cifar10, patches: the directory of the files, or the parent directory.
+        path: cifar10, patches: the directory of the files, or the parent directory; text: a file,
+            or a directory of text files.
         train_images: number of training images to take from the start; curves, synthetic: number to
             make.
         test_images: number of test images to take from the start.
-        size: patches, synthetic: pixels of a side.
+        size: patches, synthetic: pixels of a side; text: bytes of a window.
         classes: synthetic: number of classes.
 
     Raises:
@@ -130,6 +138,21 @@ def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> D
     for i in range(0, total, 1024):  # in parts, because a whole copy may not fit in memory
         pixels[i : i + 1024] += pattern[labels[i : i + 1024]]
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
+
+
+def text(
+    path: str | None = None,
+    images: int | None = None,  # noqa: ARG001 (as all loaders)
+    size: int = 64,
+) -> Dataset:
+    """Return windows of a text; the last tenth of the text is for test.
+
+    `load` takes the first `images`.
+    """
+    read = corpus.read(path)
+    parts = read.tokens.tensor_split([len(read.tokens) - len(read.tokens) // 10])
+    (train, labels), (test, test_labels) = (corpus.windows(part, size) for part in parts)
+    return Dataset(train, labels, test, test_labels, corpus.TOKENS, about=read.about)
 
 
 def cifar10(path: str, images: int | None = None) -> Dataset:
@@ -295,9 +318,10 @@ class Source:
 
     Attributes:
         load: returns the data set from `images` and the options in `takes`.
-        channels: the channels of an image.
-        size: the pixels of a side of an image; of made-up images the usual number.
-        labelled: whether images have labels, which classifiers need.
+        channels: the channels of an image; 0 of a text.
+        size: the pixels of a side of an image; of made-up images and of windows the usual number.
+        classes: the number of classes; of made-up images the usual number.
+        holds: what a network can learn from the data.
         takes: options of the group `data` that other data sets refuse.
         needs: an option that has to be given, and its meaning.
     """
@@ -305,19 +329,22 @@ class Source:
     load: Callable[..., Dataset]
     channels: int = 3
     size: int = 32
-    labelled: bool = True
+    classes: int = 10
+    holds: tuple[str, ...] = ("labels", "pixels")
     takes: tuple[str, ...] = ()
     needs: tuple[str, str] | None = None
 
 
+PIXELS = ("pixels",)
 ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
 
 DATASETS = {
     "digits": Source(digits, channels=1, size=8),
     "cifar10": Source(cifar10, takes=("path",), needs=ARCHIVE),
-    "curves": Source(smooth_curves, channels=1, size=28, labelled=False),
+    "curves": Source(smooth_curves, channels=1, size=28, holds=PIXELS),
     "patches": Source(
-        patches, channels=1, size=28, labelled=False, takes=("path", "size"), needs=ARCHIVE
+        patches, channels=1, size=28, holds=PIXELS, takes=("path", "size"), needs=ARCHIVE
     ),
     "synthetic": Source(synthetic, takes=("size", "classes")),
+    "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
 }

@@ -19,6 +19,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
+from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Distribution, Options
@@ -357,8 +358,9 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     Raises:
         ValueError: no plan exists for the options.
     """
-    channels = DATASETS[options.data.name].channels
-    model = models.skeleton(options.model, options.data.classes or 10, channels)
+    source = DATASETS[options.data.name]
+    channels = source.channels or pixels(options.data)  # of a text, the tokens of a window
+    model = models.skeleton(options.model, options.data.classes or source.classes, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]
         layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))
