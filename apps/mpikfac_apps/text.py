@@ -61,6 +61,11 @@ def measured(measure: str, value: float | None, digits: int = 2) -> str:
     return f"{value:.4g}"
 
 
+def key_of(measure: str) -> str:
+    """Return a measure such as "bits per byte" as a part of a key."""
+    return measure.replace(" ", "_")
+
+
 def ms(seconds: float | None) -> str:
     """Return seconds as milliseconds, to three digits at least."""
     if seconds is None:

@@ -314,7 +314,7 @@ def test_a_refused_layer_is_left_out_with_the_librarys_message(file, capsys):
         ("FILE:mixed --input 3,4", "the model, given [3, 4], raised ValueError: expected 4D"),
         ("FILE:mixed --input 2,0", "whole number"),
         ("FILE:words --input 5 --tokens 7", "raised IndexError: index out of range in self"),
-        ("resnet20 --tokens 7", "resnet20 takes images, not --tokens 7"),
+        ("resnet20 --tokens 7", "--tokens 7 needs a model of your own, not resnet20"),
         ("FILE:frozen --input 4", "no parameter that requires a gradient"),
         ("bad.py:build --input 3", "bad.py raised ZeroDivisionError: division by zero"),
         ("", "model"),

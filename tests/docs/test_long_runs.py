@@ -25,4 +25,5 @@ def test_files_and_metrics_of_a_run_are_in_its_tables(tmp_path):
     keys = {key for line in lines for key in json.loads(line)}
     assert "decompositions" in keys
     fields = {name for name in named - {"lock", "tracking_id"} if name.isidentifier()}
-    assert keys | {"troubles", "train_error", "test_error"} == fields  # of other runs
+    others = {f"{half}_{key}" for half in ("train", "test") for key in ("error", "bits_per_byte")}
+    assert keys | others | {"troubles"} == fields

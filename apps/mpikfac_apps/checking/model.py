@@ -64,12 +64,12 @@ def subject(
     torch.manual_seed(0)
     entry = models.network(name)
     if entry.image and tokens is not None:
-        raise ValueError(f"{name} takes images, not --tokens {tokens}")
+        raise ValueError(f"--tokens {tokens} needs a model of your own, not {name}")
     inputs = inputs or entry.image
     if inputs is None:
         raise ValueError("a model of your own needs --input, such as 3,32,32")
     model = models.build(name, classes, inputs[0])
-    return subject_of(model, entry.covers, inputs, tokens)
+    return subject_of(model, entry.covers, inputs, tokens or entry.tokens(classes))
 
 
 def subject_of(

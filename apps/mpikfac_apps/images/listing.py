@@ -89,6 +89,7 @@ class Listing:
         size: the pixels of a side of the images that a network gets.
         channels: the channels of an image: red, green and blue.
         white: the byte of a white pixel.
+        about: words about the data for the log.
     """
 
     train_images: Images
@@ -97,6 +98,7 @@ class Listing:
     size: int
     channels: int = 3
     white: int = 255
+    about: str = ""
 
     def part(self, train: int | None, test: int | None) -> Listing:
         """Return the data set with fewer images; None for all images."""

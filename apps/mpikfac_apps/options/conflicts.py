@@ -10,7 +10,7 @@ from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.options.strategy import make_strategy
 from mpikfac_apps.problems.datasets import DATASETS, source
-from mpikfac_apps.problems.models import network
+from mpikfac_apps.problems.models import MODELS, network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
@@ -84,6 +84,8 @@ def _check_data(data: DataOptions) -> None:
             raise ValueError(
                 f"data.{key}={value} needs images in memory, not data.name={data.name}"
             )
+    if data.augment and data.name == "text":
+        raise ValueError("data.augment=true needs images, not data.name=text")
     if entry.files:
         check_pillow(f"data.name={data.name}")
 
@@ -101,12 +103,14 @@ def check_pillow(what: str) -> None:
 
 
 def _check_images(options: Options) -> None:
-    """Refuse images that the network cannot take, and images without the labels of a classifier."""
+    """Refuse data that the network cannot take, and data without the part that networks learn."""
     model, size = network(options.model), pixels(options.data)
-    if model.task is CLASSIFICATION and not source(options.data.name).labelled:
+    learns, holds = model.task.learns, source(options.data.name).holds
+    if learns not in holds:
+        other = next(name for name, entry in MODELS.items() if entry.task.learns in holds)
         raise ValueError(
-            f"model={options.model} learns labels, and data.name={options.data.name} has none; "
-            f"try model=autoencoder"
+            f"model={options.model} learns {learns}, and data.name={options.data.name} has none; "
+            f"try model={other}"
         )
     if model.task is not CLASSIFICATION and options.label_smoothing:
         raise ValueError(
@@ -133,14 +137,14 @@ def check_size(options: Options, found: tuple[int, ...]) -> None:
 
 
 def pixels(data: DataOptions) -> int | None:
-    """Return the pixels of a side of an image; None if only the data tell."""
+    """Return the pixels of a side, or the tokens of a window; None if only the data tell."""
     return data.size or source(data.name).size
 
 
 def doubt(options: Options) -> str:
     """Return a warning if the network shrinks the images to nothing; "" otherwise."""
     image, size = network(options.model).image, pixels(options.data)
-    if image is None or size is None or size * 2 > min(image[1:]):
+    if image is None or size is None or size * 2 > min(image[1:], default=0):
         return ""
     height, width = image[1:]
     return (

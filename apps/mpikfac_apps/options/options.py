@@ -23,13 +23,16 @@ class DataOptions:
         name: the data set. "digits": handwritten digits, installed with the program; "cifar10" and
             "cifar100": the files in data.path; "patches": grey patches of cifar10, for
             autoencoders; "curves": smooth curves, made up for autoencoders; "synthetic": random
-            images; "folder": a folder of images; "packed": a file of `mpikfac pack`;
-            FILE.py:FUNCTION: the tensors that a function of yours returns. Names.
+            images; "text": the bytes of text files, for language models; "folder": a folder of
+            images; "packed": a file of `mpikfac pack`; FILE.py:FUNCTION: the tensors that a
+            function of yours returns. Names.
         path: the directory in which the archive of cifar10 or cifar100 was unpacked; the folder
-            with train/CLASS/*.jpg and val/CLASS/*.jpg; or the file of `mpikfac pack`.
+            with train/CLASS/*.jpg and val/CLASS/*.jpg; the file of `mpikfac pack`; or a text file,
+            or a directory with files *.py and *.txt, null for the standard library of Python.
         train_images: the number of training images to use, the first images of the data set; of a
             folder or a packed file, images at equal distances; of curves and synthetic images, the
-            number to make. null for all images, 20,000 curves or 1024 synthetic images.
+            number to make; of a text, the number of windows. null for all images or windows, 20,000
+            curves or 1024 synthetic images.
         test_images: the number of test images to use, chosen as training images; null for all
             images. A smaller number makes the test of the network quicker and less exact.
         augment: training images are moved and mirrored at random; black pixels fill the gaps. Of
@@ -37,8 +40,9 @@ class DataOptions:
         shift: the pixels by which augment moves an image at most, in both directions; null for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             random images in the first epoch, and each image in every second epoch.
-        size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; or of
-            the part of an image in a file that the network gets, null for 224.
+        size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; of the
+            part of an image in a file that the network gets, null for 224; or the bytes of a window
+            of text, null for 64.
         classes: the number of classes of synthetic images; null for 10.
         workers: the processes of a rank that decode images in files ahead of the steps; 0: the rank
             decodes; null for 2. Results do not depend on the number.
@@ -156,8 +160,8 @@ class Options:
             proportion to the norm of the layer's weights. "muon", "soap", "lars" and "lamb" need
             the package pytorch_optimizer.
         model: the network: FILE.py:FUNCTION, timm:NAME for a network of timm, or a name.
-            Autoencoders learn the pixels of their inputs; all other networks are classifiers and
-            learn labels.
+            Autoencoders learn the pixels of their inputs; "gpt_small" and "lstm_small" learn the
+            next byte of a text; all other networks are classifiers and learn labels.
         data: the data set.
         kfac: the settings of K-FAC.
         batch: the number of images of a step, of all ranks together; a multiple of the number of

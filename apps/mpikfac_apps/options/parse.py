@@ -7,18 +7,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.conflicts import check_conflicts, check_parts, global_batch
+from mpikfac_apps.options.conflicts import check_conflicts, check_parts, global_batch, pixels
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
-from mpikfac_apps.options.options import BASIC, Options
+from mpikfac_apps.options.options import BASIC, KfacOptions, Options
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
+from mpikfac_apps.problems.models import network
 
 
 def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     """Return the checked options of a command line, for a job of `ranks` ranks.
 
-    `batch` and `lr` are filled in. Values come from the defaults, then `--config FILE`, then the
-    rest of the command line.
+    `batch`, `lr` and `kfac.loss_positions` are filled in. Values come from the defaults, then
+    `--config FILE`, then the rest of the command line.
 
     Raises:
         ValueError: an option is wrong; a single line names key, value and the allowed values.
@@ -27,10 +28,18 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     options = read("mpikfac train", Options, argv, basic=BASIC, files=True)
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
-    batch = global_batch(options, training)
-    options = dataclasses.replace(options, batch=batch, lr=options.rate)
+    batch, kfac = global_batch(options, training), of_positions(options)
+    options = dataclasses.replace(options, batch=batch, lr=options.rate, kfac=kfac)
     check_parts(options, training)
     return options
+
+
+def of_positions(options: Options) -> KfacOptions:
+    """Return the settings of K-FAC, for a loss that is a mean over the tokens of a window, too."""
+    estimator = options.kfac.estimator
+    if network(options.model).task.inputs == "tokens" and estimator.loss_positions == 1:
+        estimator = dataclasses.replace(estimator, loss_positions=pixels(options.data) or 1)
+    return dataclasses.replace(options.kfac, estimator=estimator)
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:

@@ -353,7 +353,7 @@ class Network:
         torch.manual_seed(0)
         self._model = models.channels_last(models.build(name))
         usual = models.network(name)
-        shape, words = (usual.image, None) if usual.image else (inputs, tokens)
+        shape, words = (usual.image, usual.tokens()) if usual.image else (inputs, tokens)
         assert shape, "`parse` asks for the shape"
         self._covers = usual.covers
         seeded = torch.Generator().manual_seed(0)

@@ -1,8 +1,9 @@
 """Return data sets by name: as whole tensors of bytes, or as lists of images that stay in files.
 
-`digits` comes with the program, `curves` and `synthetic` are made up, and `cifar10`, `cifar100` and
-`patches` are read from any of the two official layouts. The readers never execute anything in a
-file. `folder` and `packed` are lists. FILE.py:FUNCTION is a function of the user.
+`digits` comes with the program, `curves` and `synthetic` are made up, `text` is read from text
+files, and `cifar10`, `cifar100` and `patches` are read from any of the two official layouts. The
+readers never execute anything in a file. `folder` and `packed` are lists. FILE.py:FUNCTION is a
+function of the user.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from mpikfac import files
 from mpikfac_apps.images import folder, packed
 from mpikfac_apps.images.listing import Listing
 from mpikfac_apps.problems import curves, own
+from mpikfac_apps.problems.language import corpus
 
 CIFAR_RECORDS = 10_000  # in a file; the training file of CIFAR-100 has 5 times as many
 CIFAR_PIXELS = 3 * 32 * 32
@@ -85,9 +87,13 @@ HUNDRED = Cifar(
 class Dataset:
     """Images as bytes `[n, channels, h, w]` and int64 labels `[n]`, for training and for test.
 
+    Of a text, images are windows of bytes `[n, size]`, and labels the next byte of each byte.
+
     Attributes:
-        classes: the number of classes; 0 if images have no labels, and all labels are 0.
+        classes: the number of classes; 0 if images have no labels, and all labels are 0. Of a text,
+            256.
         white: the byte of a white pixel.
+        about: a line about data that differ from machine to machine.
     """
 
     train_images: Tensor
@@ -96,6 +102,7 @@ class Dataset:
     test_labels: Tensor
     classes: int
     white: int = 255
+    about: str = ""
 
     @property
     def channels(self) -> int:
@@ -125,11 +132,11 @@ def load(
 
     Args:
         path: cifar10, cifar100, patches: the directory of the files, or the parent directory;
-            folder: the folder; packed: the file.
+            folder: the folder; packed: the file; text: a file, or a directory of text files.
         train_images: number of training images to take from the start; of lists, at equal
             distances; curves, synthetic: number to make.
         test_images: number of test images to take, as of training images.
-        size: patches, synthetic, folder, packed: pixels of a side.
+        size: patches, synthetic, folder, packed: pixels of a side; text: bytes of a window.
         classes: synthetic: number of classes.
 
     Raises:
@@ -187,6 +194,21 @@ def synthetic(images: int | None = None, size: int = 32, classes: int = 10) -> D
     for i in range(0, total, 1024):  # in parts, because a whole copy may not fit in memory
         pixels[i : i + 1024] += pattern[labels[i : i + 1024]]
     return Dataset(pixels[:images], labels[:images], pixels[images:], labels[images:], classes)
+
+
+def text(
+    path: str | None = None,
+    images: int | None = None,  # noqa: ARG001 (as all loaders)
+    size: int = 64,
+) -> Dataset:
+    """Return windows of a text; the last tenth of the text is for test.
+
+    `load` takes the first `images`.
+    """
+    read = corpus.read(path)
+    parts = read.tokens.tensor_split([len(read.tokens) - len(read.tokens) // 10])
+    (train, labels), (test, test_labels) = (corpus.windows(part, size) for part in parts)
+    return Dataset(train, labels, test, test_labels, corpus.TOKENS, about=read.about)
 
 
 def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
@@ -353,10 +375,11 @@ class Source:
 
     Attributes:
         load: returns the data set from `images` and the options in `takes`.
-        channels: the channels of an image.
-        size: the pixels of a side of an image, or the usual number; None if only the data tell.
+        channels: the channels of an image; 0 of a text.
+        size: the pixels of a side of an image, the tokens of a window, or the usual number; None if
+            only the data tell.
         classes: the number of classes, or the usual number; None if only the data tell.
-        labelled: whether images have labels, which classifiers need.
+        holds: what a network can learn from the data.
         takes: options of the group `data` that other data sets refuse.
         needs: an option that has to be given, and its meaning.
         files: whether images stay in files, and are read during the training.
@@ -366,12 +389,13 @@ class Source:
     channels: int = 3
     size: int | None = 32
     classes: int | None = 10
-    labelled: bool = True
+    holds: tuple[str, ...] = ("labels", "pixels")
     takes: tuple[str, ...] = ()
     needs: tuple[str, str] | None = None
     files: bool = False
 
 
+PIXELS = ("pixels",)
 ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
 ARCHIVE_100 = ("path", "the directory in which the archive of CIFAR-100 was unpacked")
 IN_FILES = ("path", "size", "workers", "broken")
@@ -382,9 +406,9 @@ DATASETS = {
     "cifar100": Source(
         partial(cifar, kind=HUNDRED), classes=100, takes=("path",), needs=ARCHIVE_100
     ),
-    "curves": Source(smooth_curves, channels=1, size=28, labelled=False),
+    "curves": Source(smooth_curves, channels=1, size=28, holds=PIXELS),
     "patches": Source(
-        patches, channels=1, size=28, labelled=False, takes=("path", "size"), needs=ARCHIVE
+        patches, channels=1, size=28, holds=PIXELS, takes=("path", "size"), needs=ARCHIVE
     ),
     "synthetic": Source(synthetic, takes=("size", "classes")),
     "folder": Source(
@@ -403,6 +427,7 @@ DATASETS = {
         needs=("path", "a file of mpikfac pack"),
         files=True,
     ),
+    "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
 }
 
 

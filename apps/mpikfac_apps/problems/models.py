@@ -16,9 +16,10 @@ import mpikfac
 from mpikfac_apps.problems import own
 from mpikfac_apps.problems.airbench import Airbench, dirac
 from mpikfac_apps.problems.autoencoder import Autoencoder
+from mpikfac_apps.problems.language.networks import gpt_small, lstm_small
 from mpikfac_apps.problems.mobilenet import MobileNet
 from mpikfac_apps.problems.resnet import BasicBlock, Bottleneck, CifarResNet, ImageNetResNet, conv
-from mpikfac_apps.problems.tasks import CLASSIFICATION, RECONSTRUCTION, Task
+from mpikfac_apps.problems.tasks import CLASSIFICATION, LANGUAGE, RECONSTRUCTION, Task
 from mpikfac_apps.problems.vit import VisionTransformer
 
 
@@ -32,10 +33,12 @@ class Network:
     """A network by name.
 
     Attributes:
-        make: makes the network from the numbers of `classes` and `channels`.
-        image: the usual shape of an image, `(channels, height, width)`; None if nobody knows the
-            shape.
-        classes: the usual number of classes; None if only the network knows the number.
+        make: makes the network from the numbers of `classes` and `channels`; a language model from
+            the number of different tokens and the tokens of a window.
+        image: the usual shape of an image, `(channels, height, width)`; of a language model the
+            tokens of a window; None if nobody knows the shape.
+        classes: the usual number of classes, or of different tokens; None if only the network knows
+            the number.
         fixed: True if the network takes images of the usual height and width only.
         task: what the network learns.
         draw: sets the first weights of a convolution; None for a network that sets all weights.
@@ -44,7 +47,7 @@ class Network:
     """
 
     make: Callable[..., nn.Module]
-    image: tuple[int, int, int] | None = (3, 32, 32)
+    image: tuple[int, ...] | None = (3, 32, 32)
     classes: int | None = 10
     fixed: bool = False
     task: Task = CLASSIFICATION
@@ -56,6 +59,10 @@ class Network:
     def channels(self) -> int | None:
         """The usual number of channels; None if nobody knows the number."""
         return self.image[0] if self.image else None
+
+    def tokens(self, classes: int | None = None) -> int | None:
+        """Return the number of different tokens (None: the usual number), or None for images."""
+        return (classes or self.classes) if self.task.inputs == "tokens" else None
 
 
 def digits_cnn(classes: int, channels: int) -> nn.Module:
@@ -107,6 +114,8 @@ MODELS: dict[str, Network] = {
     },
     "autoencoder": autoencoder(28, (400, 200, 100, 50, 25, 6), TANH),
     "autoencoder_small": autoencoder(8, (256, 128, 64, 32, 10), nn.init.xavier_uniform_),
+    "gpt_small": Network(gpt_small, (64,), 256, task=LANGUAGE),
+    "lstm_small": Network(lstm_small, (64,), 256, task=LANGUAGE),
 }
 
 
@@ -139,7 +148,8 @@ def network(name: str) -> Network:
 def build(name: str, classes: int | None = None, channels: int | None = None) -> nn.Module:
     """Return a freshly initialised network from images `[n, channels, h, w]` to `[n, outputs]`.
 
-    A classifier has an output for each class, an autoencoder for each pixel.
+    A classifier has an output for each class, an autoencoder for each pixel. A language model takes
+    windows of up to `channels` tokens, and has an output for each of `classes` tokens.
 
     Args:
         classes: None for the usual number.

@@ -1,10 +1,12 @@
-"""What a network learns from images: the targets, the loss, and the measure of success.
+"""What a network learns: the targets, the loss, and the measure of success.
 
-A classifier learns labels. An autoencoder learns the pixels of its own input.
+A classifier learns the labels of images. An autoencoder learns the pixels of its own input. A
+language model learns the next token of a text.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +14,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-Measure = Literal["accuracy", "error"]
+Measure = Literal["accuracy", "error", "bits per byte"]
 
 
 @dataclass(frozen=True)
@@ -20,20 +22,24 @@ class Task:
     """What a network learns.
 
     Attributes:
+        learns: the part of a data set that the network learns.
         loss_name: the name of the loss in `KFAC.record`.
         loss: returns the mean loss of outputs and targets.
-        targets: returns the targets of inputs `[n, channels, h, w]` and labels `[n]`.
-        measure: the name of the measure. A high accuracy is good, a low error is good.
-        measured: returns the sum of the measure over the images of outputs and targets.
-        unit: whether pixels lie between 0 and 1; otherwise pixels have mean 0 and variance 1.
+        targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` of
+            images, or windows of tokens `[n, positions]` and the next tokens `[n, positions]`.
+        measure: the name of the measure. A high accuracy is good; a low error and few bits are.
+        measured: returns the sum of the measure over the examples of outputs and targets.
+        inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels of mean 0 and
+            variance 1 ("normal").
     """
 
+    learns: Literal["labels", "pixels", "text"]
     loss_name: Literal["cross-entropy", "logistic"]
     loss: Callable[..., Tensor]
     targets: Callable[[Tensor, Tensor], Tensor]
     measure: Measure
     measured: Callable[[Tensor, Tensor], Tensor]
-    unit: bool
+    inputs: Literal["normal", "unit", "tokens"]
 
     def tests(self, classes: int) -> Mapping[str, Callable[[Tensor, Tensor], Tensor]]:
         """Return what a test measures, by name, as sums over images; the measure comes first.
@@ -74,12 +80,39 @@ def squared_error(logits: Tensor, pixels: Tensor) -> Tensor:
     return (logits.sigmoid() - pixels).square().sum()
 
 
-CLASSIFICATION = Task("cross-entropy", F.cross_entropy, labels_of, "accuracy", right, unit=False)
+def tokens_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all targets)
+    """Return bytes as the classes of a cross entropy."""
+    return labels.long()
+
+
+def bits(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return the bits of a token `[n, positions]`: mean over positions, sum over windows.
+
+    Args:
+        scores: `[n, classes, positions]`.
+    """
+    positions = tokens.shape[1]
+    return F.cross_entropy(scores, tokens, reduction="sum") / (positions * math.log(2))
+
+
+CLASSIFICATION = Task(
+    "labels", "cross-entropy", F.cross_entropy, labels_of, "accuracy", right, inputs="normal"
+)
 RECONSTRUCTION = Task(
+    "pixels",
     "logistic",
     F.binary_cross_entropy_with_logits,  # the mean over images and pixels
     pixels_of,
     "error",
     squared_error,
-    unit=True,
+    inputs="unit",
+)
+LANGUAGE = Task(
+    "text",
+    "cross-entropy",
+    F.cross_entropy,  # the mean over windows and positions
+    tokens_of,
+    "bits per byte",
+    bits,
+    inputs="tokens",
 )

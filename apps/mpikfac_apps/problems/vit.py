@@ -1,4 +1,4 @@
-"""A small vision transformer, made of separate linear layers, for K-FAC."""
+"""Blocks of a transformer, made of separate linear layers for K-FAC, and a small one for images."""
 
 from __future__ import annotations
 
@@ -8,28 +8,32 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Self-attention of several heads; a single linear layer makes query, key and value."""
+    """Self-attention of several heads; a single linear layer makes query, key and value.
 
-    def __init__(self, width: int, heads: int) -> None:
+    Args:
+        causal: a position sees itself and the positions before, and no later position.
+    """
+
+    def __init__(self, width: int, heads: int, causal: bool = False) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.project, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         projected = self.project(x).unflatten(2, (3, self.heads, -1))
         query, key, value = projected.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
     """Attention and two linear layers, both beside a shortcut and behind a normalisation."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
         super().__init__()
-        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width, heads, causal)
         self.norm2 = nn.LayerNorm(width)
-        self.mlp1, self.mlp2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.mlp1, self.mlp2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -45,7 +49,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.position = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
-        self.blocks = nn.Sequential(*[Block(width, heads) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[Block(width, heads, 2 * width) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class CompareOptions:
     Args:
         runs: the directories of the runs.
         target: the test accuracy whose time is reported, in per cent (97) or as a share (0.97); of
-            autoencoders, the test error. null for no target.
+            autoencoders, the test error; of language models, bits per byte. null for no target.
         png: a file to draw the curves into; null for none.
     """
 

@@ -104,9 +104,8 @@ def _is_number(value: object) -> bool:
 
 def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
     """Return the curve of a run's lines; the curve is empty before the end of the first epoch."""
-    key = f"test_{measure.name}"
-    ends = [row for row in rows if key in row]
-    columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": key}
+    ends = [row for row in rows if measure.key in row]
+    columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": measure.key}
     scales = [(row["epoch"], row["kl_scale"]) for row in rows if "kl_scale" in row]
     found = {name: [row[column] for row in ends] for name, column in columns.items()}
     return Curve(measure, scales=scales, **found)
@@ -115,4 +114,4 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
     """Return the measure of a run's lines; accuracy before the end of the first epoch."""
     keys = {key for row in rows for key in row}
-    return MEASURES["error" if "test_error" in keys else "accuracy"]
+    return next((one for one in MEASURES.values() if one.key in keys), MEASURES["accuracy"])

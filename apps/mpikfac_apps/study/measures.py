@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mpikfac_apps.problems import tasks
-from mpikfac_apps.text import measured, share
+from mpikfac_apps.text import key_of, measured, share
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Measure:
     """A measure of a run's tests.
 
     Attributes:
-        name: lines of metrics hold a value as "test_" and the name.
+        name: the name in texts.
         best: returns the best of several values.
         worst: returns the worst of several values.
         perfect: the value that no other value exceeds.
@@ -29,6 +29,11 @@ class Measure:
     perfect: float
     scale: float
     axis: str
+
+    @property
+    def key(self) -> str:
+        """The key of a value in lines of metrics, such as "test_accuracy"."""
+        return f"test_{key_of(self.name)}"
 
     def reaches(self, value: float, target: float) -> bool:
         """Return whether a value is as good as a target; NaN is not."""
@@ -46,12 +51,12 @@ class Measure:
         return low, high
 
     def target(self, given: float) -> float:
-        """Return the value that a user asks for: an error, or an accuracy, also in per cent.
+        """Return the value that a user asks for; an accuracy is asked for also in per cent.
 
         Raises:
             ValueError: an accuracy above 100 per cent.
         """
-        if self.name == "error":
+        if self.name != "accuracy":
             return given
         if given > 100:
             raise ValueError(f"target={given} must be at most 100: an accuracy in per cent")
@@ -65,6 +70,7 @@ class Measure:
 MEASURES: dict[tasks.Measure, Measure] = {
     "accuracy": Measure("accuracy", max, min, 1.0, 100.0, "test accuracy (%)"),
     "error": Measure("error", min, max, 0.0, 1.0, "test error"),
+    "bits per byte": Measure("bits per byte", min, max, 0.0, 1.0, "bits per byte of the test"),
 }
 
 
@@ -77,6 +83,7 @@ def common(measures: Iterable[Measure]) -> Measure:
     first, *others = {measure.name: measure for measure in measures}.values()
     if others:
         raise ValueError(
-            "runs of classifiers measure accuracy, runs of autoencoders error; give one kind of run"
+            "runs of classifiers measure accuracy, runs of autoencoders error, runs of language "
+            "models bits per byte; give one kind of run"
         )
     return first

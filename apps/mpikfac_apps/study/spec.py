@@ -19,6 +19,7 @@ from typing import Any
 import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start
+from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
 from mpikfac_apps.options.options import Distribution, Options
@@ -357,6 +358,7 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
         ValueError: no plan exists for the options.
     """
     channels, classes = datasets.form(options.data.name, options.data.path)
+    channels = channels or pixels(options.data) or 0  # of a text, the tokens of a window
     model = models.skeleton(options.model, options.data.classes or classes, channels)
     if options.optimizer != "kfac":
         every = [name for name, module in model.named_modules() if not any(module.children())]

@@ -85,11 +85,13 @@ def _in_rows(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def hidden_matrices(model: nn.Module) -> list[Tensor]:
     """Return the weights of linear layers and convolutions, without the first and the last layer.
 
-    A filter counts as a matrix `[outputs, inputs x height x width]`.
+    A filter counts as a matrix `[outputs, inputs x height x width]`. The first layer may be an
+    embedding.
     """
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
-    weights = dict.fromkeys(layer.weight for layer in layers)  # layers may share a weight
-    return list(weights)[1:-1]
+    kinds = nn.Linear | nn.Embedding | _ConvNd
+    layers = [module for module in model.modules() if isinstance(module, kinds)]
+    entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}  # once if shared
+    return [weight for weight in list(entries)[1:-1] if not entries[weight]]
 
 
 class Average:

@@ -33,7 +33,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench, datasets, models
-from mpikfac_apps.text import measured, percent
+from mpikfac_apps.text import key_of, measured, percent
 from mpikfac_apps.tracking.tracker import Start, Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.metrics import (
@@ -116,11 +116,15 @@ class Problem:
             self.batches = batches.made(found, options, device, comm.rank, comm.size)
             checkpoints.check_images(self.began_with, self.batches.digest)
         mpikfac.comm.agree(comm, {"training images": self.batches.digest})
+        if found.about:
+            log.info("%s", found.about)
         self.task = self.network.task
         self.loss = self.task.loss
         if options.label_smoothing:
             self.loss = partial(self.task.loss, label_smoothing=options.label_smoothing)
-        if self.task.unit:
+        if self.task.inputs == "tokens":
+            self.normalise = Tensor.long
+        elif self.task.inputs == "unit":
             self.normalise = partial(batches.unit, white=found.white)
         else:
             with mpikfac.comm.together(comm, "reading data"):
@@ -460,15 +464,15 @@ class Run(Problem):
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:
-        measure = self.task.measure
+        measure, key = self.task.measure, key_of(self.task.measure)
         loss, value = self.meter.everything()
-        found = {"train_loss": self._finite(loss), f"train_{measure}": value}
+        found = {"train_loss": self._finite(loss), f"train_{key}": value}
         text = f"train {measure} {measured(measure, value)}"
         tested: Mapping[str, float] = {}
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
             model = self.tested_model()
             tested = self.evaluate(model)
-            found |= {f"test_{name}": value for name, value in tested.items()}
+            found |= {f"test_{key_of(name)}": value for name, value in tested.items()}
             text += f", test {words_of(tested, measure)}"
         self._row(**found)
         self.batches.share_broken(self.comm)

@@ -46,7 +46,7 @@ def write(study: Study, directory: Path, command: Sequence[str]) -> Path:
     many = at_ranks.section(study, cells, target)
     about = {
         **{"study": study.name, "written": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"},
-        **{"command": shlex.join(command), f"target_test_{measure.name}": target},
+        **{"command": shlex.join(command), f"target_{measure.key}": target},
     }
     parts = {"cells": rows, "means": means, "at_ranks": many.rows}
     tables = {"csv": table.as_csv(rows), "json": table.as_json(about, parts)}

@@ -71,7 +71,7 @@ def rows(
             **{"images_per_second": cell.images_per_second, "against_sgd": ratio},
             **{"share_in_collectives": share, "share_waiting": waiting},
             **{"sent_bytes_per_step": cell.wire, "held_bytes": cell.memory},
-            **{"first_train_loss": cell.train_loss, _final(cell.curve.measure): cell.final},
+            **{"first_train_loss": cell.train_loss, cell.curve.measure.key: cell.final},
             "epochs_to_target": reached.epochs if reached else None,
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
@@ -89,11 +89,6 @@ def _collectives(cell: Measured) -> tuple[float | None, float | None]:
     return (sum(parts[group] for group in MESSAGES) + waiting) / step, waiting / step
 
 
-def _final(measure: Measure) -> str:
-    """Return the key of the last test."""
-    return f"test_{measure.name}"
-
-
 def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
     """Return a row of means over seeds for each variant and number of ranks.
 
@@ -104,7 +99,7 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
     if all(len(group) == 1 for group in groups.values()):
         return []
-    averaged = ("step_seconds", _final(measure), "epochs_to_target", "seconds_to_target")
+    averaged = ("step_seconds", measure.key, "epochs_to_target", "seconds_to_target")
     found = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
@@ -131,7 +126,7 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
         column("waiting", "share_waiting", lambda share: percent(share, 0)),
         column("MiB sent per step", "sent_bytes_per_step", brief_mib),
         column("MiB held", "held_bytes", brief_mib),
-        column(f"test {measure.name}", _final(measure), measure.text),
+        column(f"test {measure.name}", measure.key, measure.text),
         Column(f"s to {measure.text(target)}", _reached, "seconds_to_target"),
     ]
 
@@ -144,7 +139,7 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
         Column("numbers", lambda row: str(row["numbers"])),
         Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
         _averaged("ms per step", "step_seconds", ms),
-        _averaged(f"test {measure.name}", _final(measure), measure.text),
+        _averaged(f"test {measure.name}", measure.key, measure.text),
         _averaged(f"epochs to {aim}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
         _averaged(f"s to {aim}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
     ]

@@ -1,0 +1,1 @@
+"""Text to learn, and networks that learn the next token of a text."""

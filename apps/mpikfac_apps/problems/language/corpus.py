@@ -1,0 +1,86 @@
+"""Read text files as bytes, the tokens of a language model, and cut the text into windows.
+
+The usual text is on every machine: the Python standard library of the running interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mpikfac import files
+
+TOKENS = 256  # the values of a byte
+ENDINGS = (".py", ".txt")
+LEFT_OUT: frozenset[str] = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test")
+)
+LIMIT = 2**28  # bytes of a text, which every rank keeps in memory
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A text.
+
+    Attributes:
+        tokens: the bytes of all files, one file after the other.
+        about: the origin of the text, the length and a checksum, for people who compare runs.
+    """
+
+    tokens: Tensor
+    about: str
+
+
+def read(path: str | None = None) -> Corpus:
+    """Return the text of a file, of a folder, or of the standard library if the path is None.
+
+    Raises:
+        ValueError: the path does not exist, holds no text, or holds more than `LIMIT` bytes.
+        OSError: a file cannot be read.
+    """
+    root = Path(sysconfig.get_path("stdlib") if path is None else path)
+    chosen = (
+        [root] if root.is_file() else files_below(root, LEFT_OUT if path is None else frozenset())
+    )
+    if (total := sum(file.stat().st_size for file in chosen)) > LIMIT:
+        raise ValueError(f"data.path={root} holds {total:,} bytes of text; the most is {LIMIT:,}")
+    text = bytearray().join(files.read_bytes(file, LIMIT, links=True) for file in chosen)
+    if not text:
+        kinds = " or ".join(f"*{ending}" for ending in ENDINGS)
+        raise ValueError(f"data.path={root} holds no text; give a file, or a folder of {kinds}")
+    origin = f"the library of Python {platform.python_version()}" if path is None else str(root)
+    size = f"{len(chosen)} files, {len(text):,} bytes, CRC-32 {zlib.crc32(text):08x}"
+    return Corpus(torch.frombuffer(text, dtype=torch.uint8), f"text of {origin}: {size}")
+
+
+def files_below(folder: Path, left_out: frozenset[str]) -> list[Path]:
+    """Return the text files below a folder in sorted order, without folders `left_out`."""
+    found: list[Path] = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if name not in left_out]  # not entered
+        found += [path for name in names if (path := Path(place, name)).suffix in ENDINGS]
+    return sorted(path for path in found if path.is_file())
+
+
+def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return windows `[n, size]` that do not overlap, and the next token of every token.
+
+    Both tensors are views of the text. Tokens that fill no window are left out.
+
+    Raises:
+        ValueError: the text fills no window.
+    """
+    count = (len(tokens) - 1) // size
+    if count < 1:
+        raise ValueError(
+            f"data.size={size}: {len(tokens)} bytes of text fill no window; give more text"
+        )
+    given, following = tokens[: count * size], tokens[1 : count * size + 1]
+    return given.view(count, size), following.view(count, size)

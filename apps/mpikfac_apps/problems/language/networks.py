@@ -1,0 +1,83 @@
+"""Small language models: a transformer and an LSTM, from tokens to scores of the next token.
+
+Both networks take windows of tokens `[n, positions]` and return scores `[n, tokens, positions]`,
+as the cross entropy takes scores. The scores at a position depend on no later token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac_apps.problems.vit import Block
+
+SCALE = 0.02  # standard deviation of the first weights [Radford et al. 2019]
+
+
+class GPT(nn.Module):
+    """A transformer of blocks behind a normalisation, with learned positions [Radford et al. 2019].
+
+    The weights of the embedding and of the last layer are separate.
+
+    Args:
+        tokens: the number of different tokens.
+        positions: the tokens of the longest window.
+    """
+
+    def __init__(self, tokens: int, positions: int, width: int, depth: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.position = nn.Parameter(SCALE * torch.randn(positions, width))
+        blocks = [Block(width, heads, hidden=4 * width, causal=True) for _ in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
+        self.apply(draw)
+        for block in blocks:  # the sum of all shortcuts is no larger in a deeper network
+            for last in (block.attention.out, block.mlp2):
+                nn.init.normal_(last.weight, std=SCALE / math.sqrt(2 * depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embedding(x) + self.position[: x.shape[1]]
+        return self.head(self.norm(self.blocks(x))).transpose(1, 2)
+
+
+def draw(module: nn.Module) -> None:
+    """Draw the first weights of a linear layer or an embedding; biases start at 0."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=SCALE)
+    if isinstance(module, nn.Linear):
+        nn.init.zeros_(module.bias)
+
+
+class LSTM(nn.Module):
+    """A single layer of LSTM [Hochreiter & Schmidhuber 1997], whose state begins at 0.
+
+    The layer is a cell that is called at every position, because K-FAC covers cells.
+
+    Args:
+        tokens: the number of different tokens.
+    """
+
+    def __init__(self, tokens: int, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.cell, self.head = nn.LSTMCell(width, width), nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, found = None, []
+        for embedded in self.embedding(x).unbind(1):
+            state = self.cell(embedded, state)
+            found.append(state[0])
+        return self.head(torch.stack(found, 1)).transpose(1, 2)
+
+
+def gpt_small(classes: int, channels: int) -> nn.Module:
+    """Return a GPT of 0.5 million weights, for `classes` tokens and windows of `channels`."""
+    return GPT(classes, channels, width=96, depth=4, heads=4)
+
+
+def lstm_small(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
+    """Return an LSTM of 0.2 million weights, for `classes` tokens."""
+    return LSTM(classes, width=128)

@@ -1,0 +1,10 @@
+"""Start the training of a language model: `mpikfac train` with the options of a file."""
+
+import sys
+from pathlib import Path
+
+from mpikfac_apps.training.train import main
+
+CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
+
+sys.exit(main(["--config", str(CONFIG), *sys.argv[1:]]))
