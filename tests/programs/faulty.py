@@ -30,7 +30,7 @@ from mpikfac_apps.training import batches, checkpoints, run, train
 PLACES = {
     "start-up": (models, "build", 1),
     "data": (datasets, "load", 1),
-    "forward": (batches.Normalise, "__call__", 2),
+    "forward": (batches.Normalise, "__call__", 3),  # the first call looks at the outputs
     "reduce statistics": (comm.Grid, "exchange", 2),
     "decompose": (bases.Bases, "decompose", 2),
     "publish bases": (comm.Grid, "exchange", 2),
