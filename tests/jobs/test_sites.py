@@ -117,7 +117,7 @@ def test_installing_builds_mpi4py_with_the_site_s_compiler(tmp_path):
         text=True,
         timeout=240,
     )
-    assert "--editable . by cc -shared, no wheel of mpi4py" in done.stdout
+    assert "--editable .[apps] by cc -shared, no wheel of mpi4py" in done.stdout
 
 
 def edited(script: str) -> str:
