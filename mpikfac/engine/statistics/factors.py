@@ -312,7 +312,8 @@ class Factors(Part):
 
         A factor starts anew if the state has a vector for a matrix, or a matrix for a vector.
         """
-        if not {name.partition("/")[0] for name in names}.intersection(FORMS.values()):
+        forms = {"started", *FORMS.values()}  # a rank's own share may lack factors
+        if not forms.intersection(name.partition("/")[0] for name in names):
             return []
         other = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
         return [f for f in self.plan.factors if f"{other[f.solver.keeps]}/{f.name}" not in names]
