@@ -49,9 +49,10 @@ def weights(model):
 
 
 def stored(state):
-    """Return the state as another process reads the state from a file."""
+    """Return the state as another process reads the state from a file, on the host."""
     file = io.BytesIO()
-    torch.save(state, file)
+    on_host = {n: v.cpu() if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+    torch.save(on_host, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
 
 
