@@ -94,12 +94,7 @@ def combiner(rule: Robust, size: int):
     if rule.combine in BY_COORDINATE:
         return lambda vectors: BY_COORDINATE[rule.combine](vectors, rule)
     found = by_vector(rule, RANKS, torch.zeros(size))
-
-    def combined(vectors: Tensor) -> Tensor:
-        rows = found.rows(vectors).double()
-        return found.combine(rows @ rows.mT, vectors)
-
-    return combined
+    return lambda vectors: found.combine(found.products(vectors), vectors)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, vector: Tensor) -> None:
