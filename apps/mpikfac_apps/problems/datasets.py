@@ -398,7 +398,9 @@ class Source:
 PIXELS = ("pixels",)
 ARCHIVE = ("path", "the directory in which the archive of CIFAR-10 was unpacked")
 ARCHIVE_100 = ("path", "the directory in which the archive of CIFAR-100 was unpacked")
-IN_FILES = ("path", "size", "workers", "broken")
+of_files = partial(
+    Source, size=224, classes=None, takes=("path", "size", "workers", "broken"), files=True
+)
 
 DATASETS = {
     "digits": Source(digits, channels=1, size=8),
@@ -411,22 +413,10 @@ DATASETS = {
         patches, channels=1, size=28, holds=PIXELS, takes=("path", "size"), needs=ARCHIVE
     ),
     "synthetic": Source(synthetic, takes=("size", "classes")),
-    "folder": Source(
-        folder.listed,
-        size=224,
-        classes=None,
-        takes=IN_FILES,
-        needs=("path", "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg"),
-        files=True,
+    "folder": of_files(
+        folder.listed, needs=("path", "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
     ),
-    "packed": Source(
-        packed.listed,
-        size=224,
-        classes=None,
-        takes=IN_FILES,
-        needs=("path", "a file of mpikfac pack"),
-        files=True,
-    ),
+    "packed": of_files(packed.listed, needs=("path", "a file of mpikfac pack")),
     "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
 }
 
