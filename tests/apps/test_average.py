@@ -15,7 +15,8 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Augmentation, Batches, Normalise
 from mpikfac_apps.training.optimizers import Average
-from mpikfac_apps.training.run import PASS, SAMPLE, Run
+from mpikfac_apps.training.problem import PASS, SAMPLE
+from mpikfac_apps.training.run import Run
 
 CLOCKS = ("seconds", "images_per_second", "communication")
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=3", "--log_every=2", "--threads=1")

@@ -1,1 +1,1 @@
-"""Hand the numbers of a run to trackers of experiments."""
+"""Keep the numbers of a run: metrics.jsonl, and trackers of experiments."""

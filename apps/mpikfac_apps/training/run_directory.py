@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from mpikfac import files
 from mpikfac_apps.options.options import Options
+from mpikfac_apps.tracking.metrics_file import MetricsFile, state_on_disk
 from mpikfac_apps.tracking.tracker import Trackers
-from mpikfac_apps.training.metrics_file import MetricsFile, state_on_disk
 
 LINE_EVERY = 30.0  # seconds between two lines of progress in a log
 BAR_EVERY = 0.5  # seconds between two looks at the loss, on a terminal

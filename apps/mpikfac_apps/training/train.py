@@ -23,7 +23,8 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import Place, share_cores
-from mpikfac_apps.training.run import Run, build
+from mpikfac_apps.training.problem import build
+from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 
 PATIENCE = 10.0  # seconds until a thread that still runs at the end is named
