@@ -3,19 +3,26 @@
 #   bash jobs/test.sh         tests that are not marked slow; at most 5 minutes on two idle cores
 #   bash jobs/test.sh --all   all tests; 30 minutes
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
+#   bash jobs/test.sh --ci    the tests that every change must pass, and the coverage of the
+#                             library: of --all, each of tests/mpi at 2 ranks and at 3 or 4; of
+#                             --device, half; 40 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
 # ranks, MPI adds numbers in a different order. Two cores are enough: common.sh allows more ranks
-# than cores and gives each rank one thread. The time limit is five times the expected time. Only
+# than cores and gives each rank one thread. The time limit is twice the expected time or more. Only
 # hanging tests reach the limit: a slow machine passes.
 set -uo pipefail
-extras=(test)
+extras=(test) covered=()
 case ${1-} in
     "" | --device) chosen=(-m "not slow") minutes=35 ;;
     --frameworks) extras+=(frameworks) minutes=25 ;;
-    --all) chosen=() minutes=75 ;; # CI stops a change after 90 minutes
-    *) echo "usage: bash jobs/test.sh, with nothing, --all, --device or --frameworks" >&2 && exit 2 ;;
+    --all) chosen=() minutes=75 ;;
+    --ci) extras+=(lint) chosen=(-m "not elsewhere") minutes=80 ;; # CI stops after 90 minutes
+    *)
+        echo "usage: bash jobs/test.sh, with nothing, --all, --device, --ci or --frameworks" >&2
+        exit 2
+        ;;
 esac
 # shellcheck source=jobs/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -46,18 +53,26 @@ stage() {
 # Print the seconds until the time limit.
 left() { echo $((SECONDS < 60 * minutes ? 60 * minutes - SECONDS : 1)); }
 
-# Buffers on the device go to MPI through the host, and directly: the emulated device lets MPI see
-# the content, as a CUDA-aware MPI does.
+# shellcheck disable=SC2329  # `stage` calls the function
+# one_process OPTION...: runs pytest. INT lets pytest print the failures until the end; without
+# the limit, xdist may wait for ever for a worker that died.
+one_process() {
+    timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest -q -rs "$@" </dev/null
+}
+
+# on_device LANE...: runs the tests on the emulated device. A lane is a number of ranks, and
+# "staged", if buffers on the device go to MPI through the host, or "direct": the emulated device
+# lets MPI see the content, as a CUDA-aware MPI does.
 on_device() {
+    local lane direct
     "$PYTHON" tests/emulated/build.py || exit 2
     export PYTHONPATH=$ROOT/tests/emulated${PYTHONPATH:+:$PYTHONPATH} MPIKFAC_TEST_DEVICE=cuda
     stage "the emulated device" timeout --kill-after=30 "$(left)" "$PYTHON" -m mpi4py -m pytest -q \
         tests/emulated </dev/null
-    for ranks in 1 2 3 4; do
-        MPIKFAC_CUDA_AWARE=0 LIMIT=$(left) \
-            stage "$ranks ranks, staged" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
-        MPIKFAC_CUDA_AWARE=1 LIMIT=$(left) \
-            stage "$ranks ranks, direct" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
+    for lane in "$@"; do
+        case $lane in *direct) direct=1 ;; *) direct=0 ;; esac
+        MPIKFAC_CUDA_AWARE=$direct LIMIT=$(left) stage "ranks on device: $lane" \
+            mpi "${lane% *}" -m pytest -q -x -m "not slow" tests/mpi
     done
 }
 
@@ -68,23 +83,38 @@ finish() {
     exit "$failed"
 }
 
-if [ "${1-}" = --device ]; then
-    on_device
-    finish
-fi
+case ${1-} in
+    --device)
+        on_device {1..4}" staged" {1..4}" direct"
+        finish
+        ;;
+    --frameworks)
+        stage "frameworks" one_process tests/frameworks
+        finish
+        ;;
+esac
 
-if [ "${1-}" = --frameworks ]; then
-    stage "frameworks" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest -q -rs \
-        tests/frameworks </dev/null
-    finish
+if [ "${1-}" = --ci ]; then
+    "$PYTHON" -m coverage erase
+    covered=(--cov=mpikfac --cov-report=)
 fi
-
-# INT lets pytest print the failures until then. If a worker died, xdist may wait for ever.
+stage "unit tests" one_process -n 2 --max-worker-restart=0 "${covered[@]}" "${chosen[@]}" tests/unit
 # Files start in the order of the folders: the long tests of apps/ come first.
-stage "tests of one process" timeout --signal=INT --kill-after=30 "$(left)" "$PYTHON" -m pytest \
-    -q -rs -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 "${chosen[@]}" tests \
-    </dev/null
+stage "tests of one process" one_process -n 2 --dist loadfile --no-loadscope-reorder \
+    --max-worker-restart=0 "${chosen[@]}" --ignore=tests/unit tests
+[ "${1-}" = --ci ] && covered=(-m coverage run --parallel-mode --source=mpikfac)
 for ranks in 2 3 4; do
-    LIMIT=$(left) stage "tests of $ranks ranks" mpi "$ranks" -m pytest -q -x "${chosen[@]}" tests/mpi
+    LIMIT=$(left) stage "tests of $ranks ranks" mpi "$ranks" "${covered[@]}" -m pytest -q -x \
+        "${chosen[@]}" tests/mpi
+    covered=()
 done
+if [ "${1-}" = --ci ]; then
+    "$PYTHON" -m coverage combine --append --quiet
+    stage "coverage" "$PYTHON" -m coverage report --skip-covered --fail-under=94
+    if type "${CXX:-g++}" >/dev/null 2>&1; then
+        on_device "1 staged" "2 direct" "3 staged" "4 direct"
+    else
+        echo "skipping the tests on an emulated GPU: no C++ compiler on PATH"
+    fi
+fi
 finish
