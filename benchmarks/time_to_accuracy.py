@@ -6,7 +6,8 @@ SGD and the other first-order optimizers train for 15 epochs, K-FAC for fewer. E
 falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0, then
 the best settings with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
 beside this file. Runs in the file are not repeated: several sittings, or machines, can share the
-work. Seconds follow from epochs and the ratios of `step_time.py`.
+work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the last
+setting of each of `--grids` by turns: run this mode on an idle machine.
 """
 
 from __future__ import annotations
@@ -64,7 +65,11 @@ def main() -> int:
     parser.add_argument("--ranks", default="2")
     parser.add_argument("--grids", nargs="+", default=list(GRIDS), choices=list(GRIDS))
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
+    parser.add_argument("--seconds", type=int, metavar="ROUNDS", help="time steps, train nothing")
     options = parser.parse_args()
+    if options.seconds:
+        compare_seconds(options)
+        return 0
     for name in options.grids:
         optimizer, grid = GRIDS[name]
         for choice in grid:
@@ -99,6 +104,32 @@ def epochs(
         results[name] = [line["test_accuracy"] for line in learning.by_epoch(metrics)]
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return results.get(name, [])
+
+
+def compare_seconds(options: argparse.Namespace) -> None:
+    """Print median seconds of a step of each optimizer, and the ratios to the first optimizer."""
+    found: dict[str, list[float]] = {name: [] for name in options.grids}
+    for _ in range(options.seconds):
+        for name in options.grids:
+            found[name].append(step_seconds(options, *GRIDS[name]))
+    base = found[options.grids[0]]
+    for name, values in found.items():
+        ratio = statistics.median(one / other for one, other in zip(values, base))
+        ends = f"{min(values):.3f} to {max(values):.3f}"
+        print(f"{name}: {statistics.median(values):.3f} s a step ({ends}), ratio {ratio:.2f}")
+
+
+def step_seconds(options: argparse.Namespace, optimizer: str, grid: list[dict[str, str]]) -> float:
+    """Return the mean seconds of 50 steps, after 10 steps that do not count.
+
+    In 50 steps, K-FAC at (10, 50) has one refresh of the bases.
+    """
+    short = {"max_steps": "60", "checkpoint_minutes": "null"}
+    settings = {**COMMON, **grid[-1], **short}
+    metrics = learning.launch(options, f"seconds-{optimizer}", optimizer, settings, 0, shown=str)
+    rows = map(json.loads, metrics.read_text().splitlines())
+    after = {row["step"]: row["seconds"] for row in rows if "loss" in row}
+    return (after[60] - after[10]) / 50
 
 
 if __name__ == "__main__":
