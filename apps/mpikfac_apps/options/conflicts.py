@@ -6,9 +6,10 @@ import dataclasses
 import importlib.util
 from pathlib import Path
 
+import mpikfac
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.options import DataOptions, Options
-from mpikfac_apps.options.strategy import make_strategy
+from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy
 from mpikfac_apps.problems.datasets import DATASETS, source
 from mpikfac_apps.problems.models import MODELS, network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
@@ -34,6 +35,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     if adapt and isinstance(damping, ByEpoch):
         raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
     _check_strategy(options, ranks)
+    _check_split(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.optimizer in PACKAGED and not importlib.util.find_spec("pytorch_optimizer"):
@@ -59,12 +61,26 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
     if not (exchange.of_copies or exchange.asynchronous):
         return
-    for name in ("average", "shrink"):
-        if value := getattr(options, name):
+    asked = {name: getattr(options, name) for name in ("average", "shrink")}
+    for name, value in {**asked, "split_layers": options.distribution.split}.items():
+        if value:
             raise ValueError(
                 f"{name}={str(value).lower()} needs exchanged=gradients, not "
                 f"{exchange.exchanged}: ranks hold different copies of the model"
             )
+
+
+def _check_split(options: Options, ranks: int) -> None:
+    """Refuse split layers in a wrong form, and options that exclude split layers."""
+    split, ways = options.distribution.split, options.distribution.ways
+    if ways and split in ([], [AUTO]):
+        raise ValueError(f"ways={ways} needs names of layers in split_layers, not {split}")
+    if split and options.shrink:
+        raise ValueError(
+            f"shrink=true needs split_layers=[], not {split}: fewer ranks do not form the groups"
+        )
+    if split and split != [AUTO]:
+        mpikfac.Distribution(ways or ranks, dealt_out(split)).check_ranks(ranks)
 
 
 def _check_data(data: DataOptions) -> None:

@@ -77,13 +77,25 @@ class Distribution:
         machine: a measured machine: a file of `mpikfac calibrate`, or a published machine as for
             `mpikfac simulate`. Overlapped strategies choose their messages for the machine, and
             strategy=auto chooses everything.
+        split_layers: the layers whose channels are dealt out over groups of ranks: NAME=outputs or
+            NAME=inputs for each layer, or only "auto" for the cheapest channels of each layer: the
+            layers with the least seconds on `machine`, or without a machine with the fewest bytes.
+        ways: the number of ranks of a group that shares out layers; null: all ranks, and of
+            split_layers=auto the cheapest number.
         change: choices that replace the choices of the named strategy.
     """
 
     strategy: str = "comm-opt"
     fraction: float | None = bounded(None, "> 0", "<= 1")
     machine: str | None = None
+    split_layers: list[str] | str = field(default_factory=list)
+    ways: int | None = bounded(None, ">= 2")
     change: Mapping[str, Any] = changes(Strategy, "as in the strategy", without=("parts",))
+
+    @property
+    def split(self) -> list[str]:
+        """The texts of `split_layers`."""
+        return [self.split_layers] if isinstance(self.split_layers, str) else self.split_layers
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from mpikfac import (
     usual_rule,
 )
 from mpikfac.layers import Kinds
-from mpikfac.plan import NAMED, Plan, forward_only
-from mpikfac.predict import Job, choose, load_machine, tuned
+from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
+from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import ByEpoch, at_start, by_step
 from mpikfac_apps.options.fields import DTYPES, Group
@@ -33,6 +33,7 @@ from mpikfac_apps.options.options import Distribution, KfacOptions, Options
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
+AUTO = "auto"  # among split layers: the cheapest
 ITEMSIZE = 4  # bytes of a number in float32
 USUAL: Mapping[str, Any] = {"solver": "inverse", "basis_every": 10}
 """Settings of `KFAC` that a strategy may change."""
@@ -134,6 +135,39 @@ def for_machine(
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
     kept = {key: strategy.choices()[key] for key in ("fusion", "replicate_below")}
     return asked.strategy, chosen.changed(**{k: v for k, v in kept.items() if k in asked.change})
+
+
+def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
+    """Return by name of a layer the channels that are dealt out.
+
+    Raises:
+        ValueError: a text is not NAME=outputs or NAME=inputs.
+    """
+    found: dict[str, Channels] = {}
+    for text in split:
+        name, _, axis = text.rpartition("=")
+        if not name or axis not in CHANNELS:
+            raise ValueError(f"split_layers={text} must be NAME=outputs, NAME=inputs, or only auto")
+        found[name] = axis
+    return found
+
+
+def layer_distribution(
+    asked: Distribution, calls: Sequence[LayerCall], ranks: int
+) -> mpikfac.Distribution:
+    """Return the split layers of a network.
+
+    Args:
+        calls: the layers that can be split, with the numbers of a rank's batch.
+        ranks: the ranks that train.
+
+    Raises:
+        ValueError: the file is no machine.
+    """
+    if asked.split == [AUTO]:
+        machine = load_machine(asked.machine) if asked.machine else None
+        return choose_distribution(calls, ranks, machine, ITEMSIZE)
+    return mpikfac.Distribution(asked.ways or ranks, dealt_out(asked.split))
 
 
 def differences(strategy: Strategy) -> str:

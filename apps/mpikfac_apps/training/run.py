@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import mpikfac
+from mpikfac.plan import distribution_table
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.inspecting import weights
 from mpikfac_apps.options.documents import flattened
@@ -25,6 +26,7 @@ from mpikfac_apps.options.strategy import (
     differences,
     for_machine,
     kfac_settings,
+    layer_distribution,
     learning_rate,
     make_strategy,
 )
@@ -125,10 +127,24 @@ class Run(Problem):
                     left = ", ".join(weights.load(model, weights.read(file))) or "none"
                     log.info("weights of %s; tensors left at their first values: %s", file, left)
 
+    def _split_layers(self, trace: mpikfac.Trace) -> mpikfac.SplitLayers | None:
+        """Deal out layers over groups of ranks, if the options say so."""
+        comm, asked, model = self.comm, self.options.distribution, self.model
+        if not asked.split:
+            return None
+        with mpikfac.comm.together(comm, "split_layers"):
+            one = self.normalise(self.batches.first(1))
+            share = self.options.step_batch // comm.size
+            calls = mpikfac.layer_calls(model, one.expand(share, *one.shape[1:]))
+            distribution = layer_distribution(asked, calls, comm.size)
+            log.info("%s", distribution_table(calls, distribution, comm.size))
+            return mpikfac.split_layers(model, comm, distribution, trace)
+
     def _build_trainer(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
         """Build model, optimizer and trainer for a start, except for the state of a checkpoint."""
         self._build_model(checkpoint)
-        comm, options, model = self.comm, self.options, self.model
+        comm, options, model, trace = self.comm, self.options, self.model, mpikfac.Trace()
+        self.split = self._split_layers(trace)
         rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
         self.lr = lambda step: rate(self.calendar.clock(step))
         with mpikfac.comm.together(comm, "options"):
@@ -139,14 +155,16 @@ class Run(Problem):
                 mpikfac.comm.tell(self.team.link, (self.classes, self.channels))
                 self.trainer = mpikfac.Asynchronous(model, self.optimizer, self.team, strategy)
             elif options.optimizer != "kfac":
-                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy)
+                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy, trace)
             else:
                 covers = self.network.covers
                 shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
                 name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
                 log.info("strategy %s: %s", name, differences(strategy))
                 settings = kfac_settings(kfac, chosen, self.calendar.epochs, covers)
-                self.trainer = mpikfac.KFAC(model, self.optimizer, self.team, strategy, **settings)
+                self.trainer = mpikfac.KFAC(
+                    *(model, self.optimizer, self.team, strategy), trace=trace, **settings
+                )
         if options.average:  # of the weights that the trainer has sent
             self.average = Average(model, options.average)
 
@@ -312,6 +330,8 @@ class Run(Problem):
             log.info("%s", told_staleness(staleness_of_all(self.trainer, self.comm)))
         if isinstance(self.trainer, mpikfac.KFAC | mpikfac.Asynchronous):
             self.trainer.close()
+        if self.split:
+            self.split.detach()
         if self.comm.rank == 0:
             mpikfac.checkpoint.note_end(checkpoints.root(self.options))
         if self.record:

@@ -1,0 +1,94 @@
+"""Runs whose ranks share out the channels of layers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import mpikfac
+from mpikfac_apps.options.parse import parse
+from support.launch import run_each
+
+QUICK = (
+    *("--data.train_images=360", "--batch=120", "--epochs=2", "--threads=1", "--log_every=1"),
+    *("--eval_every=2", "--average=0.5"),
+)  # three steps are an epoch
+SGD = ("--optimizer=sgd", "--lr=0.05")
+NAMED = '--split_layers=["3=outputs","8=inputs"]'
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def weights(run_dir):
+    """Return the weights in the last checkpoint of a run."""
+    found = mpikfac.checkpoint.read_checkpoint(run_dir / "checkpoints" / "step-000000006")
+    return {name: found[name] for name in found if name.startswith("model/")}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return a directory of finished runs."""
+    root = tmp_path_factory.mktemp("split")
+    asked = {
+        "sgd": (2, SGD),
+        "sgd, named": (2, (*SGD, NAMED)),
+        "kfac": (2, ()),
+        "kfac, named": (2, (NAMED, "--trace_steps=3")),
+        "kfac, auto": (2, ("--split_layers=auto", "--accumulate=2")),
+        "kfac, groups": (4, ('--split_layers=["8=outputs"]', "--ways=2", "--max_steps=3")),
+    }
+    jobs = [(n, [*QUICK, f"--run_dir={root / name}", *more]) for name, (n, more) in asked.items()]
+    resumed = (2, [*QUICK, f"--run_dir={root / 'kfac, groups'}", "--resume=auto"])
+    run_each([*jobs, resumed], root)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("plain", "split"),
+    [("sgd", "sgd, named"), ("kfac", "kfac, named"), ("kfac", "kfac, groups")],
+)
+def test_split_layers_change_no_number(runs, plain, split):
+    """Oracle: the data parallel run, to rounding; one run is resumed without split layers."""
+    expected, found = weights(runs / plain), weights(runs / split)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=2e-5)
+    rows = [
+        [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+        for name in (plain, split)
+    ]
+    for one, other in zip(*rows, strict=True):
+        assert other["loss" if "loss" in one else "test_loss"] == pytest.approx(
+            one["loss" if "loss" in one else "test_loss"], rel=1e-3
+        )
+
+
+def test_the_log_tells_who_shares_out_the_layers(runs):
+    """Oracle: the options; the layer of 512 x 64 weights has the fewest bytes as split layer."""
+    named, chosen = (
+        (runs / name / "log.txt").read_text() for name in ("kfac, named", "kfac, auto")
+    )
+    assert "2 ranks in groups of 2 neighbouring ranks" in named
+    lines = {line.split()[0]: line.split() for line in chosen.splitlines() if " examples " in line}
+    assert lines["8"][3] in ("outputs", "inputs")
+    stages = (runs / "kfac, named" / "stages.json").read_text()
+    assert "exchange activations" in stages
+
+
+WRONG = {
+    "no channels": (["--split_layers=[fc]"], "split_layers=fc must be NAME=outputs, NAME=inputs"),
+    "auto and a name": (['--split_layers=["auto","fc=inputs"]'], "split_layers=auto must be"),
+    "ways alone": (["--ways=2"], r"ways=2 needs names of layers in split_layers, not \[\]"),
+    "ways of auto": (["--ways=2", "--split_layers=auto"], "ways=2 needs names of layers"),
+    "groups": ([NAMED, "--ways=3"], "ways=3 must divide the 4 ranks"),
+    "fewer ranks": ([NAMED, "--shrink"], r"shrink=true needs split_layers=\[\]"),
+    "copies": ([NAMED, *SGD, "--exchanged=weights"], "needs exchanged=gradients, not weights"),
+}
+
+
+@pytest.mark.parametrize(("given", "said"), WRONG.values(), ids=WRONG)
+def test_a_wrong_split_is_refused(given, said):
+    """Oracle: the number of ranks, and the table of combinations."""
+    with pytest.raises(ValueError, match=said):
+        parse(given, 4)
