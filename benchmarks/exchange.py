@@ -46,10 +46,10 @@ COMMON = (
 )
 CIFAR = ("--data.name=cifar10", "--data.train_images=10000", "--data.test_images=2000")
 IMAGES = {
-    "digits": (("--batch=64", "--epochs=12"), 0.97),
-    "cifar10": ((*CIFAR, "--batch=128", "--epochs=8"), 0.55),
+    "digits": (("--batch=64", "--epochs=12"), 0.97, (1, 8, 8)),
+    "cifar10": ((*CIFAR, "--batch=128", "--epochs=8"), 0.55, (3, 32, 32)),
 }
-"""Options, and the test accuracy to reach."""
+"""Options, the test accuracy to reach, and the shape of an image."""
 SGD = ("--optimizer=sgd", "--lr=0.05", "--weight_decay=0.005")
 BARE = (*SGD, "--momentum=0")  # the messages bring momentum
 ADAMW = ("--optimizer=adamw", "--lr=0.003")
@@ -121,7 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     comm = mpikfac.world()
     train.Run, Watched.straggler = Watched, options.straggler  # type: ignore[misc]
-    of_images, target = IMAGES[options.images]
+    of_images, target, shape = IMAGES[options.images]
     common = (*COMMON, *of_images, *([f"--data.path={options.path}"] if options.path else []))
     place = f"{options.images}, {options.network}, {comm.size} ranks"
     place += f", straggler {options.straggler:g} s"
@@ -133,7 +133,7 @@ def main() -> None:
                 continue
             run_dir = options.out / f"{options.network} {options.images} {way} {seed}"
             found = trained(comm, (*common, *WAYS[way], f"--seed={seed}"), target, run_dir)
-            found["predicted"] = predicted(comm, found.pop("options"), machine)
+            found["predicted"] = predicted(comm, found.pop("options"), shape, machine)
             if comm.rank == 0:
                 results[f"{place}, {way}, seed {seed}"] = found
                 RESULTS.write_text(json.dumps(results, indent=1) + "\n")
@@ -171,13 +171,15 @@ def trained(comm: Any, given: tuple[str, ...], target: float, run_dir: Path) -> 
     }
 
 
-def predicted(comm: Any, options: Options, machine: mpikfac.predict.Machine) -> float:
+def predicted(
+    comm: Any, options: Options, shape: tuple[int, ...], machine: mpikfac.predict.Machine
+) -> float:
     """Return the predicted seconds of a mean step, with the network's present computing times.
 
     Collective over: comm.
     """
     ranks, batch = comm.size, options.step_batch // comm.size
-    network = calibrate.Network(options.model, batch, None, None, torch.device("cpu"))
+    network = calibrate.Network(options.model, batch, shape, None, torch.device("cpu"))
     for _ in range(VISITS):
         calibrate.visit(comm, [network])
     machine = dataclasses.replace(machine, networks=(network.seconds(comm),))

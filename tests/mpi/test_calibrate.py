@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
 import mpikfac
 from mpikfac_apps.planning import calibrate
@@ -89,6 +90,15 @@ def test_a_model_of_ones_own_is_measured(comm, quick, tmp_path):
     (network,) = mpikfac.predict.load_machine(str(folder / "words.json")).networks
     assert (network.model, network.batch) == (asked[-1], 2)
     assert min(network.forward, network.backward, network.precondition) > 0
+
+
+def test_a_shape_replaces_the_usual_shape():
+    """Oracle: the factor of the first convolution has 3 x 3 x 3 rows, of gray digits 3 x 3."""
+    gray, coloured = (
+        calibrate.Network("digits_cnn", 2, shape, None, torch.device("cpu")).orders
+        for shape in (None, (3, 16, 16))
+    )
+    assert coloured - gray == {27} and gray - coloured == {9}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,8 @@ class CalibrateOptions:
     Args:
         out: the file to write, in JSON.
         model: the models to measure, with commas: resnet20,timm:resnet18,my_models.py:build.
-        input: the shape of an example of a model of your own, such as 3,32,32.
+        input: the shape of an example, such as 3,32,32, in the place of a network's usual shape. A
+            model of your own needs a shape.
         tokens: the examples of a model of your own hold whole numbers below `tokens`; null for real
             numbers.
         batch_per_rank: the numbers of images of a step on each rank, with commas: 8,32,128.
@@ -349,13 +350,13 @@ class Network:
         device: torch.device,
     ) -> None:
         self.name, self.batch = name, batch
-        layers, _ = models.shapes_of(name)
-        torch.manual_seed(0)
-        self._model = models.channels_last(models.build(name))
         usual = models.network(name)
-        shape, words = (usual.image, usual.tokens()) if usual.image else (inputs, tokens)
+        shape, words = inputs or usual.image, usual.tokens() if usual.image else tokens
         assert shape, "`parse` asks for the shape"
-        self._covers = usual.covers
+        torch.manual_seed(0)
+        self._model = models.channels_last(models.build(name, channels=shape[0]))
+        self._covered = mpikfac.Coverage(covers=usual.covers)
+        layers, _ = mpikfac.layers.covered_shapes(self._model, self._covered)
         seeded = torch.Generator().manual_seed(0)
         self._inputs = own.drawn((batch, *shape), words, seeded)
         if words is None:
@@ -412,10 +413,8 @@ class Network:
         """Return K-FAC of the network with a single decomposition, images and labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        covered = mpikfac.Coverage(covers=self._covers)
-        once = mpikfac.KFAC(
-            model, optimizer, comm, damping=0.03, basis_every=10**9, coverage=covered, **settings
-        )
+        given = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
+        once = mpikfac.KFAC(model, optimizer, comm, **given)
         return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
