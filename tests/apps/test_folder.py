@@ -238,6 +238,36 @@ def test_the_first_broken_image_ends_the_run(tmp_path):
         list(stream(path, broken=5).test(3))
 
 
+@pytest.mark.parametrize(
+    ("pixels", "suffix"),
+    [
+        (np.full((20, 20), 300, np.uint16), "png"),
+        (np.full((20, 20), 300, np.int32), "tiff"),
+        (np.full((20, 20), 0.5, np.float32), "tiff"),
+    ],
+    ids=["png of 16 bits", "tiff of 32 bits", "tiff of fractions"],
+)
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path, capsys, pixels, suffix):
+    """Oracle: the line; Pillow alone makes such pixels white, or black."""
+    path = pictures.plain(tmp_path / "images", {"train": 2, "val": 1})
+    Image.fromarray(pixels).save(path / f"val/bee/00.{suffix}")
+    Image.fromarray(pixels.astype(np.uint8)).save(path / "val/ant/00.png")  # grey is fine
+    with pytest.raises(mpikfac.UserError, match=r"bee/00\..*: its pixels have 16 or 32 bits"):
+        list(stream(path).test(3))
+    for more in ((), ("--size=8",)):
+        assert pack.main([str(path), str(tmp_path / "out.h5"), *more]) == 2
+        assert "its pixels have 16 or 32 bits" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
+    """Oracle: the line; the text is what a clone without large files has in an image's place."""
+    path = pictures.plain(tmp_path, {"train": 2, "val": 1})
+    (path / "val/bee/00.png").write_text("version https://git-lfs.github.com/spec/v1")
+    told = r"bee/00.png cannot be decoded: it is no image of the formats BMP, JPEG, PNG"
+    with pytest.raises(mpikfac.UserError, match=told):
+        list(stream(path).test(3))
+
+
 LAYOUTS = {
     "nothing": ((), "has no folder train; give a folder with train/CLASS"),
     "no test": (("train/a/1.jpg",), "has no folder val or test; give a folder with"),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mpikfac import files
 from mpikfac_apps.images.listing import Place
@@ -65,8 +65,18 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name."""
-    return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name.
+
+    Raises:
+        ValueError: the bytes are no image, or the image has numbers of more than 8 bits.
+    """
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is no image of the formats {', '.join(FORMATS)}") from None
+    if image.mode[0] in "IF":  # Pillow would turn all numbers above 255 into white
+        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
+    return image
 
 
 def centre(image: Image.Image, size: int) -> Image.Image:
