@@ -339,6 +339,36 @@ def test_a_packed_file_is_complete_or_absent(tmp_path, capsys):
         datasets.load("packed", str(out))
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"labels": torch.zeros(3, 2, dtype=torch.int64)},
+        {"labels": torch.tensor([0, 1, 2])},  # there are two classes
+        {"labels": torch.zeros(3, dtype=torch.int32)},
+        {"starts": torch.tensor([0, 20, 10, 30])},
+        {"starts": torch.tensor([0, 10, 20, 31])},
+        {"train": 3},
+    ],
+    ids=[
+        *("a table of labels", "an unknown class", "labels of 4 bytes"),
+        *("starts that go back", "starts behind the end", "no test image"),
+    ],
+)
+def test_items_that_no_program_wrote_are_refused(tmp_path, wrong):
+    """Oracle: the right items beside the wrong item, which are read."""
+    right = {
+        "images": torch.zeros(30, dtype=torch.uint8),
+        "starts": torch.tensor([0, 10, 20, 30]),
+        "labels": torch.tensor([0, 1, 1]),
+        **{"train": 2, "size": 0, "classes": '["a", "b"]'},
+    }
+    for name, items in (("right", right), ("wrong", right | wrong)):
+        mpikfac.checkpoint.write_shard(tmp_path / f"{name}.h5", items)
+    assert datasets.load("packed", str(tmp_path / "right.h5")).classes == 2
+    with pytest.raises(ValueError, match="is damaged; make the file anew by mpikfac pack"):
+        datasets.load("packed", str(tmp_path / "wrong.h5"))
+
+
 def test_a_shortened_packed_file_is_refused(packed, tmp_path):
     """Oracle: a whole file cut at several lengths."""
     content = packed.read_bytes()

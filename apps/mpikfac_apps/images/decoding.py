@@ -41,7 +41,7 @@ def decoded(place: Place, size: int, draw: Sequence[int] | None = None) -> np.nd
             image = opened(content(place)).convert("RGB")
         return np.asarray(centre(image, size) if draw is None else random_crop(image, size, draw))
     except Exception as error:  # decoders of damaged files may raise anything
-        raise Broken(" ".join(str(error).split()) or type(error).__name__) from error
+        raise Broken(files.one_line(error)) from error
 
 
 def content(place: Place) -> bytes:

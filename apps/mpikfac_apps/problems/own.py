@@ -208,5 +208,10 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{what} raised {type(error).__name__}: {first}") from error
+        raise ValueError(f"{what} raised {summary(error)}") from error
+
+
+def summary(error: Exception) -> str:
+    """Return the type of an error and the first line of the text, if there is a text."""
+    first = str(error).strip().partition("\n")[0]
+    return ": ".join(filter(None, [type(error).__name__, first]))
