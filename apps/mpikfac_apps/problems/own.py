@@ -163,14 +163,15 @@ def timm() -> Any:
     """Return the package.
 
     Raises:
-        ValueError: the package, or a package that timm asks for, is not installed.
+        ValueError: the package, or a package that timm asks for, is not installed; or torchvision
+            is of another build than torch.
     """
     try:
         return importlib.import_module("timm")
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # torchvision for CUDA beside a torch for CPUs
         raise ValueError(
-            f"model=timm:NAME needs the packages timm and torchvision: {error}; run pip install "
-            f"--no-deps timm, and install the torchvision of your torch"
+            f"model=timm:NAME needs the packages timm and torchvision: {summary(error)}; run pip "
+            f"install --no-deps timm, and install the torchvision of your torch, of the same build"
         ) from error
 
 
