@@ -207,6 +207,11 @@ def why(error: OSError) -> str:
     return error.strerror or str(error)
 
 
+def one_line(error: Exception) -> str:
+    """Return the text of an error on a single line, or the error's type if the text is empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def printable(text: str) -> str:
     r"""Return the text with codes such as `\n` and `\x1b` for all characters that do not print.
 

@@ -81,6 +81,8 @@ class Optimizer(torch.optim.Optimizer):
             UserError: see `KFAC.step`.
         """
         if hasattr(self, "found_inf"):  # set by a GradScaler
+            for name in ("found_inf", "grad_scale"):
+                delattr(self, name)  # the scaler deletes both only after a step without an error
             raise ValueError(
                 "a GradScaler decides on each rank alone whether to step; call "
                 "optimizer.trainer.step(scaler), or train in bfloat16 without a scaler"

@@ -162,7 +162,7 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
                 items = {name: _plain(found[name], size) for name in found}
                 place, length = shard[large].id.get_offset(), shard[large].nbytes
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
-            reason = " ".join(str(error).split())
+            reason = files.one_line(error)
             raise ValueError(f"{path} is no HDF5 file of mpikfac: {reason}") from error
     if place is None or place + length > size:
         raise ValueError(f"{path} is no HDF5 file of mpikfac: {large} is not stored in one piece")

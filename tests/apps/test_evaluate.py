@@ -102,7 +102,7 @@ def test_two_ranks_test_a_file_of_weights(ran):
         ("RUN --weights=none.pt", "mpikfac: reading none.pt: none.pt cannot be read: No such file"),
         (
             "RUN --weights=other.pt",
-            "other.pt: a test needs all tensors, and 10.weight, 10.bias differ",
+            "a test needs all tensors, and 10.weight, 10.bias differ; the data has 10 classes",
         ),
     ],
 )

@@ -66,6 +66,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing(trained, tmp_path, monkeyp
     assert "model.pt cannot be written: No space left on device" in capsys.readouterr().err
 
 
+def test_something_in_the_way_is_one_error(tmp_path):
+    """Oracle: the error that a run takes for a warning, if the best weights cannot be written."""
+    (tmp_path / ".best.pt.partial").mkdir()
+    with pytest.raises(ValueError, match="best.pt cannot be written: it is a directory, not a reg"):
+        export.write(tmp_path / "best.pt", {"x": torch.zeros(1)})
+    assert os.listdir(tmp_path) == [".best.pt.partial"]
+
+
 def test_a_file_that_exists_is_kept(trained, tmp_path, capsys):
     """Oracle: the file's content, and no second file."""
     file = tmp_path / "model.pt"

@@ -238,6 +238,36 @@ def test_the_first_broken_image_ends_the_run(tmp_path):
         list(stream(path, broken=5).test(3))
 
 
+@pytest.mark.parametrize(
+    ("pixels", "suffix"),
+    [
+        (np.full((20, 20), 300, np.uint16), "png"),
+        (np.full((20, 20), 300, np.int32), "tiff"),
+        (np.full((20, 20), 0.5, np.float32), "tiff"),
+    ],
+    ids=["png of 16 bits", "tiff of 32 bits", "tiff of fractions"],
+)
+def test_pixels_of_more_than_8_bits_are_refused(tmp_path, capsys, pixels, suffix):
+    """Oracle: the line; Pillow alone makes such pixels white, or black."""
+    path = pictures.plain(tmp_path / "images", {"train": 2, "val": 1})
+    Image.fromarray(pixels).save(path / f"val/bee/00.{suffix}")
+    Image.fromarray(pixels.astype(np.uint8)).save(path / "val/ant/00.png")  # grey is fine
+    with pytest.raises(mpikfac.UserError, match=r"bee/00\..*: its pixels have 16 or 32 bits"):
+        list(stream(path).test(3))
+    for more in ((), ("--size=8",)):
+        assert pack.main([str(path), str(tmp_path / "out.h5"), *more]) == 2
+        assert "its pixels have 16 or 32 bits" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_image_is_told_the_formats(tmp_path):
+    """Oracle: the line; the text is what a clone without large files has in an image's place."""
+    path = pictures.plain(tmp_path, {"train": 2, "val": 1})
+    (path / "val/bee/00.png").write_text("version https://git-lfs.github.com/spec/v1")
+    told = r"bee/00.png cannot be decoded: it is no image of the formats BMP, JPEG, PNG"
+    with pytest.raises(mpikfac.UserError, match=told):
+        list(stream(path).test(3))
+
+
 LAYOUTS = {
     "nothing": ((), "has no folder train; give a folder with train/CLASS"),
     "no test": (("train/a/1.jpg",), "has no folder val or test; give a folder with"),
@@ -307,6 +337,36 @@ def test_a_packed_file_is_complete_or_absent(tmp_path, capsys):
     mpikfac.checkpoint.write_shard(out, {"images": torch.zeros(3000, dtype=torch.uint8)})
     with pytest.raises(ValueError, match=r"out.h5 is no file of mpikfac pack: it lacks starts"):
         datasets.load("packed", str(out))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"labels": torch.zeros(3, 2, dtype=torch.int64)},
+        {"labels": torch.tensor([0, 1, 2])},  # there are two classes
+        {"labels": torch.zeros(3, dtype=torch.int32)},
+        {"starts": torch.tensor([0, 20, 10, 30])},
+        {"starts": torch.tensor([0, 10, 20, 31])},
+        {"train": 3},
+    ],
+    ids=[
+        *("a table of labels", "an unknown class", "labels of 4 bytes"),
+        *("starts that go back", "starts behind the end", "no test image"),
+    ],
+)
+def test_items_that_no_program_wrote_are_refused(tmp_path, wrong):
+    """Oracle: the right items beside the wrong item, which are read."""
+    right = {
+        "images": torch.zeros(30, dtype=torch.uint8),
+        "starts": torch.tensor([0, 10, 20, 30]),
+        "labels": torch.tensor([0, 1, 1]),
+        **{"train": 2, "size": 0, "classes": '["a", "b"]'},
+    }
+    for name, items in (("right", right), ("wrong", right | wrong)):
+        mpikfac.checkpoint.write_shard(tmp_path / f"{name}.h5", items)
+    assert datasets.load("packed", str(tmp_path / "right.h5")).classes == 2
+    with pytest.raises(ValueError, match="is damaged; make the file anew by mpikfac pack"):
+        datasets.load("packed", str(tmp_path / "wrong.h5"))
 
 
 def test_a_shortened_packed_file_is_refused(packed, tmp_path):

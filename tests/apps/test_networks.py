@@ -166,6 +166,18 @@ def test_without_timm_there_is_one_line(monkeypatch):
         models.network("timm:resnet18")
 
 
+def test_a_torchvision_of_another_build_is_one_line(tmp_path, monkeypatch):
+    """Oracle: the error of a torchvision for CUDA beside a torch for CPUs."""
+    error = "operator torchvision::nms does not exist"
+    (tmp_path / "timm.py").write_text(f"raise RuntimeError({error!r})")
+    monkeypatch.delitem(__import__("sys").modules, "timm", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    told = f"{error}; run pip .* torch, of the same build"
+    with pytest.raises(ValueError, match=told) as refused:
+        models.network("timm:resnet18")
+    assert "\n" not in str(refused.value)
+
+
 # -- first weights ---------------------------------------------------------------------------------
 
 

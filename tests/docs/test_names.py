@@ -42,6 +42,13 @@ def test_files_of_the_code_exist(page):
     assert [p for p in named if not any((place / p).exists() for place in PLACES)] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lists_begin_behind_an_empty_line(page):
+    """Oracle: Markdown's rule; the site shows any other list as a paragraph with hyphens."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?![-*] |\d+\. |  |#).+\n(?:[-*]|\d+\.) .*", text, re.MULTILINE) == []
+
+
 def test_the_tables_of_rooms_name_all_rooms():
     """Oracle: the folders."""
     house = ARCHITECTURE.read_text().partition("## The house")[2].partition("\n## ")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,14 +15,17 @@ from mpikfac_apps import __main__ as program
 from mpikfac_apps.problems.datasets import DATASETS
 from support.launch import launch
 
-PAGE = Path(__file__).parents[2] / "docs" / "tutorial.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "tutorial.md"
+TIMED = ROOT / "benchmarks" / "newcomer.sh"
 RANKS = "mpirun -n 2 python -m mpi4py "
 
 
-def commands() -> Iterator[str]:
-    """Yield the commands of the page, without the installation."""
-    for block in re.findall(r"```bash\n(.*?)```", PAGE.read_text(), re.DOTALL):
-        yield from (line.partition("  #")[0].strip() for line in block.splitlines())
+def commands(page: str = "") -> Iterator[str]:
+    """Yield the commands of a part of the page, or of the whole page."""
+    for block in re.findall(r"```bash\n(.*?)```", page or PAGE.read_text(), re.DOTALL):
+        lines = block.replace("\\\n", " ").splitlines()
+        yield from (line.partition("  #")[0].strip() for line in lines)
 
 
 def pictures(root: Path) -> None:
@@ -46,21 +50,49 @@ def mpi_goes_on(monkeypatch):
 )
 @pytest.mark.usefixtures("mpi_goes_on")
 def test_the_commands_run(tmp_path, monkeypatch, capfd):
-    """Oracle: exit codes; the words that the page promises; the weights in the model's layers."""
+    """Oracle: exit codes; the words that the page promises; the step of a stop."""
     monkeypatch.chdir(tmp_path)
+    (stop,) = (Path(line.split()[1]) for line in commands() if line.startswith("touch "))
+    stop.parent.mkdir(parents=True)
+    stop.touch()  # before the start, so the first run ends after a step
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     Path("my_model.py").write_text(code)
     pictures(Path("DIR"))
     said = {}
     for line in commands():
         if line.startswith(RANKS):
-            assert launch(2, *shlex.split(line.removeprefix(RANKS))).returncode == 0
+            for _ in range(2):  # the second run goes on
+                assert launch(2, *shlex.split(line.removeprefix(RANKS))).returncode == 0
         elif line.startswith("mpikfac "):
             capfd.readouterr()
             assert program.main(shlex.split(line)[1:]) == 0, line
             said[line.split()[1]] = capfd.readouterr().out
     assert "epoch 4: loss" in said["train"] or "epoch 10: loss" in said["train"]
+    log = stop.parents[1].joinpath("log.txt").read_text()
+    said_in_turn = ("stopped after 1 steps (control/stop)", "going on from", "complete after 4 st")
+    assert sorted(said_in_turn, key=log.find) == list(said_in_turn) and log.find("stopped") > 0
     assert "All right" in said["check"]
     assert "90" in said["compare"]
     assert set(said) == {"train", "check", "compare", "evaluate", "export"}
     assert Path("my_weights.pt").exists()
+
+
+def test_the_benchmark_takes_the_commands_of_the_page():
+    """Oracle: the page's commands, section by section, as this test finds the commands."""
+    script = TIMED.read_text()
+    (function,) = re.findall(r"^code\(\) \{\n.*?^\}\n", script, re.MULTILINE | re.DOTALL)
+    numbers = {*re.findall(r"typed (\d)", script), *re.findall(r"code bash (\d)", script)}
+    sections = PAGE.read_text().split("\n## ")[1:]
+    assert numbers == {section[0] for section in sections if [*commands(section)]}
+    for number in numbers:
+        (section,) = (text for text in sections if text.startswith(f"{number}. "))
+        found = subprocess.run(
+            ["bash", "-c", f"{function}\ncode bash {number}"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        lines = [line.partition("  #")[0] for line in found.splitlines()]
+        assert [line.split() for line in lines] == [line.split() for line in commands(section)]
+    assert [line.split()[0] for line in commands(sections[5])] == ["mpirun", "touch"]

@@ -43,7 +43,7 @@ def test_another_trainer_is_refused(trainer):
 
 @pytest.mark.parametrize("unscaled", [False, True])
 def test_a_scaler_is_refused_and_changes_no_weight(unscaled):
-    """Oracle: the line; the weights before; the trainer's own way with a scaler."""
+    """Oracle: the line; the weights before; the count of steps without the scaler."""
     optimizer, scaler = made(), torch.amp.GradScaler("cpu", init_scale=8.0)
     before = [p.detach().clone() for p in optimizer.trainer.model.parameters()]
     backward(optimizer, scaler.scale(torch.ones(())).item())
@@ -53,6 +53,9 @@ def test_a_scaler_is_refused_and_changes_no_weight(unscaled):
         scaler.step(optimizer)
     for parameter, old in zip(optimizer.trainer.model.parameters(), before):
         assert torch.equal(parameter, old)
+    backward(optimizer)
+    optimizer.step()  # as in a notebook, whose cell is corrected and runs again
+    assert optimizer.trainer.steps == 1
 
 
 def test_a_disabled_scaler_steps():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from mpikfac import files
 from mpikfac_apps.images.listing import Place
@@ -41,7 +41,7 @@ def decoded(place: Place, size: int, draw: Sequence[int] | None = None) -> np.nd
             image = opened(content(place)).convert("RGB")
         return np.asarray(centre(image, size) if draw is None else random_crop(image, size, draw))
     except Exception as error:  # decoders of damaged files may raise anything
-        raise Broken(" ".join(str(error).split()) or type(error).__name__) from error
+        raise Broken(files.one_line(error)) from error
 
 
 def content(place: Place) -> bytes:
@@ -65,8 +65,18 @@ def _packed(path: str) -> io.BufferedReader:
 
 
 def opened(encoded: bytes) -> Image.Image:
-    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name."""
-    return Image.open(io.BytesIO(encoded), formats=FORMATS)
+    """Return an image whose head is decoded, in any of `FORMATS`, whatever the file's name.
+
+    Raises:
+        ValueError: the bytes are no image, or the image has numbers of more than 8 bits.
+    """
+    try:
+        image = Image.open(io.BytesIO(encoded), formats=FORMATS)
+    except UnidentifiedImageError:
+        raise ValueError(f"it is no image of the formats {', '.join(FORMATS)}") from None
+    if image.mode[0] in "IF":  # Pillow would turn all numbers above 255 into white
+        raise ValueError(f"its pixels have 16 or 32 bits (mode {image.mode}); store 8 bits")
+    return image
 
 
 def centre(image: Image.Image, size: int) -> Image.Image:

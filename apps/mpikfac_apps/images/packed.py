@@ -49,7 +49,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     starts, labels = items["starts"].numpy(), items["labels"].numpy()
     train, classes = items["train"], len(names(path, items["classes"]))
     if not (
-        (starts.dtype, labels.dtype) == (np.int64, np.int64)
+        (starts.dtype, labels.dtype, labels.ndim) == (np.int64, np.int64, 1)
         and starts.shape == (len(labels) + 1,)
         and 0 < train < len(labels)
         and (starts[0], starts[-1]) == (0, length)
@@ -143,5 +143,4 @@ def shrunk(place: Place, size: int | None) -> bytes:
         small.save(target, "JPEG", quality=QUALITY)
         return target.getvalue()
     except Exception as error:  # decoders of damaged files may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{place} cannot be decoded: {reason}") from error
+        raise ValueError(f"{place} cannot be decoded: {files.one_line(error)}") from error

@@ -12,6 +12,7 @@ import importlib.util
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -173,9 +174,10 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
             os.fsync(file.fileno())
         os.rename(partial, path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be written: {files.why(error)}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # absent, or the storage has failed: the caller is told above
+            partial.unlink()
 
 
 def save_pt(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:

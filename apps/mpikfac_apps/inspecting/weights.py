@@ -22,12 +22,12 @@ def read(path: Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the file cannot be read, or holds something else.
     """
+    check_package(path)
     try:
         with files.reading(path, links=True) as file:
             content = file.read()
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
-    check_package(path)
     try:
         found = _loaded(path, content)
     except Exception as error:  # a damaged file may raise anything

@@ -106,7 +106,7 @@ class Dataset:
 
     @property
     def channels(self) -> int:
-        """The channels of an image."""
+        """The channels of an image, or the tokens of a window."""
         return self.train_images.shape[1]
 
     def part(self, train: int | None, test: int | None) -> Dataset:
@@ -297,8 +297,7 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
         labels = flat_labels(content[kind.key])
         pixels = np.frombuffer(raw, dtype=np.uint8)
     except Exception as error:  # a damaged pickle may raise anything
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{path} is no batch of {kind.name}: {reason}") from error
+        raise ValueError(f"{path} is no batch of {kind.name}: {files.one_line(error)}") from error
     expected = (times * CIFAR_RECORDS, CIFAR_PIXELS)
     whole = (pixels.size, labels.size) == (math.prod(expected), expected[0])
     if found != (expected, (b"u1",), False) or not whole:

@@ -163,14 +163,15 @@ def timm() -> Any:
     """Return the package.
 
     Raises:
-        ValueError: the package, or a package that timm asks for, is not installed.
+        ValueError: the package, or a package that timm asks for, is not installed; or torchvision
+            is of another build than torch.
     """
     try:
         return importlib.import_module("timm")
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # torchvision for CUDA beside a torch for CPUs
         raise ValueError(
-            f"model=timm:NAME needs the packages timm and torchvision: {error}; run pip install "
-            f"--no-deps timm, and install the torchvision of your torch"
+            f"model=timm:NAME needs the packages timm and torchvision: {summary(error)}; run pip "
+            f"install --no-deps timm, and install the torchvision of your torch, of the same build"
         ) from error
 
 
@@ -208,5 +209,10 @@ def told(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"{what} raised {type(error).__name__}: {first}") from error
+        raise ValueError(f"{what} raised {summary(error)}") from error
+
+
+def summary(error: Exception) -> str:
+    """Return the type of an error and the first line of the text, if there is a text."""
+    first = str(error).strip().partition("\n")[0]
+    return ": ".join(filter(None, [type(error).__name__, first]))

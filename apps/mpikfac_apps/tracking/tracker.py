@@ -97,10 +97,9 @@ class Trackers:
                 call(tracker)
             except Exception as error:
                 del self._open[name]
-                what, first = type(error).__name__, str(error).strip().partition("\n")[0]
                 log.warning(
-                    "metrics=%s raised %s: %s; training goes on without the tracker",
-                    *(name, what, first),
+                    "metrics=%s raised %s; training goes on without the tracker",
+                    *(name, own.summary(error)),
                 )
 
 

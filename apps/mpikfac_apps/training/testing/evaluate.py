@@ -92,10 +92,15 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
         problem.model = first_model(options, problem.classes, problem.channels, device)
     source = asked.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
-        if asked.weights is None:
-            take_checkpoint(problem, checkpoint)
-        elif left := weights.load(problem.model, weights.read(asked.weights)):
-            raise ValueError(f"a test needs all tensors, and {', '.join(left)} differ")
+        file = asked.weights
+        tensors = export.weights(checkpoint) if file is None else weights.read(file)
+        if left := weights.load(problem.model, tensors):
+            raise ValueError(
+                f"a test needs all tensors, and {', '.join(left)} differ; the data has "
+                f"{problem.classes} classes"
+            )
+        if file is None:
+            take_average(problem, checkpoint)
     results = problem.evaluate(problem.tested_model())
     problem.batches.close()
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"
@@ -116,13 +121,8 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
     return dataclasses.replace(options, batch=batch, data=data)
 
 
-def take_checkpoint(problem: Problem, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-    """Load the weights of a checkpoint, and averages of weights if the run tested averages.
-
-    Raises:
-        RuntimeError: the weights belong to another network.
-    """
-    problem.model.load_state_dict(export.weights(checkpoint))
+def take_average(problem: Problem, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
+    """Load the averages of weights of a checkpoint if the run tested averages."""
     average = problem.options.average
     if average and AVERAGED in checkpoint:
         problem.average = Average(problem.model, average)
