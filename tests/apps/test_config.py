@@ -305,7 +305,7 @@ def test_the_schedule_of_sc20_is_written_in_options():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_configurations_of_the_project_are_valid(path, ranks):
     """Oracle: the optimizer in the file's name; a batch that the ranks can share."""
-    where = ["--data.path=somewhere"] if path.stem.startswith("cifar10") else []
+    where = ["--data.path=somewhere"] if path.stem.startswith(("cifar10", "imagenet")) else []
     options = parse([f"--config={path}", *where], ranks)
     assert options.optimizer in path.stem
     assert options.batch % ranks == 0
