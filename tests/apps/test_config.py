@@ -187,6 +187,23 @@ BAD = {
         "--model=autoencoder_small --label_smoothing=0.1",
         "label_smoothing=0.1 needs a classifier, not model=autoencoder_small",
     ),
+    "mixed labels of pixels": (
+        "--model=autoencoder_small --data.mixup=0.2",
+        "data.mixup=0.2 needs a classifier, not model=autoencoder_small",
+    ),
+    "mixed labels of a text": (
+        "--model=gpt_small --data.name=text --data.cutmix=1",
+        "data.cutmix=1.0 needs a classifier, not model=gpt_small",
+    ),
+    "no distribution": ("--data.mixup=0", "data.mixup=0.0 must be a finite number > 0 or null"),
+    "half a pair": (
+        "--data.mixup=0.2 --batch=18",
+        "data.mixup=0.2 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+    ),
+    "half a pair in later epochs": (
+        "batch: 12 until 3, 18\ndata: {cutmix: 1}\n",
+        "data.cutmix=1.0 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+    ),
     "Nesterov's momentum of Adam": (
         "--optimizer=adamw --nesterov",
         "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not adamw and 0.9",

@@ -13,6 +13,7 @@ from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy
 from mpikfac_apps.problems.datasets import DATASETS, source
 from mpikfac_apps.problems.models import MODELS, network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
+from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
@@ -128,13 +129,33 @@ def _check_images(options: Options) -> None:
             f"model={options.model} learns {learns}, and data.name={options.data.name} has none; "
             f"try model={other}"
         )
-    if model.task is not CLASSIFICATION and options.label_smoothing:
-        raise ValueError(
-            f"label_smoothing={options.label_smoothing} needs a classifier, not "
-            f"model={options.model}"
-        )
+    asked = {"label_smoothing": options.label_smoothing, **mixes(options)}
+    for name, value in asked.items():
+        if model.task is not CLASSIFICATION and value:
+            raise ValueError(f"{name}={value} needs a classifier, not model={options.model}")
     if size:
         check_size(options, (size, size))
+
+
+def mixes(options: Options) -> dict[str, float]:
+    """Return the options that mix images in pairs, with the values."""
+    given = {f"data.{name}": getattr(options.data, name) for name in ("mixup", "cutmix")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_pairs(options: Options, ranks: int) -> None:
+    """Refuse an odd number of images of a rank if images are mixed in pairs.
+
+    Raises:
+        ValueError: a rank has half a pair; a single line names the options.
+    """
+    for name, value in mixes(options).items():
+        for batch in numbers_of(options.batches):
+            if batch // ranks % 2:
+                raise ValueError(
+                    f"{name}={value} needs an even number of images of a rank, not "
+                    f"{batch // ranks}: batch={batch} on {number(ranks, 'rank')}"
+                )
 
 
 def check_size(options: Options, found: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.conflicts import check_pairs
 from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
@@ -35,6 +36,7 @@ from mpikfac_apps.problems import airbench, models
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.tracking.tracker import Start, Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
+from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.metrics import (
     Meter,
     Speed,
@@ -78,6 +80,9 @@ class Run(Problem):
             options = self._follow(checkpoint)
         options = dataclasses.replace(options, batch_per_rank=None)
         super().__init__(comm, options, place.device)
+        with mpikfac.comm.together(comm, "options"):
+            check_pairs(options, comm.size)  # a restart may have another number of ranks
+        self.mixes = Mixes.of(options.data, self.classes, options.seed)
         self._build_trainer(checkpoint)
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
@@ -189,6 +194,8 @@ class Run(Problem):
             with self.speed.step(span.batch), recording.step(step):
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
+                    if self.mixes:
+                        images, labels = self.mixes(epoch, index, images, labels)
                 self.step(step, images, labels)
                 if index + 1 == span.steps or self._meets(step + 1):
                     self.trainer.combine()  # a test is of one model, and so is a checkpoint
