@@ -37,6 +37,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
         raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
     _check_strategy(options, ranks)
     _check_split(options, ranks)
+    _check_frozen(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.optimizer in PACKAGED and not importlib.util.find_spec("pytorch_optimizer"):
@@ -62,7 +63,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
     if not (exchange.of_copies or exchange.asynchronous):
         return
-    asked = {name: getattr(options, name) for name in ("average", "shrink")}
+    asked = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
     for name, value in {**asked, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
@@ -82,6 +83,25 @@ def _check_split(options: Options, ranks: int) -> None:
         )
     if split and split != [AUTO]:
         mpikfac.Distribution(ways or ranks, dealt_out(split)).check_ranks(ranks)
+
+
+def _check_frozen(options: Options, ranks: int) -> None:
+    """Refuse options that need the same trained layers in all epochs."""
+    frozen, asked = options.frozen_epochs, options.distribution
+    if frozen is None:
+        return
+    if frozen >= options.epochs:
+        raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
+    strategy, _ = make_strategy(asked, options.kfac, ranks, options.parts)
+    curvature_ranks = strategy.refresh.curvature_ranks
+    for wrong, need, found in (
+        (options.model == "airbench94", "another model than airbench94", "freezes layers itself"),
+        (curvature_ranks, "curvature_ranks=0", f"{curvature_ranks} know the layers of the start"),
+        (asked.split, "split_layers=[]", f"{asked.split} are layers of the start"),
+        (asked.strategy == AUTO, "a strategy by name", "auto chooses for the layers of the start"),
+    ):
+        if wrong:
+            raise ValueError(f"frozen_epochs={frozen} needs {need}: {found}")
 
 
 def _check_data(data: DataOptions) -> None:

@@ -230,6 +230,9 @@ class Options:
             .safetensors. Tensors of the last module may be missing or have another shape; these
             keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
             weights are drawn by the seed.
+        frozen_epochs: the number of epochs at the start in which only the last module with
+            parameters is trained, the classifier; all further layers are frozen, and are trained
+            from the second step of the next epoch on. null: all layers are trained from the start.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -284,6 +287,7 @@ class Options:
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: Distribution = inline(Distribution)
     weights: str | None = None
+    frozen_epochs: int | None = bounded(None, ">= 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"

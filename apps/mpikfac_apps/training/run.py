@@ -44,7 +44,7 @@ from mpikfac_apps.training.metrics import (
     staleness_of_all,
     told_staleness,
 )
-from mpikfac_apps.training.optimizers import AVERAGED, Average
+from mpikfac_apps.training.optimizers import AVERAGED, Average, Frozen
 from mpikfac_apps.training.problem import Problem, build, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
@@ -63,6 +63,7 @@ class Run(Problem):
 
     trainer: mpikfac.KFAC | mpikfac.DataParallel
     lr: Callable[[int], float]
+    frozen: Frozen | None = None
 
     def __init__(
         self,
@@ -120,9 +121,14 @@ class Run(Problem):
             models.check(options.model, model, first, self.classes)
         if isinstance(model, airbench.Airbench):
             model.whiten(self.normalise(self.batches.first(airbench.SEEN)))
-            done = 0 if checkpoint is None else checkpoint.step
-            model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
         self.model = model
+        if options.frozen_epochs:
+            self.frozen = Frozen(model, options.frozen_epochs)
+            log.info(
+                "epochs in which only %s is trained: %d", self.frozen.last, options.frozen_epochs
+            )
+        done = 0 if checkpoint is None else checkpoint.step
+        self._begin_epoch(self.calendar.place(max(0, done - 1))[0])  # as at the last step
         if options.weights is not None and checkpoint is not None:
             log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
         elif options.weights is not None:
@@ -173,6 +179,13 @@ class Run(Problem):
         if options.average:  # of the weights that the trainer has sent
             self.average = Average(model, options.average)
 
+    def _begin_epoch(self, epoch: int) -> None:
+        """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
+        if isinstance(self.model, airbench.Airbench):
+            self.model.begin_epoch(epoch)
+        if self.frozen:
+            self.frozen.begin_epoch(epoch)
+
     # -- training --------------------------------------------------------------------------------
 
     def train(self) -> int:
@@ -187,8 +200,7 @@ class Run(Problem):
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
             span = calendar.at(epoch)
-            if isinstance(self.model, airbench.Airbench):
-                self.model.begin_epoch(epoch)
+            self._begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
             with self.speed.step(span.batch), recording.step(step):
