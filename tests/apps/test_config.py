@@ -190,19 +190,19 @@ BAD = {
     "frozen to the end": ("--frozen_epochs=10", "frozen_epochs=10 must be less than epochs=10"),
     "frozen twice": (
         "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
-        "frozen_epochs=2 needs another model than airbench94: freezes layers itself",
+        "frozen_epochs=2 needs another model, not airbench94: the model freezes layers itself",
     ),
     "frozen layers on curvature ranks": (
         "--frozen_epochs=2 --strategy=curvature-ranks --batch=60",
-        "frozen_epochs=2 needs curvature_ranks=0: 1 know the layers of the start",
+        "frozen_epochs=2 needs curvature_ranks=0, not 1: the ranks know the layers of the start",
     ),
     "frozen layers that are split": (
         "--frozen_epochs=2 --split_layers=[10=outputs]",
-        "frozen_epochs=2 needs split_layers=[]: ['10=outputs'] are layers of the start",
+        "frozen_epochs=2 needs split_layers=[], not ['10=outputs']: layers are split at the start",
     ),
     "frozen layers of a chosen strategy": (
         "--frozen_epochs=2 --strategy=auto --machine=a100-hdr",
-        "frozen_epochs=2 needs a strategy by name: auto chooses for the layers of the start",
+        "frozen_epochs=2 needs a named strategy, not auto: auto looks at the trained layers",
     ),
     "frozen layers of copies": (
         "--frozen_epochs=2 --strategy=local-sgd --optimizer=sgd",

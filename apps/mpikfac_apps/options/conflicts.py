@@ -93,15 +93,15 @@ def _check_frozen(options: Options, ranks: int) -> None:
     if frozen >= options.epochs:
         raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
     strategy, _ = make_strategy(asked, options.kfac, ranks, options.parts)
-    curvature_ranks = strategy.refresh.curvature_ranks
-    for wrong, need, found in (
-        (options.model == "airbench94", "another model than airbench94", "freezes layers itself"),
-        (curvature_ranks, "curvature_ranks=0", f"{curvature_ranks} know the layers of the start"),
-        (asked.split, "split_layers=[]", f"{asked.split} are layers of the start"),
-        (asked.strategy == AUTO, "a strategy by name", "auto chooses for the layers of the start"),
+    spared, model = strategy.refresh.curvature_ranks, options.model
+    for wrong, need, why in (
+        (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
+        (spared, f"curvature_ranks=0, not {spared}", "the ranks know the layers of the start"),
+        (asked.split, f"split_layers=[], not {asked.split}", "layers are split at the start"),
+        (asked.strategy == AUTO, "a named strategy, not auto", "auto looks at the trained layers"),
     ):
         if wrong:
-            raise ValueError(f"frozen_epochs={frozen} needs {need}: {found}")
+            raise ValueError(f"frozen_epochs={frozen} needs {need}: {why}")
 
 
 def _check_data(data: DataOptions) -> None:
