@@ -19,8 +19,7 @@ QUICK = (
     *("--threads=1", "--log_every=1", "--schedule=constant"),
 )
 KINDS = {
-    "kfac": ("--kfac.basis_every=2",),
-    "owners": ("--kfac.basis_every=2", "--strategy=mem-opt", "--update=owner"),
+    "kfac": ("--kfac.basis_every=2", "--strategy=mem-opt"),
     "sgd": ("--optimizer=sgd",),
     "adamw": ("--optimizer=adamw", "--average=0.9"),
 }
