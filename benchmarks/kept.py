@@ -23,6 +23,7 @@ import mpikfac
 from mpikfac.solvers import named_solver
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
+from mpikfac_apps.training.augmentation.moves import Augmentation
 
 BF16 = torch.bfloat16
 WAYS = {  # dtypes of averages and of decompositions
@@ -95,7 +96,7 @@ def examples(path: str) -> Iterator[tuple[Tensor, Tensor]]:
     images = datasets.load("cifar10", path, 10_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
-        images.train_images, images.train_labels, 64, seed=0, augment=batches.Augmentation()
+        images.train_images, images.train_labels, 64, seed=0, augment=Augmentation()
     )
     for step in itertools.count():
         x, labels = draw.get(0, step)

@@ -28,6 +28,7 @@ from mpikfac.solvers import eigen, eigenbasis
 from mpikfac.solvers.eigen import _by_iteration, leading_eigenbasis
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
+from mpikfac_apps.training.augmentation.moves import Augmentation
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
 SHARES = (16, 8, 4)  # of the order
@@ -77,7 +78,7 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
     images = datasets.load("cifar10", options.data, 2_000)
     normalise = batches.Normalise(images.train_images, torch.device("cpu"))
     draw = batches.Batches(
-        images.train_images, images.train_labels, 32, seed=0, augment=batches.Augmentation()
+        images.train_images, images.train_labels, 32, seed=0, augment=Augmentation()
     )
     for step in range(options.steps):
         x, labels = draw.get(0, step)

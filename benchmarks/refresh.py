@@ -29,6 +29,7 @@ from mpikfac.numerics import product, triangles
 from mpikfac.solvers import damped_inverse, eigenbasis, tikhonov_share
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
+from mpikfac_apps.training.augmentation.moves import Augmentation
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
@@ -74,7 +75,7 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
         images.train_labels,
         options.batch,
         seed=0,
-        augment=batches.Augmentation(),
+        augment=Augmentation(),
     )
     before: dict[str, Tensor] = {}
     for step in range(options.steps + 1):

@@ -6,12 +6,13 @@ import torch
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.training import batches
+from mpikfac_apps.training.augmentation import moves
 
 IMAGES = torch.randint(
     256, (50, 2, 6, 6), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
 )
 LABELS = torch.arange(50)
-MOVED = batches.Augmentation()
+MOVED = moves.Augmentation()
 
 
 def epoch_of(rank, ranks, epoch=0, seed=0, augment=MOVED):
@@ -75,7 +76,7 @@ def test_augmentation_moves_and_mirrors_each_image_as_drawn(shift):
     draw = torch.Generator().manual_seed(1)
     top, left = torch.randint(2 * shift + 1, (2, n), generator=draw)
     mirror = torch.randint(2, (n,), generator=draw).bool()
-    found = batches.augmented(IMAGES, shift, top, left, mirror)
+    found = moves.augmented(IMAGES, shift, top, left, mirror)
     for i in range(n):
         for y in range(height):
             for x in range(width):
@@ -96,7 +97,7 @@ def mirrored(epoch, augment):
 
 def test_alternating_images_are_mirrored_in_every_second_epoch():
     """Oracle: the first two epochs; at random, half of the images would differ."""
-    alternating = batches.Augmentation(shift=0, alternating=True)
+    alternating = moves.Augmentation(shift=0, alternating=True)
     first, second, *later = (mirrored(epoch, alternating) for epoch in range(5))
     assert 10 < sum(first.values()) < 40
     for found in (second, *later):
@@ -104,7 +105,7 @@ def test_alternating_images_are_mirrored_in_every_second_epoch():
     assert all(second[image] is not first[image] for image in first.keys() & second.keys())
     for found, alike in zip(later, (first, second, first)):
         assert all(found[image] is alike[image] for image in found.keys() & alike.keys())
-    by_chance = [mirrored(epoch, batches.Augmentation(shift=0)) for epoch in (0, 1)]
+    by_chance = [mirrored(epoch, moves.Augmentation(shift=0)) for epoch in (0, 1)]
     both = by_chance[0].keys() & by_chance[1].keys()
     assert 10 < sum(by_chance[0][image] is by_chance[1][image] for image in both) < 40
 
@@ -113,9 +114,9 @@ def test_the_options_choose_the_augmentation():
     """Oracle: the options' help."""
     plain, usual = DataOptions(), DataOptions(augment=True)
     other = DataOptions(augment=True, shift=0, mirror="alternating")
-    assert batches.Augmentation.of(plain) is None
-    assert batches.Augmentation.of(usual) == batches.Augmentation(4, alternating=False)
-    assert batches.Augmentation.of(other) == batches.Augmentation(0, alternating=True)
+    assert moves.Augmentation.of(plain) is None
+    assert moves.Augmentation.of(usual) == moves.Augmentation(4, alternating=False)
+    assert moves.Augmentation.of(other) == moves.Augmentation(0, alternating=True)
 
 
 def test_normalised_images_have_mean_0_and_variance_1_per_channel():

@@ -37,6 +37,16 @@ def test_the_table_tells_when_the_target_was_reached(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines() == [header, first, second, _, *seen]
 
 
+@pytest.mark.parametrize("target", ["0.759", "75.9"])
+def test_the_target_of_mlperf_is_reached_by_exactly_37950_of_50000_images(tmp_path, capsys, target):
+    """Oracle: by hand; a single run, at 75.9 % after 3 epochs of 1.5 s."""
+    run = run_of(tmp_path / "run", [0.7, 37_949 / 50_000, 37_950 / 50_000, 0.76])
+    assert compare.main([run, "--target", target]) == 0
+    header, row = capsys.readouterr().out.splitlines()
+    assert header.endswith("epochs to 75.9 %  seconds to 75.9 %")
+    assert row.split()[-2:] == ["3", "4.50"]
+
+
 def test_two_sentences_say_what_was_seen(tmp_path, capsys):
     """Oracle: by hand: 2 epochs of 1.5 s against 3 epochs of 0.5 s."""
     few = run_of(tmp_path / "runs" / "few", [0.5, 0.97])

@@ -187,6 +187,44 @@ BAD = {
         "--model=autoencoder_small --label_smoothing=0.1",
         "label_smoothing=0.1 needs a classifier, not model=autoencoder_small",
     ),
+    "frozen to the end": ("--frozen_epochs=10", "frozen_epochs=10 must be less than epochs=10"),
+    "frozen twice": (
+        "--frozen_epochs=2 --model=airbench94 --data.name=synthetic",
+        "frozen_epochs=2 needs another model, not airbench94: the model freezes layers itself",
+    ),
+    "frozen layers on curvature ranks": (
+        "--frozen_epochs=2 --strategy=curvature-ranks --batch=60",
+        "frozen_epochs=2 needs curvature_ranks=0, not 1: the ranks know the layers of the start",
+    ),
+    "frozen layers that are split": (
+        "--frozen_epochs=2 --split_layers=[10=outputs]",
+        "frozen_epochs=2 needs split_layers=[], not ['10=outputs']: layers are split at the start",
+    ),
+    "frozen layers of a chosen strategy": (
+        "--frozen_epochs=2 --strategy=auto --machine=a100-hdr",
+        "frozen_epochs=2 needs a named strategy, not auto: auto looks at the trained layers",
+    ),
+    "frozen layers of copies": (
+        "--frozen_epochs=2 --strategy=local-sgd --optimizer=sgd",
+        "frozen_epochs=2 needs exchanged=gradients, not weights: ranks hold different copies",
+    ),
+    "mixed labels of pixels": (
+        "--model=autoencoder_small --data.mixup=0.2",
+        "data.mixup=0.2 needs a classifier, not model=autoencoder_small",
+    ),
+    "mixed labels of a text": (
+        "--model=gpt_small --data.name=text --data.cutmix=1",
+        "data.cutmix=1.0 needs a classifier, not model=gpt_small",
+    ),
+    "no distribution": ("--data.mixup=0", "data.mixup=0.0 must be a finite number > 0 or null"),
+    "half a pair": (
+        "--data.mixup=0.2 --batch=18",
+        "data.mixup=0.2 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+    ),
+    "half a pair in later epochs": (
+        "batch: 12 until 3, 18\ndata: {cutmix: 1}\n",
+        "data.cutmix=1.0 needs an even number of images of a rank, not 3: batch=18 on 6 ranks",
+    ),
     "Nesterov's momentum of Adam": (
         "--optimizer=adamw --nesterov",
         "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not adamw and 0.9",
@@ -305,7 +343,7 @@ def test_the_schedule_of_sc20_is_written_in_options():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_the_configurations_of_the_project_are_valid(path, ranks):
     """Oracle: the optimizer in the file's name; a batch that the ranks can share."""
-    where = ["--data.path=somewhere"] if path.stem.startswith("cifar10") else []
+    where = ["--data.path=somewhere"] if path.stem.startswith(("cifar10", "imagenet")) else []
     options = parse([f"--config={path}", *where], ranks)
     assert options.optimizer in path.stem
     assert options.batch % ranks == 0

@@ -13,6 +13,7 @@ from mpikfac_apps.options.strategy import AUTO, dealt_out, make_strategy
 from mpikfac_apps.problems.datasets import DATASETS, source
 from mpikfac_apps.problems.models import MODELS, network
 from mpikfac_apps.problems.tasks import CLASSIFICATION
+from mpikfac_apps.text import number
 from mpikfac_apps.tracking.tracker import check as check_trackers
 
 PACKAGED = ("muon", "soap", "lars", "lamb")  # optimizers of the package pytorch_optimizer
@@ -36,6 +37,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
         raise ValueError(f"kfac.damping_adapt={adapt} needs a single damping, not {damping}")
     _check_strategy(options, ranks)
     _check_split(options, ranks)
+    _check_frozen(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
         raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
     if options.optimizer in PACKAGED and not importlib.util.find_spec("pytorch_optimizer"):
@@ -61,7 +63,7 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
     if not (exchange.of_copies or exchange.asynchronous):
         return
-    asked = {name: getattr(options, name) for name in ("average", "shrink")}
+    asked = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
     for name, value in {**asked, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
@@ -81,6 +83,25 @@ def _check_split(options: Options, ranks: int) -> None:
         )
     if split and split != [AUTO]:
         mpikfac.Distribution(ways or ranks, dealt_out(split)).check_ranks(ranks)
+
+
+def _check_frozen(options: Options, ranks: int) -> None:
+    """Refuse options that need the same trained layers in all epochs."""
+    frozen, asked = options.frozen_epochs, options.distribution
+    if frozen is None:
+        return
+    if frozen >= options.epochs:
+        raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
+    strategy, _ = make_strategy(asked, options.kfac, ranks, options.parts)
+    spared, model = strategy.refresh.curvature_ranks, options.model
+    for wrong, need, why in (
+        (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
+        (spared, f"curvature_ranks=0, not {spared}", "the ranks know the layers of the start"),
+        (asked.split, f"split_layers=[], not {asked.split}", "layers are split at the start"),
+        (asked.strategy == AUTO, "a named strategy, not auto", "auto looks at the trained layers"),
+    ):
+        if wrong:
+            raise ValueError(f"frozen_epochs={frozen} needs {need}: {why}")
 
 
 def _check_data(data: DataOptions) -> None:
@@ -128,13 +149,33 @@ def _check_images(options: Options) -> None:
             f"model={options.model} learns {learns}, and data.name={options.data.name} has none; "
             f"try model={other}"
         )
-    if model.task is not CLASSIFICATION and options.label_smoothing:
-        raise ValueError(
-            f"label_smoothing={options.label_smoothing} needs a classifier, not "
-            f"model={options.model}"
-        )
+    asked = {"label_smoothing": options.label_smoothing, **mixes(options)}
+    for name, value in asked.items():
+        if model.task is not CLASSIFICATION and value:
+            raise ValueError(f"{name}={value} needs a classifier, not model={options.model}")
     if size:
         check_size(options, (size, size))
+
+
+def mixes(options: Options) -> dict[str, float]:
+    """Return the options that mix images in pairs, with the values."""
+    given = {f"data.{name}": getattr(options.data, name) for name in ("mixup", "cutmix")}
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_pairs(options: Options, ranks: int) -> None:
+    """Refuse an odd number of images of a rank if images are mixed in pairs.
+
+    Raises:
+        ValueError: a rank has half a pair; a single line names the options.
+    """
+    for name, value in mixes(options).items():
+        for batch in numbers_of(options.batches):
+            if batch // ranks % 2:
+                raise ValueError(
+                    f"{name}={value} needs an even number of images of a rank, not "
+                    f"{batch // ranks}: batch={batch} on {number(ranks, 'rank')}"
+                )
 
 
 def check_size(options: Options, found: tuple[int, ...]) -> None:

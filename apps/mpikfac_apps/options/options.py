@@ -40,6 +40,11 @@ class DataOptions:
         shift: the pixels by which augment moves an image at most, in both directions; null for 4.
         mirror: how augment mirrors images. null: half of the images, at random; "alternating":
             random images in the first epoch, and each image in every second epoch.
+        mixup: alpha of mixup: each training image becomes a weighted mean of two images, and so
+            does the loss; the weight of a step is drawn from Beta(alpha, alpha). null for none.
+        cutmix: alpha of cutmix: a box of each training image shows another image, and the loss
+            weighs the labels by area; the share of a step is drawn from Beta(alpha, alpha). With
+            both mixup and cutmix, a step takes one of both at random. null for none.
         size: the pixels of a side of patches, null for 28; of synthetic images, null for 32; of the
             part of an image in a file that the network gets, null for 224; or the bytes of a window
             of text, null for 64.
@@ -57,6 +62,8 @@ class DataOptions:
     augment: bool = False
     shift: int | None = bounded(None, ">= 0", "<= 16")
     mirror: Literal["alternating"] | None = None
+    mixup: float | None = bounded(None, "> 0")
+    cutmix: float | None = bounded(None, "> 0")
     size: int | None = bounded(None, ">= 4")
     classes: int | None = bounded(None, ">= 2")
     workers: int | None = bounded(None, ">= 0", "<= 256")
@@ -223,6 +230,9 @@ class Options:
             .safetensors. Tensors of the last module may be missing or have another shape; these
             keep the first values of the seed. A run that is resumed takes its checkpoint. null: all
             weights are drawn by the seed.
+        frozen_epochs: the number of epochs at the start in which only the last module with
+            parameters is trained, the classifier; all further layers are frozen, and are trained
+            from the second step of the next epoch on. null: all layers are trained from the start.
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
@@ -277,6 +287,7 @@ class Options:
     average: float = bounded(0.0, ">= 0", "< 1")
     distribution: Distribution = inline(Distribution)
     weights: str | None = None
+    frozen_epochs: int | None = bounded(None, ">= 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")
     run_dir: str = "runs/train"
     resume: str = "never"

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpikfac_apps.options.command_line import read
-from mpikfac_apps.options.conflicts import check_conflicts, check_parts, global_batch, pixels
+from mpikfac_apps.options.conflicts import (
+    check_conflicts,
+    check_pairs,
+    check_parts,
+    global_batch,
+    pixels,
+)
 from mpikfac_apps.options.documents import nested
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import BASIC, KfacOptions, Options
@@ -31,6 +37,7 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     batch, kfac = global_batch(options, training), of_positions(options)
     options = dataclasses.replace(options, batch=batch, lr=options.rate, kfac=kfac)
     check_parts(options, training)
+    check_pairs(options, training)
     return options
 
 

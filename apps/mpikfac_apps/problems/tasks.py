@@ -26,7 +26,8 @@ class Task:
         loss_name: the name of the loss in `KFAC.record`.
         loss: returns the mean loss of outputs and targets.
         targets: returns the targets of inputs and labels: `[n, channels, h, w]` and `[n]` of
-            images, or windows of tokens `[n, positions]` and the next tokens `[n, positions]`.
+            images, or `[n, classes]` of mixed images; or windows of tokens `[n, positions]` and the
+            next tokens `[n, positions]`.
         measure: the name of the measure. A high accuracy is good; a low error and few bits are.
         measured: returns the sum of the measure over the examples of outputs and targets.
         inputs: the network takes "tokens", pixels between 0 and 1 ("unit"), or pixels of mean 0 and
@@ -61,8 +62,16 @@ def labels_of(inputs: Tensor, labels: Tensor) -> Tensor:  # noqa: ARG001 (as all
 
 
 def right(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the number of images whose label has the largest score."""
-    return (scores.argmax(1) == labels).sum()
+    """Return the number of images whose label has the largest score.
+
+    Args:
+        labels: `[n]`; or the shares of the classes in mixed images, `[n, classes]`: an image counts
+            as much as its share of the class with the largest score.
+    """
+    best = scores.argmax(1)
+    if labels.is_floating_point():
+        return labels.gather(1, best.unsqueeze(1)).sum()
+    return (best == labels).sum()
 
 
 def right_in_5(scores: Tensor, labels: Tensor) -> Tensor:

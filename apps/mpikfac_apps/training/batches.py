@@ -11,11 +11,9 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import mpikfac
@@ -27,6 +25,7 @@ from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.conflicts import check_size
 from mpikfac_apps.options.options import DataOptions, Options
 from mpikfac_apps.problems.datasets import Dataset
+from mpikfac_apps.training.augmentation.moves import Augmentation, augmented
 
 SEEN = 1024  # images in files that give mean and variance of the pixels
 ROOM = 128  # the least room for images in files, whatever the batch
@@ -40,6 +39,8 @@ def mixed(*numbers: int) -> int:
 
 class Normalise:
     """Turn bytes into floats of mean 0 and variance 1 per channel over the given images.
+
+    Mixed images may be means of bytes, in float32.
 
     Args:
         images: bytes `[n, channels, h, w]`, in a tensor or in several.
@@ -58,7 +59,7 @@ class Normalise:
         )
 
     def __call__(self, images: Tensor) -> Tensor:
-        return images.float().sub_(self.mean).mul_(self.scale)
+        return images.to(torch.float32, copy=True).sub_(self.mean).mul_(self.scale)
 
 
 def counted(images: Tensor) -> Tensor:
@@ -70,27 +71,6 @@ def counted(images: Tensor) -> Tensor:
 def unit(images: Tensor, white: int) -> Tensor:
     """Return bytes as floats between 0 and 1; 1 is `white`."""
     return images.float().div_(white)
-
-
-@dataclass(frozen=True)
-class Augmentation:
-    """How training images change from epoch to epoch.
-
-    Attributes:
-        shift: pixels by which an image moves at most, in both directions.
-        alternating: images are mirrored in every second epoch each, and not at random.
-    """
-
-    shift: int = 4
-    alternating: bool = False
-
-    @classmethod
-    def of(cls, options: DataOptions) -> Augmentation | None:
-        """Return the augmentation that the options ask for; None for none."""
-        if not options.augment:
-            return None
-        shift = cls.shift if options.shift is None else options.shift
-        return cls(shift, options.mirror == "alternating")
 
 
 class Batches:
@@ -349,15 +329,6 @@ def made(
         ranks=ranks,
         tested=(images.to(device), labels.to(device)),
     )
-
-
-def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
-    """Move images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
-    n, _, height, width = images.shape
-    padded = F.pad(images, (shift,) * 4)
-    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, ., ., h, w], not copied
-    cropped = windows[torch.arange(n, device=images.device), :, top, left]
-    return torch.where(mirror[:, None, None, None], cropped.flip(3), cropped)
 
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:

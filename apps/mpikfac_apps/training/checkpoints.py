@@ -178,6 +178,7 @@ def identity(options: Options) -> dict[str, Any]:
         **{f"data.{key}": value for key, value in chosen.items()},
         "batch": in_words(options.batches),
         "parts": options.parts,
+        "frozen_epochs": options.frozen_epochs,
         "seed": options.seed,
     }
 

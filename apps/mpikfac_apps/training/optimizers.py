@@ -1,4 +1,4 @@
-"""The optimizer of a training run, by name, and the average of the weights over steps."""
+"""The optimizer of a training run, the layers to train, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from mpikfac.engine import fitting
+from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
 
 AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
@@ -92,6 +93,28 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}  # once if shared
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
+
+
+class Frozen:
+    """The layers that are frozen in the first epochs: all but the last module with parameters.
+
+    Parameters that the network itself freezes stay frozen.
+
+    Collective over: none, as are all methods.
+
+    Attributes:
+        last: the name of the last module.
+    """
+
+    def __init__(self, model: nn.Module, epochs: int) -> None:
+        self.last, self._epochs = last_module(model), epochs
+        named = [(name.rpartition(".")[0], p) for name, p in model.named_parameters()]
+        self._layers = [p for module, p in named if p.requires_grad and module != self.last]
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Freeze the layers, or unfreeze the layers after the first epochs."""
+        for parameter in self._layers:
+            parameter.requires_grad_(epoch >= self._epochs)
 
 
 class Average:

@@ -77,7 +77,7 @@ class Problem:
             self.network = models.network(options.model)
         with mpikfac.comm.together(comm, "reading data"):
             asked = dataclasses.asdict(chosen)
-            later = ("augment", "shift", "mirror", "workers", "broken")
+            later = ("augment", "shift", "mirror", "mixup", "cutmix", "workers", "broken")
             found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
             largest = max(numbers_of(options.batches))
             if largest > len(found.train_images):

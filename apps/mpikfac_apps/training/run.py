@@ -18,6 +18,7 @@ import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.conflicts import check_pairs
 from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
@@ -35,6 +36,7 @@ from mpikfac_apps.problems import airbench, models
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.tracking.tracker import Start, Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
+from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.metrics import (
     Meter,
     Speed,
@@ -42,7 +44,7 @@ from mpikfac_apps.training.metrics import (
     staleness_of_all,
     told_staleness,
 )
-from mpikfac_apps.training.optimizers import AVERAGED, Average
+from mpikfac_apps.training.optimizers import AVERAGED, Average, Frozen
 from mpikfac_apps.training.problem import Problem, build, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
@@ -61,6 +63,7 @@ class Run(Problem):
 
     trainer: mpikfac.KFAC | mpikfac.DataParallel
     lr: Callable[[int], float]
+    frozen: Frozen | None = None
 
     def __init__(
         self,
@@ -78,6 +81,9 @@ class Run(Problem):
             options = self._follow(checkpoint)
         options = dataclasses.replace(options, batch_per_rank=None)
         super().__init__(comm, options, place.device)
+        with mpikfac.comm.together(comm, "options"):
+            check_pairs(options, comm.size)  # a restart may have another number of ranks
+        self.mixes = Mixes.of(options.data, self.classes, options.seed)
         self._build_trainer(checkpoint)
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
@@ -115,9 +121,14 @@ class Run(Problem):
             models.check(options.model, model, first, self.classes)
         if isinstance(model, airbench.Airbench):
             model.whiten(self.normalise(self.batches.first(airbench.SEEN)))
-            done = 0 if checkpoint is None else checkpoint.step
-            model.begin_epoch(self.calendar.place(max(0, done - 1))[0])
         self.model = model
+        if options.frozen_epochs:
+            self.frozen = Frozen(model, options.frozen_epochs)
+            log.info(
+                "epochs in which only %s is trained: %d", self.frozen.last, options.frozen_epochs
+            )
+        done = 0 if checkpoint is None else checkpoint.step
+        self._begin_epoch(self.calendar.place(max(0, done - 1))[0])  # as at the last step
         if options.weights is not None and checkpoint is not None:
             log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
         elif options.weights is not None:
@@ -168,6 +179,13 @@ class Run(Problem):
         if options.average:  # of the weights that the trainer has sent
             self.average = Average(model, options.average)
 
+    def _begin_epoch(self, epoch: int) -> None:
+        """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
+        if isinstance(self.model, airbench.Airbench):
+            self.model.begin_epoch(epoch)
+        if self.frozen:
+            self.frozen.begin_epoch(epoch)
+
     # -- training --------------------------------------------------------------------------------
 
     def train(self) -> int:
@@ -182,13 +200,14 @@ class Run(Problem):
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
             span = calendar.at(epoch)
-            if isinstance(self.model, airbench.Airbench):
-                self.model.begin_epoch(epoch)
+            self._begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
             with self.speed.step(span.batch), recording.step(step):
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
+                    if self.mixes:
+                        images, labels = self.mixes(epoch, index, images, labels)
                 self.step(step, images, labels)
                 if index + 1 == span.steps or self._meets(step + 1):
                     self.trainer.combine()  # a test is of one model, and so is a checkpoint

@@ -1,0 +1,127 @@
+"""Mix the images of a batch in pairs: mixup [Zhang et al. 2018] and cutmix [Yun et al. 2019].
+
+A pair is the images at positions 2k and 2k + 1 of a batch. The order of images is random, so pairs
+are random. A rank with an even share of the batch holds both images of a pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpikfac_apps.options.options import DataOptions
+
+UNIT = 2**16  # shares of mixup are multiples of 1/UNIT, so that means of bytes are exact in float32
+DRAW = 1  # keeps the numbers apart from the numbers of order, moves and dropout
+
+Box = tuple[int, int, int, int]
+Mix = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, float]]
+
+
+@dataclass(frozen=True)
+class Mixes:
+    """Mix the images of every step.
+
+    All numbers of a step follow from (seed, epoch, index), alike on all ranks. So mixed batches are
+    the same for every number of ranks.
+
+    Args:
+        mixup: alpha of the distribution Beta(alpha, alpha) of shares; None for no mixup.
+        cutmix: alpha for cutmix; None for no cutmix. With both, a step takes one of both at random.
+        classes: the number of classes.
+    """
+
+    mixup: float | None
+    cutmix: float | None
+    classes: int
+    seed: int
+
+    @classmethod
+    def of(cls, data: DataOptions, classes: int, seed: int) -> Mixes | None:
+        """Return the mixes that the options ask for; None for none."""
+        if data.mixup is None and data.cutmix is None:
+            return None
+        return cls(data.mixup, data.cutmix, classes, seed)
+
+    def __call__(
+        self, epoch: int, index: int, images: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the mixed images, and the shares of the classes in each image.
+
+        Args:
+            epoch, index: the epoch, and the position of the batch in the epoch.
+            images: bytes `[n, channels, h, w]` of an even number of images.
+            labels: int64 `[n]`.
+
+        Returns:
+            Bytes or float32 as `images`, and float32 `[n, classes]`.
+        """
+        generator = np.random.default_rng((self.seed, epoch, index, DRAW))
+        kinds: dict[Mix, float | None] = {mixed_up: self.mixup, cut_and_mixed: self.cutmix}
+        asked = [(mix, alpha) for mix, alpha in kinds.items() if alpha is not None]
+        mix, alpha = asked[generator.integers(len(asked))]
+        images, share = mix(images, generator.beta(alpha, alpha), generator)
+        return images, shares(labels, self.classes, share)
+
+
+def mixed_up(images: Tensor, share: float, _: np.random.Generator) -> tuple[Tensor, float]:
+    """Return the means of the images of each pair in float32, and the share of an image.
+
+    Products of bytes and weights, and the sums of two products, have at most 24 bits.
+
+    Args:
+        share: the weight of an image; the partner has the rest.
+    """
+    weight = round(share * UNIT)
+    means = weight * images.int() + (UNIT - weight) * partners(images).int()
+    return means.float() / UNIT, weight / UNIT
+
+
+def cut_and_mixed(
+    images: Tensor, share: float, generator: np.random.Generator
+) -> tuple[Tensor, float]:
+    """Return the images with a box of the partner's pixels, and the share of an image's own pixels.
+
+    Args:
+        share: the share of an image's own pixels, if the whole box lies inside the image.
+    """
+    height, width = images.shape[-2:]
+    left, top, right, bottom = drawn_box(width, height, share, generator)
+    mixed = images.clone()
+    mixed[..., top:bottom, left:right] = partners(images)[..., top:bottom, left:right]
+    return mixed, 1 - (right - left) * (bottom - top) / (width * height)
+
+
+def drawn_box(width: int, height: int, share: float, generator: np.random.Generator) -> Box:
+    """Return left, top, right and bottom of a box with `1 - share` of the area.
+
+    The middle of the box is any pixel, and parts of the box outside of the image are cut off.
+    """
+    side = math.sqrt(1 - share)
+    middle = int(generator.integers(width)), int(generator.integers(height))
+    halves = int(width * side) // 2, int(height * side) // 2
+    left, top = (max(0, m - half) for m, half in zip(middle, halves))
+    right, bottom = (min(n, m + half) for n, m, half in zip((width, height), middle, halves))
+    return left, top, right, bottom
+
+
+def shares(labels: Tensor, classes: int, share: float) -> Tensor:
+    """Return the shares of all classes in each mixed image, `[n, classes]`; a row has the sum 1.
+
+    The cross entropy of such a row is the mean of the losses of both labels, weighted by shares.
+
+    Args:
+        share: the share of an image itself; the partner has the rest.
+    """
+    own = F.one_hot(labels, classes).float()
+    return share * own + (1 - share) * partners(own)
+
+
+def partners(values: Tensor) -> Tensor:
+    """Return the values of an even number of images in the order of the images' partners."""
+    return values.unflatten(0, (-1, 2)).flip(1).flatten(0, 1)

@@ -1,0 +1,41 @@
+"""Move and mirror training images that lie in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mpikfac_apps.options.options import DataOptions
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """How training images change from epoch to epoch.
+
+    Attributes:
+        shift: pixels by which an image moves at most, in both directions.
+        alternating: images are mirrored in every second epoch each, and not at random.
+    """
+
+    shift: int = 4
+    alternating: bool = False
+
+    @classmethod
+    def of(cls, options: DataOptions) -> Augmentation | None:
+        """Return the augmentation that the options ask for; None for none."""
+        if not options.augment:
+            return None
+        shift = cls.shift if options.shift is None else options.shift
+        return cls(shift, options.mirror == "alternating")
+
+
+def augmented(images: Tensor, shift: int, top: Tensor, left: Tensor, mirror: Tensor) -> Tensor:
+    """Move images by (`top`, `left`) - `shift` pixels, fill with black, and mirror if `mirror`."""
+    n, _, height, width = images.shape
+    padded = F.pad(images, (shift,) * 4)
+    windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # [n, c, ., ., h, w], not copied
+    cropped = windows[torch.arange(n, device=images.device), :, top, left]
+    return torch.where(mirror[:, None, None, None], cropped.flip(3), cropped)
