@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac_apps.images import cache
+from mpikfac_apps.images.listing import Listing
 from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
@@ -77,13 +79,17 @@ class Problem:
             self.network = models.network(options.model)
         with mpikfac.comm.together(comm, "reading data"):
             asked = dataclasses.asdict(chosen)
-            later = ("augment", "shift", "mirror", "workers", "broken")
+            later = ("augment", "shift", "mirror", "workers", "broken", "cache")
             found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
             largest = max(numbers_of(options.batches))
             if largest > len(found.train_images):
                 raise ValueError(
                     f"batch={largest} is more than the {len(found.train_images)} images"
                 )
+        if chosen.cache is not None:
+            assert isinstance(found, Listing), "only a packed file takes the option"
+            found = cache.on_nodes(comm, found, chosen.cache)
+        with mpikfac.comm.together(comm, "reading data"):
             self.batches = batches.made(found, options, device, comm.rank, comm.size)
             checkpoints.check_images(self.began_with, self.batches.digest)
         mpikfac.comm.agree(comm, {"training images": self.batches.digest})
