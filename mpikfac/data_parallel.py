@@ -248,7 +248,7 @@ class DataParallel:
             UserError: see `KFAC.load_state_dict`.
         """
         with together(self.gradients.grid.world, "loading state", untrusted=True):
-            state = of_rank(state, self._comm.rank)
+            state = of_rank(state, self.replicas.first)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             kept = fitting(state, self.replicas.needed(state.keys()), rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)

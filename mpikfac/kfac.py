@@ -835,7 +835,7 @@ class KFAC:
                 or cannot be read.
         """
         with together(self.grid.world, "loading state", untrusted=True):
-            state = of_rank(state, self._team.trains.rank)
+            state = of_rank(state, self.replicas.first)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}

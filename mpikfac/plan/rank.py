@@ -264,7 +264,7 @@ class RankPlan:
     def _copies(self) -> int:
         """Vectors as long as the model that the rank keeps for exchanges of weights."""
         if self.strategy.exchange.merging.merge == "leader":
-            return 1 + len(self.leaders)
+            return 1 + len(self.led)
         if self.strategy.exchange.merging.merge == "elastic":
             return 3  # the copy, the weights of the last exchange, and the average of the steps
         # Beside the copy, the weights of the last exchange, and the momentum of the outer step.
@@ -408,8 +408,8 @@ class RankPlan:
             return self._combinations("exchange weights", layout)
         if self.strategy.exchange.merging.merge == "leader":
             means = dict.fromkeys(self.means, 0)
-            leaders = self.leaders if self.grid.count > 1 else []
-            return leaders + self._sums("exchange weights", layout, means, None)
+            led = [m for over, team in self.led.items() for m in self.from_leader(over, team.start)]
+            return led + self._sums("exchange weights", layout, means, None)
         if self.strategy.exchange.streams:
             return self._streams(layout)
         return [
@@ -454,6 +454,11 @@ class RankPlan:
         return (self.strategy.transport.ranks_per_node or 1) if of_nodes else 1
 
     @property
+    def first(self) -> int:
+        """The first of the ranks that step the rank's copy of the model."""
+        return self.rank // self.node * self.node
+
+    @property
     def copies(self) -> int:
         """The number of copies of the model that may differ."""
         return self.grid.count // self.node
@@ -467,20 +472,26 @@ class RankPlan:
         return [message("reduce gradients", "Allreduce", over, whole, self.node, size)]
 
     @cached_property
-    def leaders(self) -> list[Message]:
-        """The messages with a leader's copy, of the world and of the node; rank 0 stands for it."""
-        ranks, per_node = self.grid.count, self.strategy.transport.ranks_per_node
-        teams = {"world": (ranks, self.rank)}
-        of_nodes = self.strategy.exchange.copies_of == "node"  # then a node has one copy
-        if per_node and 1 < per_node < ranks and not of_nodes:
-            teams[IN_NODE.format("world")] = per_node, self.rank % per_node
-        return [
-            message(
-                *("exchange weights", "Bcast", over, [(0, self.trained)]),
-                *(members, self.itemsizes.numbers, own, 0),
-            )
-            for over, (members, own) in teams.items()
-        ]
+    def led(self) -> dict[str, range]:
+        """The ranks that a leader leads, by communicator: all ranks, and ranks of a node."""
+        ranks, per_node = self.grid.count, self.strategy.transport.ranks_per_node or 1
+        teams = {"world": range(ranks)}
+        if 1 < per_node < ranks and self.node == 1:  # else a node has one copy
+            first = self.rank // per_node * per_node
+            teams[IN_NODE.format("world")] = range(first, first + per_node)
+        return teams
+
+    def from_leader(self, over: str, root: int) -> list[Message]:
+        """Return the messages with the copy of rank `root` to the ranks that the rank leads.
+
+        A copy of a node travels once between nodes, and then inside the nodes.
+        """
+        team, layout = self.led[over], [(0, self.trained)]
+        if self.copies == 1:
+            return []
+        size, own, leader = self.itemsizes.numbers, self.rank - team.start, root - team.start
+        whole = message("exchange weights", "Bcast", over, layout, len(team), size, own, leader)
+        return self._in_levels([whole], team, size) if self.node > 1 else [whole]
 
     @property
     def combined(self) -> list[Message]:

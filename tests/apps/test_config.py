@@ -177,6 +177,10 @@ BAD = {
         "--data.workers=2",
         "data.workers=2 needs data.name=folder or packed, not digits",
     ),
+    "a cache of a folder": (
+        "--data.name=folder --data.path=x --data.cache=y",
+        "data.cache=y needs data.name=packed, not folder",
+    ),
     "a shift of images in files": (
         "--data.name=folder --data.path=x --data.augment --data.shift=2",
         "data.shift=2 needs images in memory, not data.name=folder",

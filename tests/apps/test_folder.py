@@ -440,6 +440,7 @@ def runs(root):
         (2, "folder", "parted", ("--max_steps=3",)),
         (2, "folder", "parted", ("--resume=auto", "--data.workers=1")),
         (2, "packed", "packed", ("--data.workers=0",)),
+        (2, "packed", "cached", (f"--data.cache={root / 'disk'}",)),
     ):
         data = f"--data.name={name}", f"--data.path={by_name[name]}"
         in_files = f"--data.size={SIZE}", "--data.broken=1"
@@ -457,7 +458,8 @@ def test_a_run_on_a_folder_resumes_exactly_and_a_packed_file_gives_the_same_run(
     """Oracle: the uninterrupted run on the folder."""
     expected = weights(job / "whole")
     assert expected
-    for kind in ("parted", "packed"):
+    assert [path.suffix for path in (job / "disk").iterdir()] == [".images"]
+    for kind in ("parted", "packed", "cached"):
         found = weights(job / kind)
         assert all(torch.equal(found[name], value) for name, value in expected.items()), kind
     log = (job / "whole" / "log.txt").read_text()

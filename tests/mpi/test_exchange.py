@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 
@@ -168,18 +169,21 @@ def test_the_best_node_leads(comm):
     torch.testing.assert_close(problem.state(model), before[-1])
 
 
-def led(ranks, steps, per_node=1, every=3, begin=0, leader_step=0.2, leader_pull=0.3):
-    """Return the weights of all ranks after each step: LSGD in numpy [Teng et al. 2019]."""
+def led(ranks, steps, per_node=1, every=3, begin=0, leader_step=0.2, leader_pull=0.3, copies=None):
+    """Return the weights of all ranks after each step: LSGD in numpy [Teng et al. 2019].
+
+    With `copies`, neighbouring ranks step a copy together; the sum of their losses decides.
+    """
     losses = [quadratic(rank) for rank in range(ranks)]
     nodes = [range(ranks)] + [range(n, n + per_node) for n in range(0, ranks, per_node)]
     nodes = nodes if 1 < per_node < ranks else nodes[:1]
     w, v = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE))
     leaders, heard, found = [w[0].copy() for _ in nodes], np.zeros(ranks), []
     for step in range(steps):
-        heard += [((a @ own - b) ** 2).sum() / 2 for own, (a, b) in zip(w, losses)]
+        of_ranks = np.array([((a @ own - b) ** 2).sum() / 2 for own, (a, b) in zip(w, losses)])
+        heard += of_ranks.reshape(copies or ranks, -1).sum(1).repeat(ranks // (copies or ranks))
         g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(w, losses)])
-        if step < begin:
-            g[:] = g.mean(0)
+        g = within(1 if step < begin else copies or ranks, g)
         v = MOMENTUM * v + g
         w = w - RATE * v
         due = step >= begin and (step + 1 - begin) % every == 0
@@ -239,14 +243,19 @@ ELASTIC = {
 }
 
 
-def elastic(ranks, steps, begin=0, outer_lr=0.9, rho=0.2, gamma=0.05, growth=0.1, decay=0.6):
-    """Return the weights of all ranks after each step: Parle in numpy [Chaudhari et al. 2018]."""
+def elastic(
+    ranks, steps, begin=0, outer_lr=0.9, rho=0.2, gamma=0.05, growth=0.1, decay=0.6, copies=None
+):
+    """Return the weights of all ranks after each step: Parle in numpy [Chaudhari et al. 2018].
+
+    With `copies`, neighbouring ranks step a copy together.
+    """
     losses = [quadratic(rank) for rank in range(ranks)]
     y, v, found = np.ones((ranks, SIZE)), np.zeros((ranks, SIZE)), []
     x, z = y.copy(), y.copy()
     for step in range(steps):
         g = np.array([a.T @ (a @ own - b) for own, (a, b) in zip(y, losses)])
-        g = np.broadcast_to(g.mean(0), g.shape) if step < begin else g + gamma * (y - x)
+        g = within(1, g) if step < begin else within(copies or ranks, g) + gamma * (y - x)
         v = MOMENTUM * v + g
         y = y - RATE * (g + MOMENTUM * v)
         z = decay * z + (1 - decay) * y
@@ -267,6 +276,102 @@ def test_each_step_is_elastic(comm, begin):
     right = elastic(comm.size, 14, begin)
     for found, of_ranks in zip(trained(comm, strategy, 14, nesterov=True), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
+OF_NODES = {
+    "LSGD": (LEADER, led, {}),
+    "Parle": (ELASTIC, elastic, {"nesterov": True}),
+}
+
+
+@pytest.mark.parametrize("begin", [0, 2])
+@pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
+@pytest.mark.parametrize("name", OF_NODES)
+def test_copies_of_nodes_that_stay_apart_follow_the_rule(comm, name, per_node, begin):
+    """Oracle: the rule in numpy, of as many copies as nodes."""
+    choices, rule, settings = OF_NODES[name]
+    of_nodes = {"copies_of": "node", "ranks_per_node": per_node, "exchange_from": begin}
+    strategy = Strategy.mem_opt(exchanged="weights", **choices, **of_nodes)
+    right = rule(comm.size, 14, begin=begin, copies=comm.size // per_node)
+    for found, of_ranks in zip(trained(comm, strategy, 14, **settings), right):
+        np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OF_NODES)
+def test_nodes_of_a_rank_are_ranks(comm, name):
+    """Oracle: the rule between ranks, bit for bit."""
+    choices, _, settings = OF_NODES[name]
+    plain = Strategy.mem_opt(exchanged="weights", **choices)
+    of_nodes = plain.changed(copies_of="node", ranks_per_node=1)
+    pairs = zip(trained(comm, of_nodes, 9, **settings), trained(comm, plain, 9, **settings))
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize("name", OF_NODES)
+def test_messages_between_nodes_are_the_plans(comm, name):
+    """Oracle: the plan's bytes, by stage and level; and one copy of the model for each node.
+
+    A leader gives MPI one copy between nodes, and each node one copy inside the node.
+    """
+    model, choices = problem.network(), OF_NODES[name][0]
+    of_nodes = {"copies_of": "node", "ranks_per_node": PER_NODE}
+    strategy = Strategy.mem_opt(exchanged="weights", **choices, **of_nodes)
+    trainer = DataParallel(
+        model, problem.sgd_all(model), comm, strategy, mpikfac.Trace(events=True)
+    )
+    every = choices["exchange_every"]
+    problem.run(trainer, comm, range(every))
+    plans = [trainer.plan.of(rank) for rank in range(comm.size)]
+    planned = collections.Counter()
+    for plan in plans:
+        for message in plan.reduce_in_node() * every + plan.exchange_weights():
+            planned[message.stage, message.over] += message.bytes
+    sent = collections.Counter()
+    for events in comm.allgather(trainer.trace.events):
+        for event in events:
+            if event.over:
+                sent[event.name, event.over.rstrip(" 0123456789")] += event.bytes
+    assert +sent == +planned
+    if comm.size == 4:
+        between = planned["exchange weights", "world between nodes"]
+        means = (plans[0].layouts.copies.size - plans[0].trained) * 8 * 2
+        vectors = {"LSGD": 1, "Parle": 2}[name]
+        assert between == vectors * plans[0].trained * 8 + means
+
+
+@pytest.mark.parametrize("name", OF_NODES)
+def test_local_kfac_of_nodes_is_local_kfac_of_larger_batches(comm, name):
+    """Oracle: as many workers as nodes, each a rank alone with the batch of the node."""
+    choices, nodes = OF_NODES[name][0] | {"exchange_every": 2}, comm.size // PER_NODE
+    steps, settings = range(6), {"factor_every": 1, "basis_every": 2, "kl_clip": None}
+    of_nodes = {"copies_of": "node", "ranks_per_node": PER_NODE}
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", **choices, **of_nodes)
+    found = problem.run(kfac_of(comm, strategy, **settings), comm, steps)
+    workers = comm.Split(comm.rank % PER_NODE)
+    alone = Strategy.comm_opt(nodes, exchanged="weights", **choices)
+    expected = problem.run(kfac_of(workers, alone, **settings), workers, steps)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.skipif(mpikfac.world().size != 4, reason="two nodes of two ranks")
+@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
+def test_the_ranks_of_a_node_go_on_with_one_momentum(comm, kind):
+    """Oracle: the copy of rank 0 or 2, of a run in which each rank had a momentum of its own."""
+    choices = {"exchanged": "weights", "exchange_every": 3, "merge": "elastic"}
+
+    def make(**more):
+        if kind == "K-FAC":
+            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices, **more))
+        model = problem.network()
+        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices, **more))
+
+    first, second = make(), make(copies_of="node", ranks_per_node=2)
+    problem.run(first, comm, range(4))
+    first.combine()
+    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
+    states = comm.allgather(problem.run(second, comm, [4]))
+    assert torch.equal(states[0], states[1]) and torch.equal(states[2], states[3])
+    assert not torch.equal(states[0], states[2])
 
 
 STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
@@ -449,6 +554,9 @@ WAYS = {
     "Parle": ELASTIC | {"exchange_every": 2},
     "stream": STREAM,
     "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
+    "LSGD of nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, "merge": "leader"},
+    "Parle of nodes": ELASTIC
+    | {"copies_of": "node", "ranks_per_node": PER_NODE, "exchange_every": 2},
     "DASO": {
         **{"copies_of": "node", "ranks_per_node": PER_NODE},
         **{"exchange_every": 3, "lateness": 2, "local_share": None},

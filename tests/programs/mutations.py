@@ -491,8 +491,8 @@ TABLE = (
     Mistake(
         "exchange: the rank with the largest loss leads",
         "engine/copies/merges.py",
-        "of_team.index(min(of_team))",
-        "of_team.index(max(of_team))",
+        "root = min(team, key=",
+        "root = max(team, key=",
         "tests/mpi/test_exchange.py",
         2,
     ),

@@ -52,7 +52,8 @@ def content(place: Place) -> bytes:
     """
     if place.size is None:
         return files.read_bytes(place.path, LIMIT, links=True)
-    found = os.pread(_packed(place.path).fileno(), place.size, place.start)
+    path, start = place.copy or (place.path, place.start)
+    found = os.pread(_packed(path).fileno(), place.size, start)
     if len(found) < place.size:
         raise OSError("the file ends before the image")
     return found

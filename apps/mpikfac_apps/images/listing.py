@@ -17,14 +17,28 @@ class Place(NamedTuple):
         path: a file.
         start: the first byte in the file.
         size: the number of bytes; None for the whole file.
+        copy: a copy of the bytes, as a file and the first byte; None for no copy.
     """
 
     path: str
     start: int = 0
     size: int | None = None
+    copy: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         return self.path if self.size is None else f"{self.path}, image at byte {self.start}"
+
+
+class Content(NamedTuple):
+    """The bytes of all images of a single file.
+
+    Attributes:
+        place: where the bytes lie.
+        digest: the BLAKE3 of the bytes; empty if the file has none.
+    """
+
+    place: Place
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,14 @@ class Images:
         names: the paths of the files inside `root`, bytes `[n]`; None for a single file.
         spans: the first byte and the number of bytes in the single file, int64 `[n, 2]`; None for
             files of their own.
+        copy: a copy of a part of the single file, and the first byte of the part; None for no copy.
     """
 
     root: str
     labels: np.ndarray
     names: np.ndarray | None = None
     spans: np.ndarray | None = None
+    copy: tuple[str, int] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,7 +71,8 @@ class Images:
             return Place(os.path.join(self.root, os.fsdecode(self.names[number])))
         assert self.spans is not None, "a single file has spans"
         start, size = self.spans[number].tolist()
-        return Place(self.root, start, size)
+        copy = (self.copy[0], start - self.copy[1]) if self.copy else None
+        return Place(self.root, start, size, copy)
 
     def following(self, number: int) -> int:
         """Return the next image of the same class; behind the last image comes the first image."""
@@ -71,7 +88,7 @@ class Images:
             return self
         kept = np.arange(count) * len(self) // count
         names, spans = (None if a is None else a[kept] for a in (self.names, self.spans))
-        return Images(self.root, self.labels[kept], names, spans)
+        return replace(self, labels=self.labels[kept], names=names, spans=spans)
 
     @property
     def digest(self) -> int:
@@ -90,6 +107,7 @@ class Listing:
         channels: the channels of an image: red, green and blue.
         white: the byte of a white pixel.
         about: words about the data for the log.
+        content: the bytes of all images, if the images lie in a single file.
     """
 
     train_images: Images
@@ -99,6 +117,7 @@ class Listing:
     channels: int = 3
     white: int = 255
     about: str = ""
+    content: Content | None = None
 
     def part(self, train: int | None, test: int | None) -> Listing:
         """Return the data set with fewer images; None for all images."""

@@ -6,6 +6,7 @@
     train    the number of training images
     size     the pixels of the shorter side, or 0 for images as in the folder
     classes  the names of the classes, as a JSON list
+    digest   the BLAKE3 of `images`, in hexadecimal digits; older files have none
 
 `images` lies in the file in one piece, so ranks read images by plain reads, without HDF5.
 """
@@ -24,10 +25,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.images.listing import Images, Listing, Place
+from mpikfac_apps.images.listing import Content, Images, Listing, Place
 
 LARGE = "images"
 FORM = {"starts": torch.Tensor, "labels": torch.Tensor, "train": int, "size": int, "classes": str}
@@ -60,7 +62,8 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
     parts = (slice(0, train), slice(train, None))
     trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
-    return Listing(trained, tested, classes, size)
+    content = Content(Place(path, first, length), str(items.get("digest", "")))
+    return Listing(trained, tested, classes, size, content=content)
 
 
 def names(path: str, text: str) -> list[str]:
@@ -92,7 +95,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
     gathered, partial_file = (out.with_name(f".{out.name}.{end}") for end in ("images", "partial"))
     parts = (listing.train_images, listing.test_images)
     try:
-        sizes = gather(gathered, encoded(parts, size))
+        sizes, digest = gather(gathered, encoded(parts, size))
         items: dict[str, Any] = {
             LARGE: torch.from_numpy(np.memmap(gathered, np.uint8, "c")),
             "starts": torch.tensor([0, *itertools.accumulate(sizes)]),
@@ -100,6 +103,7 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
             "train": len(parts[0]),
             "size": size or 0,
             "classes": json.dumps(list(classes)),
+            "digest": digest,
         }
         written = mpikfac.checkpoint.write_shard(partial_file, items)
         os.replace(partial_file, out)
@@ -109,13 +113,14 @@ def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None 
     return int(written["size"])
 
 
-def gather(path: Path, images: Iterator[bytes]) -> list[int]:
-    """Write images to a file one after another, and return the numbers of bytes."""
-    sizes = []
+def gather(path: Path, images: Iterator[bytes]) -> tuple[list[int], str]:
+    """Write images to a file one after another; return the numbers of bytes, and the BLAKE3."""
+    sizes, digest = [], blake3()
     with io.BufferedWriter(files.writing(path)) as file:
         for image in images:
             sizes.append(file.write(image))
-    return sizes
+            digest.update(image)
+    return sizes, digest.hexdigest()
 
 
 def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:

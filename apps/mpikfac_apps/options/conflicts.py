@@ -109,7 +109,7 @@ def _check_data(data: DataOptions) -> None:
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs
         raise ValueError(f"data.{key}=null: {data.name} needs {meaning}")
-    for key in ("path", "size", "classes", "workers", "broken"):
+    for key in ("path", "size", "classes", "workers", "broken", "cache"):
         value, takers = getattr(data, key), [n for n, s in DATASETS.items() if key in s.takes]
         if value is not None and data.name not in takers:
             names = " or ".join(takers)

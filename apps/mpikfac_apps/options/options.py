@@ -53,6 +53,8 @@ class DataOptions:
             decodes; null for 2. Results do not depend on the number.
         broken: the images in files that may be broken. A broken image is replaced by the next image
             of the class, and named in the log; a further broken image ends the run. null for 0.
+        cache: a directory on the disk of each node; one rank of each node copies the images of a
+            packed file there before the training. null for no copy.
     """
 
     name: str = listed(DATASETS, "digits")
@@ -68,6 +70,7 @@ class DataOptions:
     classes: int | None = bounded(None, ">= 2")
     workers: int | None = bounded(None, ">= 0", "<= 256")
     broken: int | None = bounded(None, ">= 0")
+    cache: str | None = None
 
 
 @dataclass(frozen=True)

@@ -415,7 +415,11 @@ DATASETS = {
     "folder": of_files(
         folder.listed, needs=("path", "a folder with train/CLASS/*.jpg and val/CLASS/*.jpg")
     ),
-    "packed": of_files(packed.listed, needs=("path", "a file of mpikfac pack")),
+    "packed": of_files(
+        packed.listed,
+        takes=("path", "size", "workers", "broken", "cache"),
+        needs=("path", "a file of mpikfac pack"),
+    ),
     "text": Source(text, channels=0, size=64, classes=256, holds=("text",), takes=("path", "size")),
 }
 

@@ -46,7 +46,7 @@ WAITING, OTHER = "waiting", "other"
 WRITTEN = {
     *("seed", "run_dir", "resume", "checkpoint_minutes", "checkpoint_every", "max_time"),
     *("stop_code", "hang_after", "shrink", "log_every", "trace_steps", "threads", "metrics"),
-    *("eval_every", "keep_best"),
+    *("eval_every", "keep_best", "data.cache"),
 }
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {

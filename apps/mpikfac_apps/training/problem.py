@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import mpikfac
+from mpikfac_apps.images import cache
+from mpikfac_apps.images.listing import Listing
 from mpikfac_apps.options.by_epoch import numbers_of
 from mpikfac_apps.options.conflicts import doubt
 from mpikfac_apps.options.options import Options
@@ -76,14 +78,17 @@ class Problem:
         with mpikfac.comm.together(comm, "options"):
             self.network = models.network(options.model)
         with mpikfac.comm.together(comm, "reading data"):
-            asked = dataclasses.asdict(chosen)
-            later = ("augment", "shift", "mirror", "mixup", "cutmix", "workers", "broken")
-            found = datasets.load(**{k: v for k, v in asked.items() if k not in later})
+            asked = inspect.signature(datasets.load).parameters
+            found = datasets.load(**{name: getattr(chosen, name) for name in asked})
             largest = max(numbers_of(options.batches))
             if largest > len(found.train_images):
                 raise ValueError(
                     f"batch={largest} is more than the {len(found.train_images)} images"
                 )
+        if chosen.cache is not None:
+            assert isinstance(found, Listing), "only a packed file takes the option"
+            found = cache.on_nodes(comm, found, chosen.cache)
+        with mpikfac.comm.together(comm, "reading data"):
             self.batches = batches.made(found, options, device, comm.rank, comm.size)
             checkpoints.check_images(self.began_with, self.batches.digest)
         mpikfac.comm.agree(comm, {"training images": self.batches.digest})

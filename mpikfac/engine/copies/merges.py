@@ -250,14 +250,14 @@ class Streamed(Mean):
 class Leader(Merge):
     """Each copy moves towards the copy with the least mean loss [Teng et al. 2019].
 
-    The node has a leader, too, if ranks share nodes. At first the leaders are the common weights.
+    A node of several copies has a leader, too. At first the leaders are the common weights.
     """
 
     unites = False
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._leaders = [self._arena() for _ in site.plan.leaders]
+        self._leaders = [self._arena() for _ in site.plan.led]
         self._means = [m for m in self._messages if m.primitive != "Bcast"]
         self._heard: list[float | Tensor] = []
         self._loss = 0.0
@@ -300,21 +300,14 @@ class Leader(Merge):
     def _follow(self) -> None:
         """Get the copies of the leaders, and the means of running statistics and votes."""
         self.read()
-        losses = self._losses()
-        per_node = self.plan.strategy.transport.ranks_per_node or 1
-        if self.plan.node > 1:  # a copy of several ranks
-            begins = [rank // per_node * per_node for rank in range(len(losses))]
-            losses = [sum(losses[begin : begin + per_node]) for begin in begins]
-        first = self.plan.rank // per_node * per_node
-        teams = [(0, losses), (first, losses[first : first + per_node])]
-        for leader, message, (begin, of_team) in zip(self._leaders, self.plan.leaders, teams):
-            root = of_team.index(min(of_team))
-            mine = begin + root == self.plan.rank
-            if mine:
+        losses, node = self._losses(), self.plan.node
+        begins = [rank // node * node for rank in range(len(losses))]
+        of_copies = [sum(losses[begin : begin + node]) for begin in begins]
+        for leader, (over, team) in zip(self._leaders, self.plan.led.items()):
+            root = min(team, key=of_copies.__getitem__)
+            if root == self.plan.first:
                 leader.flat.copy_(self.copy.flat)
-            if self.plan.grid.count > 1:
-                sent = replace(message, root=root, bytes=message.size * mine)
-                self.site.grid.exchange([sent], leader.flat)
+            self.site.grid.exchange(self.plan.from_leader(over, root), leader.flat)
         self.copy.flat[self.plan.trained :] /= self.plan.grid.count
         self.site.grid.exchange(self._means, self.copy.flat)
 

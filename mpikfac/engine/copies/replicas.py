@@ -25,6 +25,8 @@ class Replicas(Part):
     Attributes:
         differ: whether copies may differ between ranks.
         heard: whether votes are of all ranks.
+        first: the first of the ranks that step the rank's copy; the state of the copy is the state
+            of the first rank, also after a run with other nodes.
     """
 
     differ = False
@@ -35,6 +37,7 @@ class Replicas(Part):
         self.site, self.exchange = site, site.plan.strategy.exchange
         self.rule = merge_of(site, gradients)
         self._votes = gradients.votes
+        self.first = site.plan.first
         self._combiner, rank = site.grid.combiner, site.plan.rank
         self._combiner.prepare(site.plan.combined, rank, site.dtype)
         self.keep()

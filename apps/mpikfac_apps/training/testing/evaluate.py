@@ -114,7 +114,7 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
     """
     config = checkpoint.resolve().parent.parent / "config.yaml"
     options = read("mpikfac train", Options, [f"--config={config}"], files=True)
-    data = options.data
+    data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
     if data_path is not None:
         data = dataclasses.replace(data, path=data_path)
     batch = max(ranks, options.step_batch // ranks * ranks)

@@ -1,0 +1,184 @@
+"""Keep a copy of the images of a packed file on the disk of each node.
+
+    DIR/DIGEST.images            the bytes of all images; the name is the BLAKE3 of the bytes
+    DIR/.DIGEST.images.partial   being written, or left by a killed run
+
+A run holds a lock on the directory while the run checks or writes a copy. So runs that start at
+once write one copy, and the system releases the lock of a killed run.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import logging
+import os
+import platform
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from blake3 import blake3
+
+import mpikfac
+from mpikfac import files
+from mpikfac_apps.images.listing import Content, Listing, Place
+
+PIECE = 2**22  # bytes that are read, hashed and written at a time
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Outcome(NamedTuple):
+    """What a node has.
+
+    Attributes:
+        copy: the file with the copy; empty if the node has no copy.
+        trouble: why the node has no copy.
+    """
+
+    copy: str = ""
+    trouble: str = ""
+
+
+def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing:
+    """Return the list of images, with a copy of the bytes on the disk of the rank's node.
+
+    One rank of each node checks or writes the copy, and the remaining ranks wait. The ranks of a
+    node without a copy read the packed file, and a line of the log says why.
+
+    Collective over: comm.
+    """
+    content = found.content
+    assert content is not None, "the images lie in a single file"
+    if comm.rank == 0:
+        size = content.place.size or 0
+        log.info("data.cache=%s: each node keeps a copy of %.1f MB", directory, size / 1e6)
+    first = mpikfac.comm.lowest_in_node(comm)
+    outcomes = comm.allgather(attempted(content, directory) if first == comm.rank else None)
+    if comm.rank == 0:
+        _tell([one for one in outcomes if one is not None], directory, content.place.path)
+    copy = outcomes[first].copy
+    if not os.path.isfile(copy):  # also a directory that each rank has for itself
+        return found
+    parts = (found.train_images, found.test_images)
+    trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
+    return replace(found, train_images=trained, test_images=tested)
+
+
+def attempted(content: Content, directory: str) -> Outcome:
+    """Return the file with the copy, or why there is no copy."""
+    try:
+        return Outcome(copy=str(kept(content, Path(directory).absolute())))
+    except OSError as error:
+        return Outcome(trouble=f"{platform.node()}: {files.why(error)}")
+    except ValueError as error:
+        return Outcome(trouble=f"{platform.node()}: {error}")
+
+
+def _tell(outcomes: list[Outcome], directory: str, path: str) -> None:
+    """Warn of nodes without a copy, in one line."""
+    troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
+    if troubles:
+        log.warning(
+            "data.cache=%s: %d of %d nodes have no copy and read %s; %s",
+            *(directory, len(troubles), len(outcomes), path, files.printable(troubles[0])),
+        )
+
+
+def kept(content: Content, directory: Path) -> Path:
+    """Return the file with a copy of the bytes; write the file if no sound copy is there.
+
+    Raises:
+        OSError: the copy cannot be written; the text says why.
+        ValueError: the packed file has no checksum, or another checksum than its images.
+    """
+    if not is_digest(content.digest):
+        raise ValueError("the packed file has no checksum; make the file anew by mpikfac pack")
+    directory.mkdir(parents=True, exist_ok=True)
+    copy = directory / f"{content.digest}.images"
+    with locked(directory):
+        for leftover in directory.glob(".*.images.partial"):
+            leftover.unlink()
+        if not sound(copy, content):
+            write(copy, content)
+    return copy
+
+
+def is_digest(text: str) -> bool:
+    """Return whether a text is a BLAKE3, and so the name of a file inside a directory."""
+    return len(text) == 64 and not set(text) - set("0123456789abcdef")
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Hold the lock on a directory; wait for a second run that holds the lock.
+
+    Raises:
+        OSError: the directory cannot be locked.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+        os.fsync(descriptor)  # the names of the files are on the disk
+    finally:
+        os.close(descriptor)
+
+
+def sound(copy: Path, content: Content) -> bool:
+    """Return whether a file holds the bytes; read the whole file."""
+    if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
+        return False
+    digest = blake3()
+    for piece in pieces(Place(str(copy), 0, content.place.size), links=False):
+        digest.update(piece)
+    return digest.hexdigest() == content.digest
+
+
+def write(copy: Path, content: Content) -> None:
+    """Write a copy of the bytes, in place of a damaged copy; the copy is complete or absent.
+
+    Raises:
+        OSError: the disk is too small, or a file cannot be read or written.
+        ValueError: the bytes have another checksum.
+    """
+    partial, size, digest = copy.with_name(f".{copy.name}.partial"), content.place.size, blake3()
+    assert size is not None, "a part of a file has a size"
+    copy.unlink(missing_ok=True)
+    if size > (free := shutil.disk_usage(copy.parent).free):
+        sizes = f"the copy takes {size / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free"
+        raise OSError(errno.ENOSPC, sizes)
+    try:
+        with io.BufferedWriter(files.writing(partial, "new")) as file:
+            for piece in pieces(content.place, links=True):
+                digest.update(piece)
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest.hexdigest() != content.digest:
+            raise ValueError("the packed file is damaged: its images have another checksum")
+        os.replace(partial, copy)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def pieces(place: Place, links: bool) -> Iterator[bytes]:
+    """Yield the bytes of a part of a file, from first to last.
+
+    Raises:
+        OSError: the file cannot be read, or ends before the part.
+    """
+    assert place.size is not None, "a part of a file has a size"
+    with files.reading(place.path, links=links) as file:
+        file.seek(place.start)
+        left = place.size
+        while left:
+            if not (piece := file.read(min(PIECE, left))):
+                raise OSError("the file ends before the images")
+            left -= len(piece)
+            yield piece
