@@ -315,5 +315,6 @@ def check_options(before: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if before[name] != value:
             raise ValueError(
-                f"the run has {name}={before[name]}, not {value}; use the same options"
+                f"the checkpoint belongs to a run with {name}={before[name]}, not {value}; give "
+                f"the same options, or another directory"
             )
