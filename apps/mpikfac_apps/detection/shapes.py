@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -21,7 +22,7 @@ class Shapes(Dataset[Example]):
     Args:
         numbers: the numbers of the pictures.
         size: height and width in pixels, at least 32.
-        seed: below 2**31.
+        seed: at least 0.
     """
 
     def __init__(self, numbers: range, size: int, seed: int) -> None:
@@ -36,7 +37,7 @@ class Shapes(Dataset[Example]):
         The target holds `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top, right
         and bottom in pixels, and `labels` `[shapes]` as numbers in `CLASSES`.
         """
-        generator = torch.Generator().manual_seed((self.seed << 32) + self.numbers[index])
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.numbers[index]))
         picture = DARK * torch.rand(3, self.size, self.size, generator=generator)
         masks, labels = [], []
         for _ in range(int(torch.randint(1, MOST + 1, (), generator=generator))):
@@ -51,6 +52,11 @@ class Shapes(Dataset[Example]):
         stacked = torch.stack(masks)
         target = {"boxes": boxes_of(stacked), "labels": torch.tensor(labels), "masks": stacked}
         return picture, target
+
+
+def mixed(*numbers: int) -> int:
+    """Return a seed that depends on all `numbers`; torch looks at 32 bits of a seed only."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def shape(name: str, size: int, radius: float, centre: tuple[float, float]) -> Tensor:

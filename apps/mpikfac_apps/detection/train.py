@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 import mpikfac
 from mpikfac_apps.cli import mend_streams, read_options
 from mpikfac_apps.detection import networks, precision
-from mpikfac_apps.detection.shapes import CLASSES, Example, Shapes
+from mpikfac_apps.detection.shapes import CLASSES, Example, Shapes, mixed
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice
 from mpikfac_apps.place import share_cores
@@ -94,7 +94,7 @@ class DetectionOptions:
     warmup: int = bounded(10, ">= 0")
     momentum: float = bounded(0.9, ">= 0", "< 1")
     weight_decay: float = bounded(0.0001, ">= 0")
-    seed: int = bounded(0, ">= 0", "< 2147483648")
+    seed: int = bounded(0, ">= 0")
     checkpoints: Path | None = None
     device: str = choice("auto", ("auto", "cpu", "cuda", "xpu"))
     kfac: Kfac = field(default_factory=Kfac)
@@ -202,7 +202,7 @@ def run(
     mine = Shapes(range(last)[options.images + comm.rank :: comm.size], options.size, options.seed)
     for epoch in range(resumed(comm, options, trainer), options.epochs):
         # After a restart, torchvision samples the anchors and boxes of a run without restart.
-        torch.manual_seed((options.seed * options.epochs + epoch) * comm.size + comm.rank)
+        torch.manual_seed(mixed(options.seed, epoch, comm.rank))
         sampler.set_epoch(epoch)
         begun = time.perf_counter()
         losses = trained(comm, options, trainer, loader, device)
