@@ -39,7 +39,8 @@ class Shapes(Dataset[Example]):
         """
         generator = torch.Generator().manual_seed(mixed(self.seed, self.numbers[index]))
         picture = DARK * torch.rand(3, self.size, self.size, generator=generator)
-        masks, labels = [], []
+        masks: list[Tensor] = []
+        labels: list[int] = []
         for _ in range(int(torch.randint(1, MOST + 1, (), generator=generator))):
             label = int(torch.randint(1, len(CLASSES), (), generator=generator))
             radius, *centre = _placed(self.size, torch.rand(3, generator=generator))
