@@ -195,8 +195,9 @@ def run(
         UserError: a checkpoint cannot be read or written, or belongs to another run.
     """
     training = Shapes(range(options.images), options.size, options.seed)
-    dealt = {"seed": options.seed, "drop_last": True}
-    sampler = DistributedSampler[Example](training, comm.size, comm.rank, **dealt)
+    sampler = DistributedSampler[Example](
+        training, comm.size, comm.rank, seed=options.seed, drop_last=True
+    )
     share = options.batch // comm.size
     loader = DataLoader(training, share, sampler=sampler, collate_fn=list, drop_last=True)
     last = options.images + options.test_images
