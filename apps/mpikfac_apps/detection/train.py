@@ -30,7 +30,7 @@ from mpikfac_apps.options.fields import bounded, choice
 from mpikfac_apps.place import share_cores
 
 PROGRAM = "train_detection.py"
-RATES = {"kfac": 0.003, "sgd": 0.02}
+RATES = {"kfac": 0.0003, "sgd": 0.1}
 MEASURES = ("loss_classifier", "loss_box_reg", "loss_mask", "loss_objectness", "loss_rpn_box_reg")
 SHOWN = 0.5  # a pixel of a predicted mask belongs to the shape from this probability on
 OPTIONS = "run/options"
@@ -71,7 +71,7 @@ class DetectionOptions:
         batch: the number of pictures in a step, over all ranks.
         epochs: the number of passes over the pictures.
         optimizer: "kfac" or "sgd"; both take momentum.
-        lr: the learning rate after the warm-up; falls to 0 in a line. null: 0.003 for kfac, 0.02
+        lr: the learning rate after the warm-up; falls to 0 in a line. null: 0.0003 for kfac, 0.1
             for sgd.
         warmup: the number of steps in which the learning rate grows.
         momentum: the momentum of both optimizers.
