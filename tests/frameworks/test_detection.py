@@ -43,14 +43,13 @@ def trained(ranks, *more):
     return [line.rpartition(",")[0] for line in lines], losses  # without seconds
 
 
-@pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
+@pytest.mark.parametrize(("optimizer", "lr"), [("kfac", 0.003), ("sgd", 0.02)])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_losses_fall_and_weights_stay_equal(tmp_path, ranks, optimizer):
+def test_losses_fall_and_weights_stay_equal(tmp_path, ranks, optimizer, lr):
     """Oracle: the loss of the first epoch; a checkpoint is refused if ranks hold other weights."""
     batch = 4 if ranks < 3 else 6
-    _, losses = trained(
-        ranks, f"--optimizer={optimizer}", f"--batch={batch}", f"--checkpoints={tmp_path}"
-    )
+    chosen = f"--optimizer={optimizer}", f"--lr={lr}", f"--batch={batch}"
+    _, losses = trained(ranks, *chosen, f"--checkpoints={tmp_path}")
     assert len(losses) == 3 and losses[2] < 0.9 * losses[0]
     checkpoint = mpikfac.checkpoint.read_checkpoint(tmp_path / f"step-{3 * 24 // batch:09d}")
     weights = {name: checkpoint[f"model/{name}"] for name in model_of().state_dict()}
