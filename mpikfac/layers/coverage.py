@@ -12,7 +12,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
-from mpikfac.layers.refusals import Refused, by_reason, check_skip, not_alike
+from mpikfac.layers.refusals import Refused, by_reason, check_names, not_alike
 from mpikfac.layers.uncovered import Other, Statistic, Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
@@ -31,18 +31,24 @@ class Coverage:
         rule: maps the whole factors of a layer to the kept factors: only diagonals or blocks, or
             only one side; how positions that share a weight count; the layer's solver, if different
             from the run's solver.
+        own_examples: names of modules, with all modules inside, whose inputs do not begin with the
+            batch but with examples of the modules' own, in any number, such as the boxes of images.
+            The own examples count as examples of the layers, and K-FAC does not warn of the number.
 
     Raises:
-        ValueError: `skip` is a text and no sequence of names.
+        ValueError: `skip` or `own_examples` is a text and no sequence of names.
     """
 
     skip: Sequence[str] = ()
     covers: Kinds = field(default_factory=lambda: KINDS)
     rule: Rule = usual_rule
+    own_examples: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.skip, str):
-            raise ValueError(f"skip={self.skip!r} must be a sequence of names; try [{self.skip!r}]")
+        for choice in ("skip", "own_examples"):
+            names = getattr(self, choice)
+            if isinstance(names, str):
+                raise ValueError(f"{choice}={names!r} must be a sequence of names; try [{names!r}]")
 
 
 def cover(
@@ -61,18 +67,19 @@ def cover(
 
     Raises:
         Refused: modules cannot be covered exactly; the error names all refused modules.
-        ValueError: no module has a name in `skip`.
+        ValueError: no module has a name in `skip` or `own_examples`.
     """
     coverage = coverage or Coverage()
-    skip, covers = tuple(coverage.skip), coverage.covers
-    check_skip(model, skip)
+    skip, covers, own = tuple(coverage.skip), coverage.covers, tuple(coverage.own_examples)
+    check_names(model, "skip", skip)
+    check_names(model, "own_examples", own)
     layers: list[Layer] = []
     refused: list[tuple[str, str]] = []
     covering: dict[int, Layer] = {}  # by parameter
     for name, module in model.named_modules():
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         make = maker_of(module, covers)
-        if make is None or not trained or skipped(name, skip):
+        if make is None or not trained or within(name, skip):
             continue
         if (first := covering.get(id(trained[0]))) and alike(first.module, module):
             first.modules.append(module)
@@ -84,6 +91,7 @@ def cover(
             continue
         for layer in made if isinstance(made, list) else [made]:
             layer.rounded_to = statistics_dtype
+            layer.of_batch = not within(name, own)
             layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
@@ -129,7 +137,7 @@ def offers(
     names: dict[type[nn.Module], list[str]] = {}
     for name, module in model.named_modules():
         left = uncovered.intersection(map(id, module.parameters(recurse=False)))
-        if left and not skipped(name, coverage.skip) and same_as(module, coverage.covers):
+        if left and not within(name, coverage.skip) and same_as(module, coverage.covers):
             names.setdefault(type(module), []).append(name)
     return [
         f"trained first-order, as {kind.__name__} is a derived class: {', '.join(some)}; "
@@ -138,9 +146,9 @@ def offers(
     ]
 
 
-def skipped(name: str, skip: Sequence[str]) -> bool:
-    """Return whether a module is in `skip`, or inside a module in `skip`."""
-    return any(name == s or name.startswith(f"{s}.") for s in skip)
+def within(name: str, chosen: Sequence[str]) -> bool:
+    """Return whether a module is one of the `chosen` modules, or inside a chosen module."""
+    return any(name == one or name.startswith(f"{one}.") for one in chosen)
 
 
 def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:

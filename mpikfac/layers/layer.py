@@ -63,6 +63,7 @@ class Layer:
         dimensions: smallest number of dimensions of a batch; an input of fewer is a single example.
         quadratic: the sides whose sums are of squares of gradients; other sums are of inputs alone.
         rounded_to: inputs of convolutions are rounded to this dtype before multiplying.
+        of_batch: whether inputs begin with the batch; else with examples of the layer's own.
         group: the only group that the layer's statistics are of; None for all groups.
     """
 
@@ -70,6 +71,7 @@ class Layer:
     dimensions = 2
     quadratic = "G"
     rounded_to: torch.dtype | None = None
+    of_batch = True
     group: int | None = None
 
     def __init__(

@@ -76,15 +76,15 @@ def not_alike(model: nn.Module, layers: Sequence[Layer]) -> list[Refusal]:
     return [Refusal(names, ALIKE, tuple(own)) for names, own in skip.items()]
 
 
-def check_skip(model: nn.Module, skip: Sequence[str]) -> None:
-    """Check the names of modules to skip.
+def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:
+    """Check the names of modules in a choice such as "skip".
 
     Raises:
         ValueError: no module has the name.
     """
     names = [name for name, _ in model.named_modules()]
-    for name in skip:
+    for name in chosen:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"skip names {name!r}, which is no module of the model{hint}")
+            raise ValueError(f"{choice} names {name!r}, which is no module of the model{hint}")

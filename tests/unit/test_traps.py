@@ -188,6 +188,40 @@ def test_layers_that_see_other_numbers_of_examples_are_warned_of_once(caplog):
     assert all("saw 3 examples where other layers saw 5" in text for text in told)
 
 
+class Boxes(nn.Module):
+    """A backbone of images, and a head of three boxes an image, folded into the first dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(5, 12), nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x).tanh().view(-1, 4))
+
+
+def test_layers_with_examples_of_their_own_are_not_warned_of(caplog):
+    """Oracle: the log, without the choice and with the choice; the same factors."""
+    found = []
+    for own in (["head"], []):
+        torch.manual_seed(0)
+        kfac = trainer(Boxes().double(), coverage=Coverage(own_examples=own))
+        x, y = batch()
+        F.cross_entropy(kfac.model(x), y.repeat_interleave(3)).backward()
+        kfac.step()
+        found.append(averages(kfac))
+        assert caplog.text.count("layer 'backbone' saw 8 examples where other") == (not own)
+    for mine, theirs in zip(*found):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_names_of_layers_with_examples_of_their_own_are_checked():
+    """Oracle: the lines."""
+    with pytest.raises(ValueError, match="own_examples names 'heads', which is no module of"):
+        trainer(Boxes().double(), coverage=Coverage(own_examples=["heads"]))
+    with pytest.raises(ValueError, match=r"own_examples='head' must be a sequence of names; try"):
+        Coverage(own_examples="head")
+
+
 # -- arguments and objects -------------------------------------------------------------------------
 
 

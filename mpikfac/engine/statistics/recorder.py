@@ -204,7 +204,8 @@ class Recorder(Part):
 
     def _check_counts(self) -> None:
         """Warn once of layers that saw fewer examples than other layers in as many passes."""
-        counted, self._counted = self._counted, {}
+        found, self._counted = self._counted, {}
+        counted = {n: c for n, c in found.items() if self._layers[n][0].layer.of_batch}
         most: dict[int, int] = {}
         for counts in counted.values():
             most[counts.passes] = max(counts.examples, most.get(counts.passes, 0))

@@ -59,6 +59,7 @@ class ProjectionsLayer(Layer):
         source, watched = SOURCES[group], self._watched[group]
         member = ProjectionLayer(self.name, self.module, self._given, source, *watched)
         member.group, member.modules = group, self.modules
+        member.of_batch = self.of_batch
         member.shape = replace(self.shape, groups=1)
         return member
 

@@ -1,0 +1,126 @@
+"""Measure detections: mean average precision at one overlap, over all points of the curve.
+
+    found     a detection is right if it overlaps a shape of its class, in its picture, by at least
+              `OVERLAP`, and no detection of a higher score has found the shape
+    precision the share of right detections among the detections down to a score
+    average   the mean over all shapes of a class: the best precision at which the shape is found
+              among the detections down to some score, and 0 for a shape that is never found
+
+The overlap is intersection over union. The measure of COCO is another: a mean over ten overlaps, of
+precision at 101 points.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+OVERLAP = 0.5
+
+
+@dataclass
+class Tally:
+    """Count the detections of a class.
+
+    Attributes:
+        judged: score of each detection, and whether the detection is right.
+        shapes: the number of shapes.
+    """
+
+    judged: list[tuple[float, bool]] = field(default_factory=list)
+    shapes: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add the detections and shapes of other pictures."""
+        self.judged += other.judged
+        self.shapes += other.shapes
+
+    @property
+    def average_precision(self) -> float:
+        """The area below the curve of precision over recall; NaN without shapes."""
+        if not self.shapes:
+            return math.nan
+        # Wrong detections come first among equal scores: the order of pictures does not count.
+        ordered = sorted(self.judged, key=lambda one: (-one[0], one[1]))
+        best, area, right = 0.0, 0.0, sum(hit for _, hit in ordered)
+        for place, (_, hit) in reversed(list(enumerate(ordered, start=1))):
+            if hit:
+                best = max(best, right / place)
+                area += best
+                right -= 1
+        return area / self.shapes
+
+
+def tallied(
+    found: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
+) -> dict[int, Tally]:
+    """Return the tallies of a picture by class.
+
+    Args:
+        found: `scores` and `labels` of detections, `[detections]` each.
+        target: `labels` of shapes, `[shapes]`.
+        overlaps: of detections with shapes, `[detections, shapes]`.
+    """
+    tallies = {}
+    for label in {*found["labels"].tolist(), *target["labels"].tolist()}:
+        mine, theirs = found["labels"] == label, target["labels"] == label
+        scores, order = found["scores"][mine].sort(descending=True, stable=True)
+        hits = right(overlaps[mine][:, theirs][order])
+        tallies[label] = Tally(list(zip(scores.tolist(), hits)), int(theirs.sum()))
+    return tallies
+
+
+def right(overlaps: Tensor) -> list[bool]:
+    """Return for each detection whether the detection finds a shape that is not found before.
+
+    Args:
+        overlaps: `[detections, shapes]`, with detections in order of falling scores.
+    """
+    left, hits = overlaps.clone(), []
+    for row in left:
+        best = int(row.argmax()) if len(row) else 0
+        hits.append(len(row) > 0 and bool(row[best] >= OVERLAP))
+        if hits[-1]:
+            left[:, best] = -1
+    return hits
+
+
+def merged(parts: Sequence[Mapping[int, Tally]]) -> dict[int, Tally]:
+    """Return tallies of all pictures from tallies of some pictures each."""
+    total: dict[int, Tally] = {}
+    for part in parts:
+        for label, tally in part.items():
+            total.setdefault(label, Tally()).add(tally)
+    return total
+
+
+def mean_average_precision(tallies: Mapping[int, Tally]) -> float:
+    """Return the mean over the classes that have shapes."""
+    of_classes = [tally.average_precision for tally in tallies.values() if tally.shapes]
+    return sum(of_classes) / len(of_classes)
+
+
+def overlaps_of_boxes(boxes: Tensor, others: Tensor) -> Tensor:
+    """Return the overlaps `[boxes, others]` of boxes: left, top, right, bottom."""
+    begin = torch.maximum(boxes[:, None, :2], others[None, :, :2])
+    end = torch.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    return _shares((end - begin).clamp(min=0).prod(2), _areas(boxes), _areas(others))
+
+
+def overlaps_of_masks(masks: Tensor, others: Tensor) -> Tensor:
+    """Return the overlaps `[masks, others]` of masks `[count, height, width]` of true and false."""
+    rows, columns = masks.flatten(1).float(), others.flatten(1).float()
+    return _shares(rows @ columns.T, rows.sum(1), columns.sum(1))
+
+
+def _areas(boxes: Tensor) -> Tensor:
+    return (boxes[:, 2:] - boxes[:, :2]).prod(1)
+
+
+def _shares(common: Tensor, areas: Tensor, others: Tensor) -> Tensor:
+    """Return intersection over union; 0 for two empty areas."""
+    return common / (areas[:, None] + others[None] - common).clamp(min=1e-9)

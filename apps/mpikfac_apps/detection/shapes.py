@@ -1,0 +1,91 @@
+"""Draw pictures of shapes on noise, with boxes and masks: data that every machine has."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+CLASSES = ("background", "circle", "square", "triangle")
+MOST = 3  # shapes in a picture
+DARK, BRIGHT = 0.3, 0.4  # noise lies below, colours lie above
+
+Example = tuple[Tensor, dict[str, Tensor]]
+
+
+class Shapes(Dataset[Example]):
+    """Pictures of circles, squares and triangles of random colours, sizes and places, on noise.
+
+    A picture depends on its number and the seed alone, so each rank draws only its own pictures.
+
+    Args:
+        numbers: the numbers of the pictures.
+        size: height and width in pixels, at least 32.
+        seed: at least 0.
+    """
+
+    def __init__(self, numbers: range, size: int, seed: int) -> None:
+        self.numbers, self.size, self.seed = numbers, size, seed
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Example:
+        """Return a picture `[3, size, size]` and its target, in the form of torchvision.
+
+        The target holds `masks` `[shapes, size, size]`, `boxes` `[shapes, 4]` as left, top, right
+        and bottom in pixels, and `labels` `[shapes]` as numbers in `CLASSES`.
+        """
+        generator = torch.Generator().manual_seed(mixed(self.seed, self.numbers[index]))
+        picture = DARK * torch.rand(3, self.size, self.size, generator=generator)
+        masks: list[Tensor] = []
+        labels: list[int] = []
+        for _ in range(int(torch.randint(1, MOST + 1, (), generator=generator))):
+            label = int(torch.randint(1, len(CLASSES), (), generator=generator))
+            radius, *centre = _placed(self.size, torch.rand(3, generator=generator))
+            colour = BRIGHT + (1 - BRIGHT) * torch.rand(3, 1, generator=generator)
+            mask = shape(CLASSES[label], self.size, radius, (centre[0], centre[1]))
+            if not any(bool((mask & other).any()) for other in masks):  # no shape hides another
+                picture[:, mask] = colour
+                masks.append(mask)
+                labels.append(label)
+        stacked = torch.stack(masks)
+        target = {"boxes": boxes_of(stacked), "labels": torch.tensor(labels), "masks": stacked}
+        return picture, target
+
+
+def mixed(*numbers: int) -> int:
+    """Return a seed that depends on all `numbers`; torch looks at 32 bits of a seed only."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+
+def shape(name: str, size: int, radius: float, centre: tuple[float, float]) -> Tensor:
+    """Return the mask `[size, size]` of a shape inside the square of side `2 radius`.
+
+    Args:
+        name: "circle", "square" or "triangle"; a triangle stands on its base.
+        centre: row and column, in pixels.
+    """
+    middles = torch.arange(size) + 0.5
+    down, right = (middles - centre[0])[:, None], (middles - centre[1])[None]
+    if name == "circle":
+        return down**2 + right**2 <= radius**2
+    if name == "square":
+        return torch.maximum(down.abs(), right.abs()) <= radius
+    return (down <= radius) & (2 * right.abs() <= down + radius)
+
+
+def boxes_of(masks: Tensor) -> Tensor:
+    """Return the smallest boxes `[shapes, 4]` around masks: left, top, right, bottom in pixels."""
+    boxes = []
+    for mask in masks:
+        rows, columns = (mask.any(side).nonzero().flatten() for side in (1, 0))
+        boxes.append([int(columns[0]), int(rows[0]), int(columns[-1]) + 1, int(rows[-1]) + 1])
+    return torch.tensor(boxes, dtype=torch.float32)
+
+
+def _placed(size: int, random: Tensor) -> list[float]:
+    """Return radius, row and column of a shape inside the picture, from three numbers in [0, 1)."""
+    radius = float(size * (1 + random[0]) / 8)
+    return [radius, *(radius + (size - 2 * radius) * random[1:]).tolist()]
