@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 
@@ -60,10 +61,13 @@ def test_one_client_is_synchronous_training(runs, found, right):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["three clients", "two servers"])
 def test_clients_learn_and_tell_the_staleness(runs, name):
-    """Oracle: the test loss falls; lines of metrics and the log hold the staleness."""
+    """Oracle: less loss than equal probabilities; lines of metrics and the log hold the staleness.
+
+    The order of arrival differs from run to run, so the loss need not fall in each epoch.
+    """
     rows = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
     losses = [row["test_loss"] for row in rows if "test_loss" in row]
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.9 * math.log(10)
     assert all(row["staleness"] >= 0 for row in rows if "loss" in row)
     (line,) = [x for x in (runs / name / "log.txt").read_text().splitlines() if "staleness" in x]
     assert f"client {2 if name == 'three clients' else 1}: mean" in line
