@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from mpikfac_apps.training.batches import Normalise
 from mpikfac_apps.training.problem import Problem
 from mpikfac_apps.training.testing import evaluate
 from mpikfac_apps.training.testing.best import Best
+from support import pictures
 from support.launch import launch
 
 TIMES = ("seconds", "images_per_second", "communication")
@@ -60,6 +62,33 @@ def test_top_5_is_counted_by_hand():
     assert list(tasks.CLASSIFICATION.tests(6)) == ["accuracy", "top5"]
     assert list(tasks.CLASSIFICATION.tests(5)) == ["accuracy"]
     assert list(tasks.RECONSTRUCTION.tests(10)) == ["error"]
+
+
+FIXED = """
+from torch import nn
+
+
+def build():
+    return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3))
+"""
+
+
+def test_images_of_more_classes_than_the_network_has_are_refused(tmp_path, monkeypatch, capsys):
+    """Oracle: a network of three outputs, and images of three classes, then of four classes."""
+    monkeypatch.setattr("mpi4py.MPI.Finalize", lambda: None)
+    (tmp_path / "fixed.py").write_text(FIXED)
+    three, four = (pictures.noise(tmp_path / name, {"train": 4, "val": 2}) for name in ("3", "4"))
+    for part in ("train", "val"):
+        shutil.copytree(four / part / "ant", four / part / "dog")
+    given = f"--data.name=folder --data.path={three} --data.size=8 --data.workers=0 --batch=12"
+    own = f"--model={tmp_path}/fixed.py:build --optimizer=sgd --epochs=1 --run_dir={tmp_path}/run"
+    assert train.main([*given.split(), *own.split(), "--threads=1"]) == 0
+    asked = [f"{tmp_path}/run", "--device=cpu"]
+    assert evaluate.main(asked) == 0
+    with pytest.raises(SystemExit) as left:
+        evaluate.main([*asked, f"--data_path={four}"])
+    assert left.value.code == 2
+    assert "returns [3] for an image, and the data has 4 classes" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,15 @@ class Problem:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=rounded):
             return model(inputs).float(), self.task.targets(inputs, labels)
 
+    def check(self, model: nn.Module) -> None:
+        """Check that a network takes the images, and has an output for each class.
+
+        Raises:
+            ValueError: see `models.check`.
+        """
+        first = self.normalise(self.batches.first(2))
+        models.check(self.options.model, model, first, self.classes)
+
     def tested_model(self) -> nn.Module:
         """Return the model, or the model of averaged weights if there are averages."""
         if not self.average:

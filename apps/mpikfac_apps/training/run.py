@@ -32,7 +32,7 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.place import Place, environment
-from mpikfac_apps.problems import airbench, models
+from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.tracking.tracker import Start, Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
@@ -117,8 +117,7 @@ class Run(Problem):
         comm, options = self.comm, self.options
         with mpikfac.comm.together(comm, "building the network"):
             model, self.optimizer = build(options, self.classes, self.channels, self.device)
-            first = self.normalise(self.batches.first(2))
-            models.check(options.model, model, first, self.classes)
+            self.check(model)
         if isinstance(model, airbench.Airbench):
             model.whiten(self.normalise(self.batches.first(airbench.SEEN)))
         self.model = model

@@ -90,6 +90,7 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):
         problem.model = first_model(options, problem.classes, problem.channels, device)
+        problem.check(problem.model)
     source = asked.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
         file = asked.weights
