@@ -17,6 +17,7 @@ from PIL import Image
 
 import mpikfac
 from mpikfac_apps.images import decoding, folder
+from mpikfac_apps.images.decoders import Decoders
 from mpikfac_apps.images.listing import Place
 from mpikfac_apps.inspecting import pack
 from mpikfac_apps.options import by_epoch
@@ -226,6 +227,19 @@ def test_a_broken_image_is_replaced_by_the_next_of_the_class(tmp_path, caplog):
     with pytest.raises(mpikfac.UserError, match=r"data\.broken=1") as refused:
         stream(path, batch=15, broken=1).get(0, 0)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.timeout(120)
+def test_many_broken_images_do_not_block_the_process_that_decodes(tmp_path):
+    """Oracle: all positions; lists and results are longer than the memory of a connection."""
+    gone = str(tmp_path / ("gone" * 50))
+    jobs = [(position, Place(f"{gone}{position}"), None) for position in range(3000)]
+    decoders = Decoders(workers=1, size=4, room=len(jobs))
+    try:
+        for ticket in [decoders.begin(slot, jobs) for slot in range(3)]:
+            assert [position for position, _ in decoders.faults(ticket)] == list(range(3000))
+    finally:
+        decoders.close()
 
 
 def test_the_first_broken_image_ends_the_run(tmp_path):

@@ -10,7 +10,10 @@ import mmap
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 
 import numpy as np
 
@@ -18,6 +21,8 @@ from mpikfac_apps.images.listing import Place
 
 Job = tuple[int, Place, tuple[int, ...] | None]
 """The position of an image in a batch, the image, and the numbers of a random crop."""
+Work = tuple[int, int, Sequence[Job]]
+"""The number of a list of images, the slot for the pixels, and the list."""
 Fault = tuple[int, str]
 """The position of a broken image in a batch, and the reason."""
 
@@ -28,13 +33,23 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     connection, memory, *shape = map(int, sys.argv[1:])
     slots = slots_of(memory, shape)
-    try:
-        with Connection(connection) as rank:
-            while True:
-                ticket, slot, jobs = rank.recv()
+    lists: SimpleQueue[Work | None] = SimpleQueue()
+    with Connection(connection) as rank:
+        # A thread receives: otherwise a long list to the process and a long result to the rank
+        # would wait for each other.
+        Thread(target=receive, args=(rank, lists), daemon=True).start()
+        with suppress(ConnectionError):
+            while work := lists.get():
+                ticket, slot, jobs = work
                 rank.send((ticket, fill(slots[slot], jobs)))
-    except (EOFError, ConnectionError):
-        return
+
+
+def receive(rank: Connection, lists: SimpleQueue[Work | None]) -> None:
+    """Pass lists of images on until the rank closes the connection; then pass None on."""
+    with suppress(EOFError, OSError):
+        while True:
+            lists.put(rank.recv())
+    lists.put(None)
 
 
 def slots_of(memory: int, shape: Sequence[int]) -> np.ndarray:
