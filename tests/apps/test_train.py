@@ -238,6 +238,21 @@ def test_tests_of_the_network_may_be_fewer_and_smaller(tmp_path, capsys):
     ]
 
 
+def test_tests_within_an_epoch_change_nothing_else(tmp_path, capsys):
+    """Oracle: the rows of a run without such tests; steps with a test, by hand."""
+    options = ("--epochs=2", "--log_every=100", "--threads=1")
+    found = []
+    for name, more in (("plain", ()), ("more", ("--eval_steps=2",))):
+        assert train.main(arguments(tmp_path / name, *options, *more)) == 0
+        found.append(
+            {row["step"]: {**row, "seconds": 0} for row in rows(tmp_path / name) if "epoch" in row}
+        )
+    plain, more = found
+    assert {step: more[step] for step in plain} == plain
+    assert sorted(step for step, row in more.items() if "test_accuracy" in row) == [2, 3, 4, 6]
+    assert "\nstep 2: test accuracy " in capsys.readouterr().out
+
+
 def test_the_log_says_how_the_run_differs_from_the_usual_way(tmp_path, capsys):
     """Oracle: the strategy's name, workers and changed choices; a network for larger images."""
     options = ("--delay=1", "--model=resnet20", "--max_steps=1")

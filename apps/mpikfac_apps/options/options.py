@@ -202,6 +202,8 @@ class Options:
         epochs: the number of passes over the training images, and the length of the schedule.
         eval_every: the number of epochs from one test of the network to the next; the last epoch
             of a run always ends with a test.
+        eval_steps: the number of steps from one further test to the next, also within epochs; null
+            for none. Ranks with copies of the weights make the copies equal before a test.
         keep_best: the weights of the best test are kept in RUN_DIR/best.pt.
         patience: the run ends after so many tests in a row that are no better than the best test
             before; null: all epochs run.
@@ -274,6 +276,7 @@ class Options:
     autocast: Literal["bfloat16"] | None = None
     epochs: int = bounded(10, ">= 1")
     eval_every: int = bounded(1, ">= 1")
+    eval_steps: int | None = bounded(None, ">= 1")
     keep_best: bool = False
     patience: int | None = bounded(None, ">= 1")
     max_steps: int | None = bounded(None, ">= 1")

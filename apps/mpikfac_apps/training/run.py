@@ -199,6 +199,7 @@ class Run(Problem):
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
             span = calendar.at(epoch)
+            ends, tests = index + 1 == span.steps, self._tests(step + 1)
             self._begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
@@ -208,7 +209,7 @@ class Run(Problem):
                     if self.mixes:
                         images, labels = self.mixes(epoch, index, images, labels)
                 self.step(step, images, labels)
-                if index + 1 == span.steps or self._meets(step + 1):
+                if ends or tests or self._meets(step + 1):
                     self.trainer.combine()  # a test is of one model, and so is a checkpoint
             if step + 1 == recording.chosen.stop:
                 recording.write()
@@ -216,9 +217,12 @@ class Run(Problem):
                 progress.advance(self._describe)
             if (step + 1) % self.options.log_every == 0:
                 self._report()
-            if index + 1 == span.steps:
+            if ends or tests:
                 self.guard.enter("evaluation", step)
-                self._end_epoch(epoch + 1)
+                if ends:
+                    self._end_epoch(epoch + 1)
+                else:
+                    self._test(f"step {step + 1}:")
             if (stop := self._follow_votes()) or self.impatient:
                 break
         recording.write()  # if the run stopped before the last traced step
@@ -298,6 +302,11 @@ class Run(Problem):
         """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
         every = self.options.checkpoint_every
         return every is not None and steps % every == 0 and self.meter.alone
+
+    def _tests(self, steps: int) -> bool:
+        """Return whether the network is tested after so many steps, also within an epoch."""
+        every = self.options.eval_steps
+        return every is not None and steps % every == 0
 
     # -- votes of the ranks ----------------------------------------------------------------------
 
@@ -389,21 +398,26 @@ class Run(Problem):
         measure, key = self.task.measure, key_of(self.task.measure)
         loss, value = self.meter.everything()
         found = {"train_loss": self._finite(loss), f"train_{key}": value}
-        text = f"train {measure} {measured(measure, value)}"
-        tested: Mapping[str, float] = {}
+        text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
-            model = self.tested_model()
-            tested = self.evaluate(model)
-            found |= {f"test_{key_of(name)}": value for name, value in tested.items()}
-            text += f", test {words_of(tested, measure)}"
-        self._row(**found)
+            self._test(text, **found)
+        else:
+            self._row(**found)
+            log.info(f"{text} {self.speed.seconds:.1f} s")
         self.batches.share_broken(self.comm)
-        log.info(f"epoch {epoch}: loss {loss:.4f}, {text}, {self.speed.seconds:.1f} s")
-        if tested and self.best.follow(tested[measure]) and self.options.keep_best and self.record:
-            steps = self.trainer.steps
-            told = f"test {words_of(tested, measure)} after step {steps}, the best so far"
-            best.keep(model, Path(self.options.run_dir), told)
-        if tested and self.impatient:
+
+    def _test(self, text: str, **found: float) -> None:
+        """Test the network, add the test to a row and to a line, and keep the best weights."""
+        measure, model, steps = self.task.measure, self.tested_model(), self.trainer.steps
+        tested = self.evaluate(model)
+        self._row(**found, **{f"test_{key_of(name)}": value for name, value in tested.items()})
+        said = f"test {words_of(tested, measure)}"
+        log.info(f"{text} {said}, {self.speed.seconds:.1f} s")
+        if self.best.follow(tested[measure]) and self.options.keep_best and self.record:
+            best.keep(
+                model, Path(self.options.run_dir), f"{said} after step {steps}, the best so far"
+            )
+        if self.impatient:
             log.info("%d tests in a row are no better: the run ends early", self.best.since)
 
     @property
