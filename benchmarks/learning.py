@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -94,11 +93,13 @@ def launch(
     seed: int,
     shown: Callable[[Path], str] = lambda metrics: f"{accuracy(metrics):.2%}",
 ) -> Path:
-    """Train, and return the metrics file of the run, under `options.out`; print the result."""
+    """Train, and return the metrics file of the run, under `options.out`; print the result.
+
+    A run that was stopped goes on from its last checkpoint.
+    """
     directory = options.out / name
-    shutil.rmtree(directory, ignore_errors=True)
     settings = {"data.path": str(options.data), **settings, "optimizer": optimizer}
-    settings |= {"seed": str(seed), "run_dir": str(directory)}
+    settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
     program = Path(__file__).parents[1] / "apps" / "train_cnn.py"
     command = [*launcher, "-n", options.ranks, sys.executable, "-m", "mpi4py", str(program)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -126,7 +127,9 @@ def step_seconds(options: argparse.Namespace, optimizer: str, grid: list[dict[st
     """
     short = {"max_steps": "60", "checkpoint_minutes": "null"}
     settings = {**COMMON, **grid[-1], **short}
-    metrics = learning.launch(options, f"seconds-{optimizer}", optimizer, settings, 0, shown=str)
+    name = f"seconds-{optimizer}"
+    shutil.rmtree(options.out / name, ignore_errors=True)
+    metrics = learning.launch(options, name, optimizer, settings, 0, shown=str)
     rows = map(json.loads, metrics.read_text().splitlines())
     after = {row["step"]: row["seconds"] for row in rows if "loss" in row}
     return (after[60] - after[10]) / 50

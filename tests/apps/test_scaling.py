@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import yaml
@@ -92,6 +93,19 @@ def test_each_batch_takes_the_variant_with_the_fewest_steps(study, tmp_path):
         *(("sgd", 16, 400, 1), ("sgd", 64, 200, 1)),
         *(("adamw", 16, 100, 1), ("kfac", 64, 50, 2)),  # a seed of dp-kfac is missing
     ]
+
+
+def test_the_largest_batch_that_takes_twice_the_images(study, tmp_path):
+    """Oracle: 6,400 images with batches of 16, 12,800 with 64; one more step is too many."""
+    cells = results.read(study, tmp_path)
+    assert scaling.efficient_batches(scaling.steps_to_target(cells, 0.9)) == {"sgd": 64}
+    sgd = next(cell for cell in study.cells if cell.label == "sgd, batch 64, lr 0.2 on 1 rank")
+    shutil.rmtree(tmp_path / "cells" / sgd.directory)
+    fill(tmp_path / "cells" / sgd.directory, sgd, 201)
+    steps = scaling.steps_to_target(results.read(study, tmp_path), 0.9)
+    assert scaling.efficient_batches(steps) == {"sgd": 16}
+    (said,) = at_ranks.efficiency(steps)
+    assert said.endswith("best batch: 16 (sgd).")
 
 
 def test_more_seeds_go_before_fewer_steps(tmp_path):

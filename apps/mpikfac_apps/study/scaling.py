@@ -104,6 +104,21 @@ def _order(found: Steps) -> tuple[int, float]:
     return -found.steps.count, found.steps.mean
 
 
+def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
+    """Return by kind the largest batch that takes at most twice the images of the best batch.
+
+    Such a batch is the critical batch of [McCandlish et al. 2018]. A kind needs two batches.
+    """
+    images: dict[str, dict[int, float]] = {}
+    for each in steps:
+        images.setdefault(each.kind, {})[each.batch] = each.batch * each.steps.mean
+    return {
+        kind: max(batch for batch, seen in own.items() if seen <= 2 * min(own.values()))
+        for kind, own in images.items()
+        if len(own) > 1
+    }
+
+
 def forecasts(
     machine: mpikfac.predict.Machine, ranks: Sequence[int], cells: Sequence[Measured], target: float
 ) -> list[Forecast]:

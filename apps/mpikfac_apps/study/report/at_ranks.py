@@ -58,14 +58,14 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
     forecasts = scaling.forecasts(study.machine, study.predict_ranks, cells, target)
     if not forecasts:
         return Section(sentences=[NOTHING])
-    found = rows(forecasts)
-    figure = draw(scaling.steps_to_target(cells, target), forecasts)
+    found, steps = rows(forecasts), scaling.steps_to_target(cells, target)
+    figure = draw(steps, forecasts)
     return Section(
         rows=found,
         columns=columns(),
         table=by_ranks(found, columns()),
         picture=inline_svg(figure, "at-ranks", TITLE),
-        sentences=list(sentences(forecasts, study.measure, target)),
+        sentences=[*sentences(forecasts, study.measure, target), *efficiency(steps)],
     )
 
 
@@ -119,6 +119,16 @@ def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) ->
     ]
     aim = f"a test {measure.name} of {measure.text(target)}"
     yield f"Predicted for {number(ranks, 'rank')}: {aim} is reached by {'; by '.join(said)}."
+
+
+def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
+    """Return a sentence about the largest batches that are used well."""
+    if largest := scaling.efficient_batches(steps):
+        said = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
+        yield (
+            "The largest measured batch that reaches the target with at most twice the images of "
+            f"the optimizer's best batch: {said}."
+        )
 
 
 def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
