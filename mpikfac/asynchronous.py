@@ -264,13 +264,17 @@ class Asynchronous(DataParallel):
         self.replicas.keep()
 
     def close(self) -> None:
-        """Leave the servers; `serve_updates` returns once all clients have left.
+        """Leave the servers, and free the communicators; no step may follow.
 
-        Collective over: none.
+        `serve_updates` returns once all clients have left.
+
+        Collective over: the client's ranks.
         """
         if self._comm.rank == 0:
             for server in range(self._link.remote_size):
                 self._link.send(None, dest=server, tag=LEAVING)
+        super().close()
+        self._comm.Free()
 
     # -- state -----------------------------------------------------------------------------------
 

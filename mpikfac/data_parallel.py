@@ -210,6 +210,13 @@ class DataParallel:
         """Remove the hooks; the model is as before, except for the weights."""
         self.gradients.detach()
 
+    def close(self) -> None:
+        """Free the communicators; no step may follow.
+
+        Collective over: world.
+        """
+        self.gradients.grid.free()
+
     def collect(self) -> None:
         """Take a part of the rank's share of a batch; see `KFAC.collect`."""
         self.gradients.look(self._in_force())

@@ -48,8 +48,8 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
 
     A `UserError` (known to all ranks) is printed once as `mpikfac: ...`, and every rank exits with
     code 2. After any other exception the failing rank prints the traceback and a summary of 1 line,
-    and aborts the job. `SystemExit` counts as a failure too: the remaining ranks would wait. A
-    `KeyboardInterrupt` in a job of a single rank goes on: no rank waits.
+    and aborts the job with code 1. `SystemExit` counts as a failure too: the remaining ranks would
+    wait. A `KeyboardInterrupt` in a job of a single rank goes on: no rank waits.
 
     Args:
         where: returns what the rank is doing, such as "step 12"; called after a failure.
@@ -79,7 +79,7 @@ def ending(comm: _Ranks, where: Callable[[], str] = lambda: "") -> Iterator[None
         # A single write, end of line included: the launcher puts notes between two writes.
         print(report, end="", file=sys.stderr, flush=True)
         comm.Abort(CRASH)
-        raise
+        raise SystemExit(CRASH) from None  # some MPIs end the process only now
 
 
 def _all_arrived(comm: _Ranks) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
 from mpikfac.engine import (
     Bases,
+    Cautions,
     Curvature,
     Directions,
     Factors,
@@ -79,7 +80,6 @@ from mpikfac.trace import Trace
 
 log = logging.getLogger("mpikfac")
 
-LEAST_DAMPING = 1e-8  # in float32
 # Names of items of the state.
 OWN = "kfac/"
 OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
@@ -165,9 +165,7 @@ class KFAC:
         self.nonfinite = Nonfinite(self._team.trains.rank)
         self._assemble(strategy or Strategy.comm_opt(self._team.size))
         take_model(model, self)
-        self._unseen: set[str] = set()  # layers that K-FAC has warned of
-        self._coarse = False  # whether K-FAC has warned of little damping
-        self._large = False  # whether K-FAC has warned of large factors
+        self._cautions = Cautions()
         self._begin(0)
         if self._team.trains.rank == 0:
             found = offers(model, self.others, self._coverage)
@@ -558,14 +556,14 @@ class KFAC:
         self.gradients.detach()
 
     def close(self) -> None:
-        """End the sending thread, and let curvature ranks go: on curvature ranks, `serve` returns.
+        """Free the communicators, and let curvature ranks go: on curvature ranks, `serve` returns.
 
         Pending messages are sent and kept first. No step may follow.
 
         Collective over: world.
         """
         self.factors.settle()
-        self.grid.close()
+        self.grid.free()
         if self.curvature:
             self.curvature.close()
 
@@ -629,10 +627,12 @@ class KFAC:
         """
         share = self._share()
         damping = self.settings.at("damping", self.steps)
-        self._warn_of_damping(damping)
+        in_float32 = self.gradients.arena.flat.dtype == torch.float32
+        if in_float32 and not self.settings.damping.is_relative:
+            self._cautions.little_damping(damping, self.steps)
         factors = self.factors.whole(share)
         self._leave_state()  # from here on, the state has what this step has begun
-        warn = partial(self._warn_of_size, damping=damping, step=self.steps)
+        warn = partial(self._cautions.large_factors, damping=damping, step=self.steps)
         self.bases.decompose(factors, self.steps, damping, share, warn)
 
     def _publish_bases(self) -> None:
@@ -722,38 +722,7 @@ class KFAC:
         """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
         for name in self.recorder.finish():
             if self.gradients.arena[name].any():
-                self._warn_unseen(name)
-
-    def _warn_of_damping(self, damping: float) -> None:
-        coarse = not self.settings.damping.is_relative and damping < LEAST_DAMPING
-        if coarse and self.gradients.arena.flat.dtype == torch.float32 and not self._coarse:
-            self._coarse = True
-            log.warning(
-                "damping=%g at step %d is below %g: float32 has too few digits for directions with "
-                "so little damping; take more damping, or a model in float64",
-                *(damping, self.steps, LEAST_DAMPING),
-            )
-
-    def _warn_of_size(self, layers: Sequence[str], damping: float, step: int) -> None:
-        if layers and not self._large:
-            self._large = True
-            log.warning(
-                "layer %r at step %d: float32 rounds the factors of such large inputs and "
-                "gradients by more than damping=%g covers, so directions may be wrong; normalise "
-                "the inputs, or take more damping, or a model in float64",
-                *(layers[0], step, damping),
-            )
-
-    def _warn_unseen(self, name: str) -> None:
-        if name not in self._unseen:
-            self._unseen.add(name)
-            log.warning(
-                "layer %r has a gradient, and K-FAC saw no call of the module in train() mode: "
-                "without statistics, K-FAC does not change the direction of its gradient; call "
-                "the module itself in train() mode, or add %r to skip",
-                name,
-                name,
-            )
+                self._cautions.unseen(name)
 
     # -- details of the stages -------------------------------------------------------------------
 

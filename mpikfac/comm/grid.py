@@ -120,9 +120,14 @@ class Grid:
         decoded values. Elements that a rank neither owns nor receives are undefined.
 
         Collective over: each message's `over`.
+
+        Raises:
+            ValueError: the communicators are freed.
         """
         if not messages:
             return
+        if not self._teams:
+            raise ValueError("the communicators are freed: no step may follow close()")
         if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
             self._exchange(messages, flat.view(torch.int16))  # MPI knows 16-bit integers
             return
@@ -213,13 +218,16 @@ class Grid:
         self.encoded.forget()
 
     def free(self) -> None:
-        """End the thread, and free all communicators; no message may follow.
+        """End the threads, and free all communicators; no message may follow.
+
+        An MPI has a limited number of communicators: MPICH has 2,048 in a process.
 
         Collective over: world.
         """
         self.close()
         for comm in self.communicators:
             comm.Free()
+        self._teams, self._progress = {}, {}
 
     def close(self) -> None:
         """End the thread of overlapped sums, if the grid has a thread, once all sums are sent.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpikfac.engine.bases import Bases
+from mpikfac.engine.cautions import Cautions
 from mpikfac.engine.copies import Replicas, of_copies, of_rank
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
@@ -32,6 +33,7 @@ from mpikfac.engine.statistics import Factors, Recorder, Scales
 __all__ = [
     "VERSION",
     "Bases",
+    "Cautions",
     "Curvature",
     "Directions",
     "Factors",

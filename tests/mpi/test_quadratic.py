@@ -49,7 +49,6 @@ def train(kfac, comm, steps=STEPS, cut=None):
         if not cut:
             kfac.adapt(before.item(), after.item())
             numbers.append(kfac.settings.at("damping", kfac.steps))
-    kfac.close()
     return problem.state(kfac.model), numbers
 
 

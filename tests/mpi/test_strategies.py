@@ -156,9 +156,21 @@ def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
     kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     problem.run(kfac, comm, range(3))
     assert threading.active_count() == before + (RANKS > 1)
+    used = kfac.communicators
     kfac.close()
     assert threading.active_count() == before
     assert kfac.factors.settled
+    assert not any(used)  # MPI's null communicators
+
+
+@pytest.mark.skipif(RANKS == 1, reason="a rank alone sends nothing")
+def test_no_step_follows_close(comm):
+    """Oracle: the text of the error; a second call does nothing."""
+    kfac = trainer(comm, None, "eigen")
+    kfac.close()
+    kfac.close()
+    with pytest.raises(ValueError, match=r"no step may follow close\(\)"):
+        problem.run(kfac, comm, [0])
 
 
 @pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])

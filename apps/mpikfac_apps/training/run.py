@@ -355,8 +355,7 @@ class Run(Problem):
         self.saver.close()
         if isinstance(self.trainer, mpikfac.Asynchronous):
             log.info("%s", told_staleness(staleness_of_all(self.trainer, self.comm)))
-        if isinstance(self.trainer, mpikfac.KFAC | mpikfac.Asynchronous):
-            self.trainer.close()
+        self.trainer.close()
         if self.split:
             self.split.detach()
         if self.comm.rank == 0:
