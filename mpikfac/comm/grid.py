@@ -218,21 +218,15 @@ class Grid:
         self.encoded.forget()
 
     def free(self) -> None:
-        """End the threads, and free all communicators; no message may follow.
+        """End the threads once all their sums are sent, and free all communicators.
 
-        An MPI has a limited number of communicators: MPICH has 2,048 in a process.
-
-        Collective over: world.
-        """
-        self.close()
-        for comm in self.communicators:
-            comm.Free()
-        self._teams, self._progress = {}, {}
-
-    def close(self) -> None:
-        """End the thread of overlapped sums, if the grid has a thread, once all sums are sent.
+        No message may follow. An MPI has a limited number of communicators: MPICH has 2,048 in a
+        process.
 
         Collective over: world.
         """
         for thread in self._progress.values():
             thread.close()
+        for comm in self.communicators:
+            comm.Free()
+        self._teams, self._progress = {}, {}
