@@ -25,6 +25,7 @@ from mpikfac.comm.messages import (
     sum_in_order,
 )
 from mpikfac.comm.mpi import MPI
+from mpikfac.errors import UserError
 from mpikfac.plan import BETWEEN_NODES, IN_NODE, Distribution, Layout, Message
 from mpikfac.trace import Trace
 
@@ -43,7 +44,8 @@ class Grid:
         combiner: combines vectors of ranks by a robust rule, and remembers earlier steps.
 
     Raises:
-        UserError: ranks do not share a node as `ranks_per_node` demands.
+        UserError: ranks do not share a node as `ranks_per_node` demands, or MPI has no communicator
+            left: MPICH has 2,048 in a process.
     """
 
     def __init__(
@@ -54,9 +56,16 @@ class Grid:
         ranks_per_node: int | None = None,
         distribution: Distribution | None = None,
     ) -> None:
-        self.world = comm.Create_cart([rows, comm.size // rows])
-        self.column = self.world.Sub([True, False])
-        self.row = self.world.Sub([False, True])
+        try:
+            self.world = comm.Create_cart([rows, comm.size // rows])
+            self.column = self.world.Sub([True, False])
+            self.row = self.world.Sub([False, True])
+        except MPI.Exception as error:
+            why = str(error).splitlines()[-1]
+            raise UserError(
+                f"MPI makes no communicator: {why}; "
+                "call close() of trainers that take no more steps"
+            ) from error
         self._teams: dict[str, MPI.Intracomm] = {}
         for name, team in (("world", self.world), ("column", self.column), ("row", self.row)):
             self._teams[name], team.name = team, name
@@ -220,8 +229,7 @@ class Grid:
     def free(self) -> None:
         """End the threads once all their sums are sent, and free all communicators.
 
-        No message may follow. An MPI has a limited number of communicators: MPICH has 2,048 in a
-        process.
+        No message may follow.
 
         Collective over: world.
         """

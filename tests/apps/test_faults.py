@@ -145,6 +145,7 @@ def test_a_write_that_never_ends_is_told_and_ends_the_job(tmp_path):
     fault = (str(PROGRAMS / "faulty.py"), "sleep", "write", "1", str(tmp_path / "time"))
     options = (
         *("--batch=120", "--data.train_images=360", "--epochs=9999", "--threads=1"),
+        "--eval_every=9999",  # a rank in a test would be told as such
         *("--checkpoint_minutes=0.001", "--hang_after=2", f"--run_dir={tmp_path / 'run'}"),
     )
     job = launch(2, *fault, *options)

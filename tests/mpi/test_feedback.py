@@ -145,7 +145,6 @@ def test_overlapped_messages_send_the_same_bits(comm, codec, to_owners):
         assert torch.equal(flat[own], expected[own])
     assert turn.trace.sent == beside.trace.sent
     assert beside.encoded.kept.keys() == turn.encoded.kept.keys()
-    beside.close()
 
 
 def gradients_by_hand(model, layout, batch):

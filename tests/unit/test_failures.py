@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import platform
+import re
 import sys
 import textwrap
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
 import mpikfac
+from mpikfac.comm import Grid
 from support.launch import launch
 
 HEADER = """
@@ -156,3 +159,14 @@ def test_one_rank_may_be_alone(bare, environment):
     for name, value in environment.items():
         bare.setenv(name, value)
     assert mpikfac.world().size == 1
+
+
+def test_a_process_without_communicators_is_told_the_remedy(comm):
+    """Oracle: the last line of MPI's own text, and the remedy."""
+
+    def full(sides):
+        raise MPI.Exception(MPI.ERR_COMM)
+
+    text = re.escape(str(MPI.Exception(MPI.ERR_COMM)).splitlines()[-1])
+    with pytest.raises(mpikfac.UserError, match=rf"^MPI makes no communicator: {text}; call close"):
+        Grid(SimpleNamespace(size=1, Create_cart=full), 1, mpikfac.Trace())
