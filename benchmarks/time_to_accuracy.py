@@ -6,7 +6,7 @@ SGD and the other first-order optimizers train for 15 epochs, K-FAC for fewer. E
 falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0, then
 the best settings with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
 beside this file. Runs in the file are not repeated: several sittings, or machines, can share the
-work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the last
+work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the first
 setting of each of `--grids` by turns: run this mode on an idle machine.
 """
 
@@ -43,10 +43,10 @@ KFAC_GRID = [
 
 RECIPE_GRID = [
     {
-        **{"epochs": epochs, "lr": "0.003", "weight_decay": decay},
-        **{"kfac.factor_every": "10", "kfac.basis_every": "50"},
+        **{"epochs": "7", "lr": "0.003", "weight_decay": "0.02"},
+        **{"kfac.factor_every": every, "kfac.basis_every": f"{int(every) * 5}", **batch},
     }
-    for epochs, decay in (("7", "0.02"),)
+    for every, batch in (("10", {}), ("20", {"batch": "128"}))
 ]
 GRIDS = {
     "sgd": ("sgd", SGD_GRID),
@@ -126,7 +126,7 @@ def step_seconds(options: argparse.Namespace, optimizer: str, grid: list[dict[st
     In 50 steps, K-FAC at (10, 50) has one refresh of the bases.
     """
     short = {"max_steps": "60", "checkpoint_minutes": "null"}
-    settings = {**COMMON, **grid[-1], **short}
+    settings = {**COMMON, **grid[0], **short}
     name = f"seconds-{optimizer}"
     shutil.rmtree(options.out / name, ignore_errors=True)
     metrics = learning.launch(options, name, optimizer, settings, 0, shown=str)
