@@ -6,8 +6,8 @@ SGD and the other first-order optimizers train for 15 epochs, K-FAC for fewer. E
 falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0, then
 the best settings with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
 beside this file. Runs in the file are not repeated: several sittings, or machines, can share the
-work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the first
-setting of each of `--grids` by turns: run this mode on an idle machine.
+work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the
+first setting of each of `--grids` by turns: run this mode on an idle machine.
 """
 
 from __future__ import annotations
