@@ -57,15 +57,27 @@ class Grid:
         distribution: Distribution | None = None,
     ) -> None:
         try:
-            self.world = comm.Create_cart([rows, comm.size // rows])
-            self.column = self.world.Sub([True, False])
-            self.row = self.world.Sub([False, True])
+            self._arrange(comm, rows, ranks_per_node, distribution)
         except MPI.Exception as error:
             why = str(error).splitlines()[-1]
             raise UserError(
                 f"MPI makes no communicator: {why}; "
                 "call close() of trainers that take no more steps"
             ) from error
+        self._progress: dict[str, ProgressThread] = {}
+        self._keep_nothing(trace)
+
+    def _arrange(
+        self,
+        comm: MPI.Intracomm,
+        rows: int,
+        ranks_per_node: int | None,
+        distribution: Distribution | None,
+    ) -> None:
+        """Make all communicators."""
+        self.world = comm.Create_cart([rows, comm.size // rows])
+        self.column = self.world.Sub([True, False])
+        self.row = self.world.Sub([False, True])
         self._teams: dict[str, MPI.Intracomm] = {}
         for name, team in (("world", self.world), ("column", self.column), ("row", self.row)):
             self._teams[name], team.name = team, name
@@ -74,8 +86,6 @@ class Grid:
             self._teams |= self._two_levels(self.world.rank // ranks_per_node)
         if distribution is not None and distribution.ways > 1:
             self._teams |= self._groups(distribution)
-        self._progress: dict[str, ProgressThread] = {}
-        self._keep_nothing(trace)
 
     def _keep_nothing(self, trace: Trace) -> None:
         """Begin with no stage recorded in `trace`, and nothing kept of earlier messages."""

@@ -88,8 +88,9 @@ def test_a_report_is_one_write(monkeypatch):
     stream = io.TextIOWrapper(io.BufferedWriter(writes), line_buffering=True)  # as stderr is
     monkeypatch.setattr(sys, "stderr", stream)
     comm = SimpleNamespace(rank=1, size=2, Abort=lambda code: None)
-    with pytest.raises(SystemExit), mpikfac.ending(comm, lambda: "in a test"):
+    with pytest.raises(SystemExit) as left, mpikfac.ending(comm, lambda: "in a test"):
         raise KeyError("lost")
+    assert left.value.code == 1
     (report,) = writes.pieces
     assert report.endswith("in a test: KeyError: 'lost'\n")
 

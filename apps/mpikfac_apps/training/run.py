@@ -199,7 +199,7 @@ class Run(Problem):
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
             span = calendar.at(epoch)
-            ends, tests = index + 1 == span.steps, self._tests(step + 1)
+            ends, tests = index + 1 == span.steps, self._test_due(step + 1)
             self._begin_epoch(epoch)
             self.guard.enter("step", step)
             self._vote()
@@ -303,8 +303,8 @@ class Run(Problem):
         every = self.options.checkpoint_every
         return every is not None and steps % every == 0 and self.meter.alone
 
-    def _tests(self, steps: int) -> bool:
-        """Return whether the network is tested after so many steps, also within an epoch."""
+    def _test_due(self, steps: int) -> bool:
+        """Return whether the options ask for a test after so many steps, also within an epoch."""
         every = self.options.eval_steps
         return every is not None and steps % every == 0
 
