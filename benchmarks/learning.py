@@ -35,12 +35,18 @@ COMMON = {
     "schedule": "linear",
     "weight_decay": "0.0005",
 }
-SGD_GRID = [{"lr": lr} for lr in ("0.03", "0.06", "0.1", "0.2", "0.4")]
+SGD_GRID = [
+    {"batch": batch, "lr": lr}
+    for batch, lr in (("256", "0.1"), ("256", "0.2"), ("128", "0.1"), ("64", "0.05"), ("64", "0.1"))
+]
 KFAC_GRID = [
-    {"lr": lr, "weight_decay": decay, "kfac.factor_every": "5", "kfac.basis_every": "10"}
-    for lr, decay in (
-        *(("0.003", "0.0005"), ("0.003", "0.01"), ("0.003", "0.02")),
-        *(("0.003", "0.05"), ("0.006", "0.02")),
+    {
+        **{"batch": batch, "lr": "0.003", "weight_decay": decay},
+        **{"kfac.factor_every": every, "kfac.basis_every": f"{2 * int(every)}"},
+    }
+    for batch, decay, every in (
+        *(("256", "0.0005", "5"), ("256", "0.01", "5"), ("256", "0.02", "5")),
+        *(("128", "0.02", "10"), ("64", "0.02", "20")),
     )
 ]
 LONG = {"epochs": "15"}

@@ -42,7 +42,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "bfloat16": ROUNDED | {"solver": mpikfac.Inverse(dtype=BF16)},
     "ekfac": {"solver": "ekfac"},
     "eigen, bfloat16": {"solver": mpikfac.Eigen(dtype=BF16)} | ROUNDED,
-    "subsample 4": {"estimator": mpikfac.Estimator(subsample=4)},
+    "subsample 1": {"estimator": mpikfac.Estimator(subsample=1)},
     "eigen, delay 1": {"solver": "eigen", "delay": 1},
 }
 

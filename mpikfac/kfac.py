@@ -566,6 +566,7 @@ class KFAC:
         self.grid.free()
         if self.curvature:
             self.curvature.close()
+            self.curvature = None  # a second call lets nobody go
 
     # -- the stages, in order --------------------------------------------------------------------
 

@@ -85,6 +85,13 @@ class RankPlan:
         return (self.strategy.transport.parts or 0) // self.grid.count
 
     @property
+    def pooled(self) -> int:
+        """The number of equal shares of a batch that factors come from: parts, ranks, or 1."""
+        alone = self.strategy.exchange.robust.combine_factors == "near"
+        alone |= self.strategy.reduction == "none"
+        return 1 if alone else self.strategy.transport.parts or self.grid.count
+
+    @property
     def shares(self) -> list[int | None]:
         """None for all layers, and then, with `stagger`, the shares of a refresh."""
         stagger = self.strategy.refresh.stagger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -21,6 +22,27 @@ from mpikfac.numerics import (
 )
 from mpikfac.plan import check_count, one_of
 from mpikfac.settings.schedule import Schedule, in_force
+
+# What the factors of a layer are estimated from at least, in a batch of all ranks together.
+LEAST_EXAMPLES = 32
+LEAST_VECTORS = 4  # for each row of the layer's largest factor
+
+
+def sparse(examples: int, vectors: int, *, shares: int, order: int) -> int:
+    """Return the distance of examples from which a layer's factors are estimated by default.
+
+    The distance is the largest power of 2 that leaves 32 examples, and 4 vectors for each row of
+    the largest factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] take an eighth
+    of a batch.
+
+    Args:
+        examples: the number of examples of a share of the batch.
+        vectors: the number of vectors of the share.
+        shares: the number of shares of the batch, which all have about as many examples.
+        order: the number of rows of the largest factor.
+    """
+    enough = max(LEAST_EXAMPLES, math.ceil(LEAST_VECTORS * order * examples / max(1, vectors)))
+    return 1 << max(0, (examples * shares // enough).bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,9 @@ class Estimator:
             ("forward-only").
         samples: the number of labels that fisher="sampled" draws for each example.
         subsample: the distance of the examples in a batch from which factors are estimated: 4 for
-            every fourth example.
+            every fourth example. None: a distance for each layer that leaves at least 32 examples
+            of all ranks together, and 4 vectors for each row of the layer's largest factor; 1 for
+            vectors, diagonals, and the solver "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.
         factor_dtype: the dtype in which running averages of factors are kept; None for the dtype of
@@ -70,7 +94,7 @@ class Estimator:
     normalization: Normalization = "expand"
     fisher: Fisher = "empirical"
     samples: int = 1
-    subsample: int = 1
+    subsample: int | None = None
     statistics_dtype: torch.dtype | None = None
     factor_dtype: torch.dtype | None = None
     loss_positions: int = 1
@@ -81,7 +105,8 @@ class Estimator:
         one_of("normalization", self.normalization, NORMALIZATIONS)
         one_of("fisher", self.fisher, FISHERS)
         check_count("samples", self.samples, 1)
-        check_count("subsample", self.subsample, 1)
+        if self.subsample is not None:
+            check_count("subsample", self.subsample, 1)
         one_of("statistics_dtype", self.statistics_dtype, (None, torch.bfloat16))
         one_of("factor_dtype", self.factor_dtype, (None, torch.bfloat16))
         check_count("loss_positions", self.loss_positions, 1)

@@ -156,15 +156,15 @@ def test_label_smoothing_is_of_the_training_alone(tmp_path):
     reason="pytorch_optimizer is not installed; run pip install pytorch_optimizer",
 )
 def test_the_study_compares_three_optimizers_at_three_rates(monkeypatch):
-    """Oracle: the file's purpose: 200 steps of 2,000 images each, alike but for the optimizer."""
+    """Oracle: the file's purpose: 80 steps of 250 images each, alike but for the optimizer."""
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
     found = spec.read(root / "jobs" / "studies" / "airbench.yaml")
     chosen = [cell.options for cell in found.cells]
     rates = {(o.optimizer, o.lr) for o in chosen}
     assert sorted(name for name, _ in rates) == sorted(3 * ["sgd", "muon", "kfac"])
-    assert {(o.model, o.data.name, o.batch, o.epochs) for o in chosen} == {
-        ("airbench94", "cifar10", 2000, 8)
+    assert {(o.model, o.data.name, o.batch, o.epochs * o.data.train_images) for o in chosen} == {
+        ("airbench94", "cifar10", 250, 80 * 250)
     }
     assert {(o.label_smoothing, o.data.shift, o.data.mirror) for o in chosen} == {
         (0.2, 2, "alternating")

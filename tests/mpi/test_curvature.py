@@ -227,6 +227,26 @@ def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
     on_both(comm, curvature_ranks, train)
 
 
+def test_curvature_ranks_are_let_go_once(comm, monkeypatch):
+    """Oracle: the number of messages; a second message would count for another training rank."""
+    sent = []
+
+    def leave(curvature):
+        sent.append(curvature)
+        intercomm.leave(curvature)
+
+    monkeypatch.setattr(decomposers, "leave", leave)
+
+    def train(training, curvature):
+        kfac = trainer(training, curvature)
+        run(kfac, range(1))
+        kfac.close()
+        kfac.close()
+        assert len(sent) == 1
+
+    on_both(comm, 1, train)
+
+
 def test_a_state_is_loaded_over_bases_on_their_way(comm):
     """Oracle: the run from the state on; decompositions pending from before are not used."""
 

@@ -350,6 +350,22 @@ TABLE = (
         "tests/unit/test_inner.py",
     ),
     Mistake(
+        "subsample: a rank counts the examples of the rank alone",
+        "engine/statistics/recorder.py",
+        "distances(of_plan, factors.plan.pooled,",
+        "distances(of_plan, 1,",
+        "tests/mpi/test_subsample.py",
+        ranks=2,
+    ),
+    Mistake(
+        "subsample: few examples stand for the whole batch in an embedding's diagonal",
+        "engine/statistics/recorder.py",
+        "layer.solver.vector or layer.shape.diagonal or layer.rescaled",
+        "layer.solver.vector or layer.rescaled",
+        "tests/mpi/test_subsample.py",
+        ranks=2,
+    ),
+    Mistake(
         "attention: statistics are sent before all groups are recorded",
         "engine/statistics/recorder.py",
         "all(one.complete for one in",

@@ -258,7 +258,7 @@ class Run(Problem):
         if not (isinstance(self.trainer, mpikfac.KFAC) and self.options.quadratic):
             self.trainer.step(mean_loss=mean_loss)
             return
-        every = self.options.kfac.estimator.subsample
+        every = self.options.kfac.estimator.subsample or 1
         inputs = self.normalise(images[::every])
         targets = self.task.targets(inputs, labels[::every])
         self.trainer.step(inputs=inputs, loss=lambda outputs: self.loss(outputs, targets))

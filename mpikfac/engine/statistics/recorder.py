@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpikfac.engine.statistics.factors import Factors
 from mpikfac.layers import Attached, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
-from mpikfac.settings import Estimator, Turn
+from mpikfac.settings import Estimator, Turn, sparse
 
 log = logging.getLogger("mpikfac")
 
@@ -87,17 +87,37 @@ class LayerSums:
     """The sums of a layer, or of a group of a layer, and the counts of the sums.
 
     Attributes:
+        distance: returns the distance of the examples to take, from the numbers of examples and of
+            vectors of a call.
         complete: whether the backward pass has passed the layer.
     """
 
     layer: Layer
     vector: bool
+    distance: Callable[[int, int], int]
     sides: Sequence[SideSums]
     counts: Counts = field(default_factory=Counts)
     complete: bool = False
 
 
-def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor]) -> LayerSums:
+def distances(layer: PlannedLayer, shares: int, subsample: int | None) -> Callable[[int, int], int]:
+    """Return the function that tells the distance of examples, see `LayerSums.distance`.
+
+    The function keeps results: nearly all calls of a layer have the same numbers.
+    """
+    everything = layer.solver.vector or layer.shape.diagonal or layer.rescaled
+    if subsample is not None or everything:
+        return lru_cache(lambda *_: subsample or 1)
+    order = max(factor.order for side in layer.shape.sides for factor in layer.side(side))
+    return lru_cache(partial(sparse, shares=shares, order=order))
+
+
+def bound(
+    layer: Layer,
+    planned: PlannedLayer,
+    statistics: Mapping[str, Tensor],
+    distance: Callable[[int, int], int],
+) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
     vector = planned.solver.vector
     moment = layer.first_moment if vector else layer.second_moment
@@ -114,7 +134,7 @@ def bound(layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor])
                 sums.append(Sum(factor, block, total, count))
         if sums:
             sides.append(SideSums(side, side in layer.quadratic, moment, sums))
-    return LayerSums(layer, vector, sides)
+    return LayerSums(layer, vector, distance, sides)
 
 
 class Recorder(Part):
@@ -148,7 +168,9 @@ class Recorder(Part):
         planned = {layer.name: layer for layer in factors.plan.layers}
         self._layers: dict[str, list[LayerSums]] = {}
         for layer in layers:
-            own = [bound(one, planned[layer.name], self.statistics) for one in layer.members]
+            of_plan = planned[layer.name]
+            distance = distances(of_plan, factors.plan.pooled, estimator.subsample)
+            own = [bound(one, of_plan, self.statistics, distance) for one in layer.members]
             if own[0].sides:
                 self._layers[layer.name] = own
         self._recorded: set[str] = set()  # layers with sums that are not finished
@@ -336,9 +358,10 @@ class Recorder(Part):
         if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
             x = x.to(g.dtype).to(self._dtype)
         g = g.to(self._dtype)
+        vectors = layer.positions(g)
         if turn.first:
-            sums.counts.add(len(x), layer.positions(g), forward_pass)
-        every = slice(None, None, self.estimator.subsample)
+            sums.counts.add(len(x), vectors, forward_pass)
+        every = slice(None, None, sums.distance(len(x), vectors))
         some_x, some_g = layer.prepared(x, g)[every], g[every]
         weight = len(x) / max(1, len(some_x))
         of_squares = turn.weight * weight

@@ -1,0 +1,122 @@
+"""Factors of some examples of a large batch: which examples, on any number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import Strategy
+from mpikfac.numerics import triangles
+from mpikfac.settings import sparse
+from support import problem
+
+IMAGES = 192  # every shard is a multiple of 4 at 1, 2, 3 and 4 ranks
+DISTANCES = {"0": 4, "3": 4, "5": 1}  # of the layers of `problem.network`, see the first test
+PARTS = 12
+
+
+@pytest.mark.parametrize(
+    ("examples", "positions", "order", "distance"),
+    [
+        (192, 64, 18, 4),  # 32 examples are enough, 6 of 192 would be too far: 4
+        (192, 9, 81, 4),  # 36 examples have 324 vectors, 4 for each of 81 rows
+        (192, 1, 37, 1),  # 148 examples
+        (64, 1024, 27, 2),
+        (60, 1024, 27, 1),
+        (4096, 64, 577, 64),  # 37 examples
+        (0, 1, 5, 1),
+    ],
+)
+def test_the_distance_is_a_power_of_2_that_leaves_enough(examples, positions, order, distance):
+    """Oracle: by hand."""
+    for shares in (1, 4):
+        share = examples // shares
+        assert sparse(share, share * positions, shares=shares, order=order) == distance
+
+
+def whole_batch():
+    """Return the images and labels of all ranks together."""
+    found = [problem.batch(step) for step in range(IMAGES // problem.EXAMPLES)]
+    return [torch.cat(tensors) for tensors in zip(*found)]
+
+
+def factors(comm, strategy=None, parts=1, shard=None, **settings):
+    """Return the factors after a step on the rank's shard of a large batch, by name."""
+    model = problem.network()
+    choices = problem.SETTINGS | {"solver": "inverse"} | settings
+    kfac = problem.kfac(model, problem.sgd(model), comm, strategy, **choices)
+    number, count = shard or (comm.rank, comm.size)
+    mine = (tensor.chunk(count)[number].chunk(parts) for tensor in whole_batch())
+    for images, labels in zip(*mine):
+        F.cross_entropy(model(images), labels).backward()
+        if parts > 1:
+            kfac.collect()
+            model.zero_grad()
+    kfac.step()
+    found = dict(kfac.factors.averages)
+    if not kfac.plan.forms[0].vector:
+        found = {name: triangles.unfold_triangle(packed) for name, packed in found.items()}
+    kfac.close()
+    return found
+
+
+def of_every(distance, comm, **settings):
+    return factors(comm.Split(comm.rank), subsample=distance, **settings)
+
+
+@pytest.mark.parametrize(
+    "strategy", [Strategy(), Strategy().changed(reduction="owners"), Strategy.mem_opt()]
+)
+def test_by_default_all_numbers_of_ranks_take_the_same_examples(comm, strategy):
+    """Oracle: one process that takes every 4th example for convolutions, and all for the rest."""
+    one = {distance: of_every(distance, comm) for distance in (1, 4)}
+    assert not torch.allclose(one[1]["0.A"], one[4]["0.A"])  # or the choice would not be tested
+    found = factors(comm, strategy)
+    assert any(comm.allgather(bool(found)))
+    for name, factor in found.items():
+        expected = one[DISTANCES[name[0]]][name]
+        torch.testing.assert_close(factor, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_parts_of_a_batch_take_the_examples_of_the_batch(comm):
+    """Oracle: one process with all parts, to the last bit."""
+    strategy = Strategy().changed(parts=PARTS)
+    found = factors(comm, strategy, PARTS // comm.size)
+    expected = factors(comm.Split(comm.rank), strategy, PARTS)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_an_owner_alone_takes_enough_of_the_owners_own_batch(comm):
+    """Oracle: one process whose whole batch is the rank's shard."""
+    strategy = Strategy().changed(reduction="none", workers=1)
+    found = factors(comm, strategy)
+    expected = factors(comm.Split(comm.rank), shard=(comm.rank, comm.size))
+    for name, factor in found.items():
+        torch.testing.assert_close(factor, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("solver", ["rank-one", "ekfac"])
+def test_vectors_and_rescaled_bases_take_all_examples(comm, solver):
+    """Oracle: the same with every example, by number."""
+    found, expected = factors(comm, solver=solver), factors(comm, solver=solver, subsample=1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_diagonal_of_an_embedding_takes_all_examples(comm):
+    """Oracle: the same with every example, by number; rare words need the whole batch."""
+
+    def diagonal(subsample):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(50, 3), torch.nn.Linear(3, 5)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        estimator = mpikfac.Estimator(subsample=subsample)
+        kfac = mpikfac.KFAC(model, optimizer, comm, estimator=estimator)
+        words = torch.randint(0, 50, (256, 8))
+        model(words).square().mean().backward()
+        kfac.step()
+        return {n: kfac.factors.averages[n].clone() for n in ("0.A", "0.G")}
+
+    found, expected = diagonal(None), diagonal(1)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
