@@ -31,6 +31,7 @@ KFAC_GRID = [
     {
         **{"epochs": epochs, "lr": lr, "kfac.damping": damping, "kfac.kl_clip": clip},
         **{"kfac.factor_every": every, "kfac.basis_every": f"{every}0", "kfac.solver": solver},
+        "kfac.subsample": "1",
     }
     for epochs, lr, damping, clip, every, solver in (
         ("8", "0.1", "0.03", "0.001", "10", "eigen"),
@@ -44,9 +45,13 @@ KFAC_GRID = [
 RECIPE_GRID = [
     {
         **{"epochs": "7", "lr": "0.003", "weight_decay": "0.02"},
-        **{"kfac.factor_every": every, "kfac.basis_every": f"{int(every) * 5}", **batch},
+        **{"kfac.factor_every": every, "kfac.basis_every": f"{int(every) * 5}", **more},
     }
-    for every, batch in (("10", {}), ("20", {"batch": "128"}))
+    for every, more in (
+        ("5", {}),
+        ("10", {"kfac.subsample": "1"}),
+        ("20", {"kfac.subsample": "1", "batch": "128"}),
+    )
 ]
 GRIDS = {
     "sgd": ("sgd", SGD_GRID),
@@ -98,13 +103,18 @@ def epochs(
     options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int
 ) -> list[float]:
     """Return the test accuracy after each epoch of a run; train only if the run is unknown."""
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     name = "-".join([optimizer, *choice.values(), str(seed)])
-    if name not in results and not options.known:
+    if name not in known() and not options.known:
         metrics = learning.launch(options, name, optimizer, {**COMMON, **choice}, seed)
-        results[name] = [line["test_accuracy"] for line in learning.by_epoch(metrics)]
+        found = [line["test_accuracy"] for line in learning.by_epoch(metrics)]
+        results = known() | {name: found}  # read anew: another program may have added a run
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    return results.get(name, [])
+    return known().get(name, [])
+
+
+def known() -> dict[str, list[float]]:
+    """Return the test accuracies by epoch of all finished runs."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def compare_seconds(options: argparse.Namespace) -> None:

@@ -25,13 +25,13 @@ from mpikfac.settings.schedule import Schedule, in_force
 
 # What the factors of a layer are estimated from at least, in a batch of all ranks together.
 LEAST_EXAMPLES = 32
-LEAST_VECTORS = 4  # for each row of the layer's largest factor
+LEAST_VECTORS = 3  # for each row of the layer's largest factor
 
 
 def sparse(examples: int, vectors: int, *, shares: int, order: int) -> int:
     """Return the distance of examples from which a layer's factors are estimated by default.
 
-    The distance is the largest power of 2 that leaves 32 examples, and 4 vectors for each row of
+    The distance is the largest power of 2 that leaves 32 examples, and 3 vectors for each row of
     the largest factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] take an eighth
     of a batch.
 
@@ -74,7 +74,7 @@ class Estimator:
         samples: the number of labels that fisher="sampled" draws for each example.
         subsample: the distance of the examples in a batch from which factors are estimated: 4 for
             every fourth example. None: a distance for each layer that leaves at least 32 examples
-            of all ranks together, and 4 vectors for each row of the layer's largest factor; 1 for
+            of all ranks together, and 3 vectors for each row of the layer's largest factor; 1 for
             vectors, diagonals, and the solver "ekfac".
         statistics_dtype: the dtype to which inputs of convolutions are rounded before the product;
             None for no rounding.

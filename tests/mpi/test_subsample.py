@@ -21,11 +21,11 @@ PARTS = 12
     ("examples", "positions", "order", "distance"),
     [
         (192, 64, 18, 4),  # 32 examples are enough, 6 of 192 would be too far: 4
-        (192, 9, 81, 4),  # 36 examples have 324 vectors, 4 for each of 81 rows
-        (192, 1, 37, 1),  # 148 examples
+        (192, 9, 164, 2),  # 55 examples have 495 vectors, 3 for each of 164 rows
+        (192, 1, 37, 1),  # 111 examples are needed
         (64, 1024, 27, 2),
         (60, 1024, 27, 1),
-        (4096, 64, 577, 64),  # 37 examples
+        (2048, 49, 4609, 4),  # 283 examples are needed
         (0, 1, 5, 1),
     ],
 )
