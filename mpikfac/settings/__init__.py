@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpikfac.settings.combinations import SETTINGS
 from mpikfac.settings.damping import FOR_VECTORS, Damping, LevenbergMarquardt
-from mpikfac.settings.estimator import Estimator, Turn, sparse
+from mpikfac.settings.estimator import Estimator, Turn, usual_distance
 from mpikfac.settings.length import Length, Source
 from mpikfac.settings.schedule import Schedule
 from mpikfac.settings.settings import Settings
@@ -20,5 +20,5 @@ __all__ = [
     "Settings",
     "Source",
     "Turn",
-    "sparse",
+    "usual_distance",
 ]

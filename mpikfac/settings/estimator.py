@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -23,13 +24,14 @@ from mpikfac.numerics import (
 from mpikfac.plan import check_count, one_of
 from mpikfac.settings.schedule import Schedule, in_force
 
-# What the factors of a layer are estimated from at least, in a batch of all ranks together.
+# The least numbers from which a layer's factors are estimated, of a batch of all ranks together.
 LEAST_EXAMPLES = 32
 LEAST_VECTORS = 3  # for each row of the layer's largest factor
 
 
-def sparse(examples: int, vectors: int, *, shares: int, order: int) -> int:
-    """Return the distance of examples from which a layer's factors are estimated by default.
+@lru_cache(maxsize=1024)  # nearly all calls of a layer have the same numbers
+def usual_distance(examples: int, vectors: int, shares: int, order: int) -> int:
+    """Return the distance of the examples from which a layer's factors are estimated by default.
 
     The distance is the largest power of 2 that leaves 32 examples, and 3 vectors for each row of
     the largest factor; 1 if the batch has fewer. Martens & Grosse [2015, section 8] take an eighth

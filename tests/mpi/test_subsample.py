@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
-from mpikfac.settings import sparse
+from mpikfac.settings import usual_distance
 from support import problem
 
 IMAGES = 192  # every shard is a multiple of 4 at 1, 2, 3 and 4 ranks
@@ -33,7 +33,7 @@ def test_the_distance_is_a_power_of_2_that_leaves_enough(examples, positions, or
     """Oracle: by hand."""
     for shares in (1, 4):
         share = examples // shares
-        assert sparse(share, share * positions, shares=shares, order=order) == distance
+        assert usual_distance(share, share * positions, shares, order) == distance
 
 
 def whole_batch():

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +18,7 @@ from mpikfac.engine.statistics.factors import Factors
 from mpikfac.layers import Attached, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
-from mpikfac.settings import Estimator, Turn, sparse
+from mpikfac.settings import Estimator, Turn, usual_distance
 
 log = logging.getLogger("mpikfac")
 
@@ -87,36 +87,22 @@ class LayerSums:
     """The sums of a layer, or of a group of a layer, and the counts of the sums.
 
     Attributes:
-        distance: returns the distance of the examples to take, from the numbers of examples and of
-            vectors of a call.
+        distance: the distance of the examples to take from a call; None for `usual_distance`.
+        order: the number of rows of the layer's largest factor.
         complete: whether the backward pass has passed the layer.
     """
 
     layer: Layer
     vector: bool
-    distance: Callable[[int, int], int]
+    distance: int | None
+    order: int
     sides: Sequence[SideSums]
     counts: Counts = field(default_factory=Counts)
     complete: bool = False
 
 
-def distances(layer: PlannedLayer, shares: int, subsample: int | None) -> Callable[[int, int], int]:
-    """Return the function that tells the distance of examples, see `LayerSums.distance`.
-
-    The function keeps results: nearly all calls of a layer have the same numbers.
-    """
-    everything = layer.solver.vector or layer.shape.diagonal or layer.rescaled
-    if subsample is not None or everything:
-        return lru_cache(lambda *_: subsample or 1)
-    order = max(factor.order for side in layer.shape.sides for factor in layer.side(side))
-    return lru_cache(partial(sparse, shares=shares, order=order))
-
-
 def bound(
-    layer: Layer,
-    planned: PlannedLayer,
-    statistics: Mapping[str, Tensor],
-    distance: Callable[[int, int], int],
+    layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
 ) -> LayerSums:
     """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
     vector = planned.solver.vector
@@ -134,7 +120,10 @@ def bound(
                 sums.append(Sum(factor, block, total, count))
         if sums:
             sides.append(SideSums(side, side in layer.quadratic, moment, sums))
-    return LayerSums(layer, vector, distance, sides)
+    everything = vector or planned.shape.diagonal or planned.rescaled
+    distance = 1 if subsample is None and everything else subsample
+    order = max(factor.order for side in planned.shape.sides for factor in planned.side(side))
+    return LayerSums(layer, vector, distance, order, sides)
 
 
 class Recorder(Part):
@@ -164,13 +153,12 @@ class Recorder(Part):
         """Add hooks to the model, and to the layers with statistics on the rank."""
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self.trace = factors.statistics, factors.site.trace
-        self._dtype = factors.site.dtype
+        self._dtype, self._shares = factors.site.dtype, factors.plan.pooled
         planned = {layer.name: layer for layer in factors.plan.layers}
         self._layers: dict[str, list[LayerSums]] = {}
         for layer in layers:
-            of_plan = planned[layer.name]
-            distance = distances(of_plan, factors.plan.pooled, estimator.subsample)
-            own = [bound(one, of_plan, self.statistics, distance) for one in layer.members]
+            rest = planned[layer.name], self.statistics, estimator.subsample
+            own = [bound(one, *rest) for one in layer.members]
             if own[0].sides:
                 self._layers[layer.name] = own
         self._recorded: set[str] = set()  # layers with sums that are not finished
@@ -361,7 +349,8 @@ class Recorder(Part):
         vectors = layer.positions(g)
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
-        every = slice(None, None, sums.distance(len(x), vectors))
+        distance = sums.distance or usual_distance(len(x), vectors, self._shares, sums.order)
+        every = slice(None, None, distance)
         some_x, some_g = layer.prepared(x, g)[every], g[every]
         weight = len(x) / max(1, len(some_x))
         of_squares = turn.weight * weight
