@@ -33,6 +33,7 @@ RECIPE = {
     "kfac.length": "adam",
 }
 RATES = [{**RECIPE, "lr": rate} for rate in ("0.001", "0.002", "0.003")]
+ORTHOGONAL = [{**RECIPE, "kfac.length": "orthogonal", "lr": rate} for rate in ("0.003", "0.001")]
 CLIPS = [{"kfac.kl_clip": clip} for clip in ("0.01", "0.001", "0.0003")]
 
 Settings = dict[str, str]
@@ -55,7 +56,8 @@ def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, l
 
 WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
     "resnet20": {
-        "recipe": ("kfac", RATES),
+        "recipe": ("kfac", ORTHOGONAL),
+        "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "damping adapted": kfac(
             *[{"kfac.damping": start} for start in ("0.01", "0.03", "0.1")], damping_adapt="5"
@@ -73,14 +75,16 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
     "mobilenet_small": {
         "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
         "AdamW": first_order("adamw", ["0.001", "0.003", "0.01"], weight_decay="0.05"),
-        "recipe": ("kfac", RATES),
+        "recipe": ("kfac", ORTHOGONAL),
+        "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },
     "vit_small": {
         "SGD": first_order("sgd", ["0.02", "0.05", "0.1"]),
         "AdamW": first_order("adamw", ["0.0005", "0.001", "0.003"], weight_decay="0.05"),
-        "recipe": ("kfac", RATES),
+        "recipe": ("kfac", ORTHOGONAL),
+        "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
     },

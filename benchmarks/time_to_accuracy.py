@@ -49,8 +49,9 @@ RECIPE_GRID = [
     }
     for every, more in (
         ("5", {}),
-        ("10", {"kfac.subsample": "1"}),
-        ("20", {"kfac.subsample": "1", "batch": "128"}),
+        ("5", {"kfac.length": "adam"}),
+        ("10", {"kfac.subsample": "1", "kfac.length": "adam"}),
+        ("20", {"kfac.subsample": "1", "batch": "128", "kfac.length": "adam"}),
     )
 ]
 GRIDS = {

@@ -649,7 +649,7 @@ class KFAC:
 
     def _make_directions(self) -> None:
         """Precondition gradients, send the directions to all, and bound the step."""
-        if self.settings.length.source == "adam":
+        if self.settings.length.by_adam:
             self._leave_state()  # grafting takes the gradients into averages
         self.directions.precondition(self.steps)
         self.directions.publish()

@@ -26,9 +26,10 @@ from mpikfac.numerics import (
     inner_products,
     lowest,
     not_finite,
+    orthogonalised,
     slopes_and_curvatures,
 )
-from mpikfac.plan import count_of
+from mpikfac.plan import LayerShape, count_of
 from mpikfac.settings import Settings
 from mpikfac.solvers import Held, Solver
 
@@ -43,6 +44,7 @@ class Job:
         held: the layer's decompositions.
         gradient: the layer's gradient, a view of the gradients' arena.
         direction: the layer's direction, a view of the directions' arena.
+        matrix: whether the layer maps vectors to vectors, and a direction has singular values.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Job:
     held: Held
     gradient: Tensor
     direction: Tensor
+    matrix: bool
 
 
 class Directions(Part):
@@ -73,9 +76,9 @@ class Directions(Part):
         self.arena = self.site.arena(self.plan.layouts.directions)
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
-        self._jobs = [self._job(layer.name) for layer in self.plan.preconditioned]
+        self._jobs = [self._job(layer.shape) for layer in self.plan.preconditioned]
         stepped = (slot for slot in gradients.of_others if slot.block.parameters and slot.steps)
-        adam = settings.length.source == "adam"
+        adam = settings.length.by_adam
         self.slots_beside = list(stepped) if adam else []
         beside = [slot.block.name for slot in self.slots_beside]
         self._adam_of_layers = AdamSteps(gradients.arena, [j.name for j in self._jobs if adam])
@@ -87,9 +90,11 @@ class Directions(Part):
         self.expected = self.arena.flat.new_zeros(1)
         self._compared = False  # whether slopes of the quadratic model have been compared
 
-    def _job(self, name: str) -> Job:
+    def _job(self, shape: LayerShape) -> Job:
+        name = shape.name
         solver, held = self.bases.solver_of[name], self.bases.held[name]
-        return Job(name, solver, held, self.gradients.arena[name], self.arena[name])
+        places = self.gradients.arena[name], self.arena[name]
+        return Job(name, solver, held, *places, matrix=shape.maps_vectors)
 
     @property
     def _averages(self) -> dict[str, Tensor]:
@@ -102,7 +107,9 @@ class Directions(Part):
             self.bases.damp(self.settings.at("damping", step))
             for job in self._jobs:
                 job.direction.copy_(job.solver.direction(job.gradient, job.held))
-            if self._jobs and self.settings.length.source in ("adam", "sgd"):
+            if self.settings.length.source == "orthogonal":
+                self._orthogonalise()
+            if self._jobs and self.settings.length.grafted:
                 self._graft()
             self._step_beside()
 
@@ -207,7 +214,7 @@ class Directions(Part):
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state of all ranks, as far as `names` tell."""
-        if self.settings.length.source != "adam":
+        if not self.settings.length.by_adam:
             return set()
         others = [other.name for other in self.gradients.others if other.parameters]
         names = [*(layer.name for layer in self.plan.layers), *others]
@@ -270,6 +277,11 @@ class Directions(Part):
                 *(slope, expected),
             )
         self._compared = True
+
+    def _orthogonalise(self) -> None:
+        """Make all singular values of a layer's direction about equal."""
+        if matrices := [job.direction for job in self._jobs if job.matrix]:
+            torch._foreach_copy_(matrices, orthogonalised(matrices))
 
     def _graft(self) -> None:
         """Give directions the lengths of grafting [Agarwal et al. 2020]; zeros stay zeros.

@@ -39,6 +39,7 @@ from mpikfac.numerics.moments import (
     with_bias,
     with_count,
 )
+from mpikfac.numerics.orthogonal import orthogonalised
 from mpikfac.numerics.precision import end_step, without_autocast
 from mpikfac.numerics.products import (
     Side,
@@ -104,6 +105,7 @@ __all__ = [
     "nesterov",
     "not_finite",
     "of_coordinates",
+    "orthogonalised",
     "orthonormal",
     "product",
     "renewed",

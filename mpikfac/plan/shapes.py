@@ -150,6 +150,11 @@ class LayerShape:
         return own if self.groups == 1 else (self.groups, *own)
 
     @property
+    def maps_vectors(self) -> bool:
+        """Whether the layer maps vectors to vectors; a table of entries and a scale do not."""
+        return not self.diagonal and min(self.outputs, self.inputs) > 1
+
+    @property
     def denominators(self) -> Shape:
         """Shape of the products of eigenvalues: the gradient's, unless a side has low rank."""
         outputs, inputs = (self._values(side) for side in "GA")

@@ -32,7 +32,11 @@ SETTINGS: tuple[Combination, ...] = (
     Combination(
         "exchanged",
         ("weights",),
-        {"workers": Same("ranks"), "adapted": None, "length": OneOf(("own", "adam", "sgd"))},
+        {
+            "workers": Same("ranks"),
+            "adapted": None,
+            "length": OneOf(("own", "orthogonal", "adam", "sgd")),
+        },
         "between two exchanges, a rank preconditions all layers without further messages",
     ),
     Combination(

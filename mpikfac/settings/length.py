@@ -8,8 +8,8 @@ from typing import Literal
 from mpikfac.plan import one_of
 from mpikfac.settings.schedule import Schedule, in_force
 
-Source = Literal["adam", "sgd", "own", "quadratic"]
-SOURCES: tuple[Source, ...] = ("adam", "sgd", "own", "quadratic")
+Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
+SOURCES: tuple[Source, ...] = ("orthogonal", "adam", "sgd", "own", "quadratic")
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,13 @@ class Length:
     Args:
         source: where the length of each layer's direction comes from. "adam": the length of Adam's
             step without momentum, so that rates of Adam are right; uncovered parameters then take
-            Adam's step itself; "sgd": the length of the layer's
-            gradient [Agarwal et al. 2020]; "own": the length that preconditioning gives;
-            "quadratic": length and momentum together minimise a quadratic model of the loss, with
-            the Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4 and 7],
-            in the place of a learning rate, a momentum and a bound. None: "own" if a bound is
-            given, else "adam".
+            Adam's step itself. "orthogonal": the same, after all singular values of the direction
+            have been made about equal, as Muon does with the gradient [Muon]. "sgd": the length of
+            the layer's gradient [Agarwal et al. 2020]. "own": the length that preconditioning
+            gives. "quadratic": length and momentum together minimise a quadratic model of the loss,
+            with the Gauss-Newton matrix of the batch and the damping [Martens & Grosse 2015, 6.4
+            and 7], in the place of a learning rate, a momentum and a bound. None: "own" if a bound
+            is given, else "orthogonal".
         fisher: the bound on the Fisher norm of the direction, `sqrt(sum <direction, gradient>)`;
             None for no bound.
         kl: the KL clip: the bound on the squared Fisher norm of a step [SC20, eq. 18]; None for no
@@ -55,11 +56,21 @@ class Length:
             raise ValueError(f"{said} both bound the step; leave one of them out")
         one_of("length", self.source, (None, *SOURCES))
         if self.source is None:
-            object.__setattr__(self, "source", "own" if given else "adam")
+            object.__setattr__(self, "source", "own" if given else "orthogonal")
         if self.source == "quadratic" and given:
             raise ValueError(
                 f"length='quadratic' needs no bound, and {self.bound}={given[self.bound]!r} is one"
             )
+
+    @property
+    def grafted(self) -> bool:
+        """Whether a first-order method gives the lengths."""
+        return self.source in ("orthogonal", "adam", "sgd")
+
+    @property
+    def by_adam(self) -> bool:
+        """Whether Adam's steps give the lengths."""
+        return self.source in ("orthogonal", "adam")
 
     @property
     def bounds(self) -> dict[str, float | Schedule | None]:

@@ -60,14 +60,16 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
     assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
 
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
-def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy):
+def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
     """Oracle: the uninterrupted run; without Adam's averages of squares, the end differs."""
-    state, expected = interrupted(comm, strategy, length="adam", kl_clip=None)
-    assert torch.equal(continued(comm, state, strategy, length="adam", kl_clip=None), expected)
-    assert not trainer(comm, strategy, length="adam", kl_clip=None).missing(state)
+    settings = {"length": length, "kl_clip": None}
+    state, expected = interrupted(comm, strategy, **settings)
+    assert torch.equal(continued(comm, state, strategy, **settings), expected)
+    assert not trainer(comm, strategy, **settings).missing(state)
     less = {name: value for name, value in state.items() if not name.startswith("kfac/graft/")}
-    assert not torch.equal(continued(comm, less, strategy, length="adam", kl_clip=None), expected)
+    assert not torch.equal(continued(comm, less, strategy, **settings), expected)
 
 
 def test_all_ranks_miss_the_same(comm):

@@ -266,6 +266,20 @@ TABLE = (
         "tests/unit/test_step_length.py",
     ),
     Mistake(
+        "orthogonal: directions keep their singular values",
+        "engine/directions.py",
+        "self._orthogonalise()\n            if",
+        "pass\n            if",
+        "tests/unit/test_step_length.py",
+    ),
+    Mistake(
+        "orthogonal: a step of the polynomial is left out",
+        "numerics/orthogonal.py",
+        "range(STEPS)",
+        "range(STEPS - 1)",
+        "tests/unit/test_step_length.py",
+    ),
+    Mistake(
         "quadratic model: the damping is left out",
         "engine/directions.py",
         "curvatures += self.settings",

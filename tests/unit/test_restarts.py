@@ -128,7 +128,9 @@ def test_lost_bases_on_their_way_are_missed(comm):
     assert kfac.missing(state.keys() - begun) == begun
 
 
-@pytest.mark.parametrize(("graft", "intact"), [("adam", False), ("sgd", True)])
+@pytest.mark.parametrize(
+    ("graft", "intact"), [("adam", False), ("orthogonal", False), ("sgd", True)]
+)
 def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatch, graft, intact):
     """Oracle: whether any saved item changed before directions were sent."""
 

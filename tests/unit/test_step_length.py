@@ -12,6 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from mpikfac.numerics import orthogonalised
 from mpikfac.solvers import inverse
 from support import oracles, problem
 
@@ -65,12 +66,56 @@ def test_grafting_takes_the_length_of_adams_step(comm):
         kfac.optimizer.step()
 
 
+def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_adams_step(comm):
+    """Oracle: the singular value decomposition of the direction without the option."""
+    gradients, found, _ = directions(comm, length="orthogonal")
+    _, plain, _ = directions(comm)
+    for name, gradient in gradients.items():
+        left, values, right = torch.linalg.svd(plain[name], full_matrices=False)
+        inside = left.T @ found[name] @ right.T
+        torch.testing.assert_close(left @ inside @ right, found[name])
+        torch.testing.assert_close(inside, inside.diagonal().diag(), rtol=0, atol=1e-9)
+        large = inside.diagonal()[values > 0.002 * values.norm()]
+        assert len(large) > 1 and large.max() / large.min() < 1.21 / 0.68
+        first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
+        torch.testing.assert_close(found[name].norm(), first.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_singular_values_follow_the_polynomial(dtype):
+    """Oracle: five steps of the polynomial of each singular value, as a number."""
+    torch.manual_seed(0)
+    shapes = [(5, 30), (5, 30), (30, 5), (3, 6, 4), (7, 7), (4, 1)]
+    matrices = [torch.randn(shape, dtype=dtype) for shape in shapes]
+    matrices[1][1] = 2 * matrices[1][0]  # rank 4
+    for matrix, found in zip(matrices, orthogonalised(matrices)):
+        left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+        values = values / values.square().sum(-1, keepdim=True).sqrt()
+        for _ in range(5):
+            values = 3.4445 * values - 4.775 * values**3 + 2.0315 * values**5
+        expected = left @ values.diag_embed() @ right
+        rounding = 1e3 * torch.finfo(dtype).eps  # the smallest singular values grow 485-fold
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
+
+
+def test_zeros_stay_zeros_and_a_broken_matrix_harms_no_other():
+    """Oracle: the same matrices one by one."""
+    torch.manual_seed(0)
+    broken = torch.randn(3, 4)
+    broken[1, 2] = math.inf
+    matrices = [torch.zeros(3, 4), broken, torch.randn(3, 4)]
+    zeros, nothing, sound = orthogonalised(matrices)
+    assert not zeros.any() and nothing.isnan().all()
+    torch.testing.assert_close(sound, orthogonalised(matrices[2:])[0])
+
+
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
 @pytest.mark.parametrize("strategy", [None, Strategy(1, "owners", "owner")])
-def test_uncovered_parameters_take_adams_step(comm, strategy):
+def test_uncovered_parameters_take_adams_step(comm, strategy, length):
     """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""
     model, rate = problem.network(), 0.01
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-    kfac = problem.kfac(model, optimizer, comm, strategy, **{**problem.SETTINGS, "length": "adam"})
+    kfac = problem.kfac(model, optimizer, comm, strategy, **{**problem.SETTINGS, "length": length})
     twins = [p.detach().clone() for p in model[1].parameters()]
     adam = torch.optim.Adam(twins, lr=rate, betas=(0.0, 0.999))
     for step in range(problem.STEPS):
@@ -151,18 +196,18 @@ def test_a_bound_on_the_direction_leaves_the_learning_rate_its_meaning(comm, bou
     assert steps[0] / steps[1] == pytest.approx(ratio)
 
 
-def test_without_a_choice_steps_have_the_length_of_adams(comm):
-    assert mpikfac.Length() == mpikfac.Length("adam")
+def test_without_a_choice_directions_are_orthogonal(comm):
+    assert mpikfac.Length() == mpikfac.Length("orthogonal")
     assert mpikfac.Length(kl=0.1) == mpikfac.Length("own", kl=0.1)
     assert mpikfac.Damping() == mpikfac.Damping(relative=0.1)
     model = problem.network()
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
-    assert (kfac.settings.length.source, kfac.settings.damping.is_relative) == ("adam", True)
+    assert (kfac.settings.length.source, kfac.settings.damping.is_relative) == ("orthogonal", True)
     vectors = mpikfac.KFAC(model, problem.sgd(model), comm, solver="rank-one")
     assert vectors.settings.damping == mpikfac.Damping(0.003)
 
 
-@pytest.mark.parametrize("graft", ["sgd", "adam"])
+@pytest.mark.parametrize("graft", ["sgd", "adam", "orthogonal"])
 def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, graft):
     """Oracle: the gradient, at the grafted length: own length, or the length of Adam's step."""
 
@@ -175,7 +220,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
     assert kfac.nonfinite.counts["decomposition"] == 6
     for name, gradient in gradients.items():
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
-        length = {"sgd": gradient, "adam": first}[graft].norm()
+        length = (gradient if graft == "sgd" else first).norm()
         torch.testing.assert_close(found[name], gradient / gradient.norm() * length)
 
 
@@ -192,7 +237,7 @@ def test_a_layer_without_a_basis_is_stepped_by_its_gradient(comm, monkeypatch, g
         ),
         (
             {"length": "lamb"},
-            "length='lamb' must be one of None, 'adam', 'sgd', 'own', 'quadratic'",
+            "length='lamb' must be one of None, 'orthogonal', 'adam', 'sgd', 'own', 'quadratic'",
         ),
     ],
 )

@@ -209,9 +209,9 @@ class Options:
             before; null: all epochs run.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
-        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=adam, Muon and SOAP; 0.001 for
-            AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with steps of another
-            length.
+        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=orthogonal or adam, Muon and
+            SOAP; 0.001 for AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with steps
+            of another length.
         scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
             lr times the number; "sqrt": lr times the square root of the number; false: not at all.
             If the rate grows, a warm-up starts at lr.
@@ -321,7 +321,7 @@ class Options:
             return self.lr
         if self.quadratic:
             return 1.0
-        like_adam = self.optimizer == "kfac" and self.kfac.length.source == "adam"
+        like_adam = self.optimizer == "kfac" and self.kfac.length.by_adam
         return USUAL_RATES["sgd" if self.optimizer == "kfac" and not like_adam else self.optimizer]
 
     @property

@@ -153,7 +153,7 @@ def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel, averaged: bool) -> f
         averaged: the checkpoint has averaged weights, too.
     """
     plan = trainer.plan
-    squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.source == "adam"
+    squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.by_adam
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
