@@ -190,6 +190,13 @@ class LayerShape:
         whole = (side for side in self.sides if side not in self.diagonal)
         return [across[s] * sum(map(_elements, self.side(s))) for s in whole]
 
+    def orthogonalising(self) -> list[int]:
+        """Return the multiplications of the products that make a direction orthogonal."""
+        if not self.maps_vectors:
+            return []
+        small, large = sorted((self.outputs, self.inputs))
+        return [*[self.groups * small**2 * large] * 2, *[self.groups * small**3] * 20]
+
     def _values(self, side: str) -> int:
         """Return the number of distinct eigenvalues of a side in a group."""
         if side not in self.sides or side in self.diagonal:

@@ -262,6 +262,12 @@ def expected_slowest(spread: float, ranks: int) -> float:
 
 
 def _products(layer: LayerShape, times: int = 1) -> Iterable[tuple[float, int]]:
-    """Yield order (of a cube of as many operations) and operations of a direction's products."""
+    """Yield order (of a cube of as many operations) and operations of a direction's products.
+
+    Args:
+        times: how many times as many products with factors a solver needs as with inverses.
+    """
     for multiplications in layer.products():
         yield multiplications ** (1 / 3), times * 2 * multiplications
+    for multiplications in layer.orthogonalising():
+        yield multiplications ** (1 / 3), 2 * multiplications
