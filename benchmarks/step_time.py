@@ -39,6 +39,7 @@ ROUNDED = {"estimator": mpikfac.Estimator(statistics_dtype=BF16)}
 VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"solver": "eigen"},
     "inverse": {},
+    "inverse, adam": {"length": mpikfac.Length("adam")},
     "bfloat16": ROUNDED | {"solver": mpikfac.Inverse(dtype=BF16)},
     "ekfac": {"solver": "ekfac"},
     "eigen, bfloat16": {"solver": mpikfac.Eigen(dtype=BF16)} | ROUNDED,

@@ -49,6 +49,8 @@ RECIPE_GRID = [
     }
     for every, more in (
         ("5", {}),
+        ("5", {"lr": "0.0015"}),
+        ("5", {"lr": "0.006"}),
         ("5", {"kfac.length": "adam"}),
         ("10", {"kfac.subsample": "1", "kfac.length": "adam"}),
         ("20", {"kfac.subsample": "1", "batch": "128", "kfac.length": "adam"}),

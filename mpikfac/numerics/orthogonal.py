@@ -19,34 +19,44 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     between 0.68 and 1.21; a smaller singular value grows by a factor of 485 at most. Zeros stay
     zeros, and a matrix that is not finite becomes NaN.
 
+    With X the wide form of a matrix, a step is `X <- F X`, where F is a polynomial of `X X^T`. The
+    product of all F meets the wide X once, at the end.
+
     Args:
         matrices: `[..., outputs, inputs]` each; a leading dimension counts matrices.
     """
-    found: dict[int, Tensor] = {}
-    by_shape = defaultdict(list)
+    places = defaultdict(list)  # by shape: a stack has the kernels of a single matrix
     for place, matrix in enumerate(matrices):
-        by_shape[matrix.shape].append(place)
-    for places in by_shape.values():  # a stack has the kernels of a single matrix
-        stack = torch.stack([matrices[place] for place in places])
-        found.update(zip(places, _stack_orthogonalised(stack)))
+        places[matrix.shape].append(place)
+    by_order = defaultdict(list)
+    for shape, chosen in places.items():
+        unit = _unit(torch.stack([matrices[place] for place in chosen]))
+        by_order[unit.shape[-2]].append((shape, unit))
+    found: dict[int, Tensor] = {}
+    for stacks in by_order.values():
+        squares = [unit @ unit.mT for _, unit in stacks]
+        products = _products(torch.cat(squares)).split(list(map(len, squares)))
+        for (shape, unit), product in zip(stacks, products):
+            wide = product @ unit
+            back = wide.mT if shape[-2] > shape[-1] else wide
+            found |= zip(places[shape], back.reshape(-1, *shape))
     return [found[place] for place in range(len(matrices))]
 
 
-def _stack_orthogonalised(stack: Tensor) -> Tensor:
-    """Return the matrices of a stack, orthogonalised.
+def _unit(stack: Tensor) -> Tensor:
+    """Return matrices of norm 1 in their wide form, `[matrices, smaller, larger order]`."""
+    wide = (stack.mT if stack.shape[-2] > stack.shape[-1] else stack).flatten(0, -3)
+    norms = wide.norm(dim=(-2, -1), keepdim=True)
+    return wide / norms.clamp_min(torch.finfo(wide.dtype).tiny)
 
-    With X the wide form of a matrix, a step is `X <- F X`, where F is a polynomial of `X X^T`. The
-    steps go on with the small matrix `X X^T`, and the product of all F meets the wide X once.
-    """
-    tall = stack.shape[-2] > stack.shape[-1]
-    x = stack.mT if tall else stack
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
-    square = x @ x.mT
-    product = torch.eye(square.shape[-1], dtype=x.dtype, device=x.device)
+
+def _products(squares: Tensor) -> Tensor:
+    """Return the products of the polynomials F of all steps, from squares `X X^T`, `[k, n, n]`."""
+    product = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    product = product.expand_as(squares)
     for _ in range(STEPS):
-        factor = THIRD * square + FIFTH * square @ square
-        factor.diagonal(dim1=-2, dim2=-1).add_(FIRST)
-        product = factor @ product
-        square = factor @ square @ factor
-    x = product @ x
-    return x.mT if tall else x
+        rest = torch.baddbmm(squares, squares, squares, beta=THIRD, alpha=FIFTH)  # F - FIRST I
+        product = torch.baddbmm(product, rest, product, beta=FIRST)
+        for _ in range(2):  # F commutes with the square
+            squares = torch.baddbmm(squares, rest, squares, beta=FIRST)
+    return product
