@@ -48,6 +48,7 @@ PROBLEMS = {  # options, and updates of an epoch
     ),
 }
 KFAC = {"optimizer": "kfac", "kfac.factor_every": "5", "kfac.basis_every": "10"}
+ADAM = KFAC | {"kfac.length": "adam"}
 QUADRATIC = {
     **KFAC,
     **{"kfac.length": "quadratic", "kfac.fisher": "sampled", "kfac.damping_adapt": "5"},
@@ -58,8 +59,9 @@ WAYS = {  # optimizer, updates, and the values of the tuned option
     "AdamW": ({"optimizer": "adamw"}, 1500, "lr", ("0.001", "0.003", "0.01")),
     "Muon": ({"optimizer": "muon"}, 1500, "lr", ("0.003", "0.01", "0.03")),
     "SOAP": ({"optimizer": "soap"}, 1500, "lr", ("0.001", "0.003", "0.01")),
-    "K-FAC, 330": (KFAC, 330, "lr", ("0.0005", "0.001", "0.002")),
     "K-FAC, 660": (KFAC, 660, "lr", ("0.0005", "0.001", "0.002")),
+    "K-FAC, Adam's length, 330": (ADAM, 330, "lr", ("0.0005", "0.001", "0.002")),
+    "K-FAC, Adam's length, 660": (ADAM, 660, "lr", ("0.0005", "0.001", "0.002")),
     "K-FAC, quadratic": (QUADRATIC, 330, "kfac.damping", ("0.002", "0.02", "0.2")),
 }
 MEASURES = ("train_error", "test_error")  # errors of an epoch's steps; errors after the epoch
