@@ -195,7 +195,8 @@ class LayerShape:
         if not self.maps_vectors:
             return []
         small, large = sorted((self.outputs, self.inputs))
-        return [*[self.groups * small**2 * large] * 2, *[self.groups * small**3] * 20]
+        ends, steps = [small**2 * large] * 2, [small**3] * 20  # five steps of four products
+        return [self.groups * multiplications for multiplications in ends + steps]
 
     def _values(self, side: str) -> int:
         """Return the number of distinct eigenvalues of a side in a group."""
