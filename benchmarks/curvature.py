@@ -33,7 +33,7 @@ RECIPE = {
     "kfac.length": "adam",
 }
 RATES = [{**RECIPE, "lr": rate} for rate in ("0.001", "0.002", "0.003")]
-ORTHOGONAL = [{**RECIPE, "kfac.length": "orthogonal", "lr": rate} for rate in ("0.003", "0.001")]
+ORTHOGONAL = [{**settings, "kfac.length": "orthogonal"} for settings in RATES]
 CLIPS = [{"kfac.kl_clip": clip} for clip in ("0.01", "0.001", "0.0003")]
 
 Settings = dict[str, str]
