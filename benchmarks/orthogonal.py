@@ -1,4 +1,4 @@
-"""Time how long a network's directions take to become orthogonal, and the forward and backward pass.
+"""Time the orthogonal directions of a network, and a forward and backward pass.
 
 OMP_NUM_THREADS=1 python benchmarks/orthogonal.py resnet50 --size 224 --batch 32
 """
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128)
     options = parser.parse_args()
     model = models.build(options.network, classes=10)
-    shapes = [shape for shape in covered_shapes(model, Coverage()) if shape.maps_vectors]
+    shapes = [shape for shape in covered_shapes(model, Coverage())[0] if shape.maps_vectors]
     directions = [torch.randn(shape.gradient) for shape in shapes]
     images = torch.randn(options.batch, 3, options.size, options.size)
     model, images = (x.to(memory_format=torch.channels_last) for x in (model, images))
