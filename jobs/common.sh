@@ -88,6 +88,7 @@ choose_mpirun() {
         fi
         [ -z "$asked" ] || die "$output"$'\n'"MPIRUN=$MPIRUN $why"
         echo "not using $MPIRUN: it $why"
+        [ -z "$output" ] || echo "$output" >&2
     fi
     install "$@" mpi
     use_wheel

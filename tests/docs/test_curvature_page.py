@@ -131,6 +131,8 @@ def test_a_solver_of_ones_own(tmp_path):
         "model = torch.nn.Sequential(torch.nn.Linear(6, 2))\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     )
-    (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{code('class Diagonal(')}{SOLVED}")
+    own = code("class Diagonal(")
+    plain = own.replace("solver=Diagonal()", 'solver=Diagonal(), length=mpikfac.Length("adam")')
+    (tmp_path / "program.py").write_text(f"{BEFORE}{setup}{plain}{SOLVED}")
     job = launch(2, str(tmp_path / "program.py"))
     assert job.stdout.splitlines() == ["divided by the diagonals"] * 2, job.stderr
