@@ -56,7 +56,7 @@ from mpikfac.plan.messages import (
     shard_length,
 )
 from mpikfac.plan.plan import Plan, plan_for
-from mpikfac.plan.rank import RankPlan
+from mpikfac.plan.rank.plan import RankPlan
 from mpikfac.plan.roles import Factor, PlannedLayer
 from mpikfac.plan.shapes import (
     FactorShape,

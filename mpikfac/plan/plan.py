@@ -14,8 +14,8 @@ from mpikfac.plan.choices import Strategy, check, one_of
 from mpikfac.plan.distribution import SPLIT, Split
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
-from mpikfac.plan.rank import RankPlan
-from mpikfac.plan.rank_layouts import Itemsizes
+from mpikfac.plan.rank.layouts import Itemsizes
+from mpikfac.plan.rank.plan import RankPlan
 from mpikfac.plan.roles import (
     Factor,
     Placed,

@@ -23,7 +23,7 @@ from mpikfac.plan.messages import (
     message,
     sums,
 )
-from mpikfac.plan.rank_layouts import RankLayouts
+from mpikfac.plan.rank.layouts import RankLayouts
 from mpikfac.plan.roles import in_messages
 from mpikfac.plan.shapes import count_of
 
