@@ -34,6 +34,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in ("mpikfac", *packages, *MODULES):
         page = f"# {name}\n\n::: {name}\n"
         if name == "mpikfac":
-            page += f"    options: {{members: {mpikfac.__all__}}}\n"
+            page += f"    options: {{inherited_members: true, members: {mpikfac.__all__}}}\n"
         shown.append(File.generated(config, f"reference/{name}.md", content=page))
     return shown
