@@ -51,6 +51,8 @@ RECIPE_GRID = [
         ("5", {}),
         ("5", {"lr": "0.0015"}),
         ("5", {"lr": "0.006"}),
+        ("5", {"weight_decay": "0.06"}),
+        ("5", {"lr": "0.0015", "weight_decay": "0.12"}),
         ("5", {"kfac.length": "adam"}),
         ("10", {"kfac.subsample": "1", "kfac.length": "adam"}),
         ("20", {"kfac.subsample": "1", "batch": "128", "kfac.length": "adam"}),
