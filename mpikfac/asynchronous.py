@@ -266,10 +266,12 @@ class Asynchronous(DataParallel):
     def close(self) -> None:
         """Leave the servers, and free the communicators; no step may follow.
 
-        `serve_updates` returns once all clients have left.
+        `serve_updates` returns once all clients have left. A second call does nothing.
 
         Collective over: the client's ranks.
         """
+        if not self._comm:
+            return  # closed before
         if self._comm.rank == 0:
             for server in range(self._link.remote_size):
                 self._link.send(None, dest=server, tag=LEAVING)
