@@ -81,6 +81,18 @@ class Assembly:
         self._solvers, self._coverage = solvers, coverage
         self.nonfinite = Nonfinite(team.trains.rank)
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given; another optimizer needs another `KFAC`."""
+        return self._optimizer
+
+    @property
+    def communicators(self) -> list[Comm]:
+        """All communicators that steps use."""
+        return self.grid.communicators
+
+    # -- parts -----------------------------------------------------------------------------------
+
     def _assemble(self, strategy: Strategy) -> None:
         """Cover the model, make the plan, and build the parts of a step.
 
@@ -236,16 +248,6 @@ class Assembly:
         if self.curvature:
             self.curvature.close()
             self.curvature = None  # a second call lets nobody go
-
-    @property
-    def optimizer(self) -> Optimizer:
-        """The optimizer that was given; another optimizer needs another `KFAC`."""
-        return self._optimizer
-
-    @property
-    def communicators(self) -> list[Comm]:
-        """All communicators that steps use."""
-        return self.grid.communicators
 
     # -- state -----------------------------------------------------------------------------------
 

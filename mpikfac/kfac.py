@@ -1,6 +1,7 @@
 """Distributed K-FAC: the main path of a step, from local gradients to identical new weights.
 
 Read `KFAC.step` first: a line is a stage, and the stages are methods below the step, in order.
+`Assembly` makes the parts of a step, and keeps the state.
 """
 
 from __future__ import annotations
