@@ -56,6 +56,7 @@ RECIPE_GRID = [
         ("5", {"kfac.length": "adam"}),
         ("10", {"kfac.subsample": "1", "kfac.length": "adam"}),
         ("20", {"kfac.subsample": "1", "batch": "128", "kfac.length": "adam"}),
+        ("10", {"lr": "0.0015", "weight_decay": "0.06", "batch": "128"}),
     )
 ]
 GRIDS = {
