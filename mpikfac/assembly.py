@@ -43,11 +43,7 @@ from mpikfac.errors import UserError
 from mpikfac.hybrid import split_of
 from mpikfac.layers import Coverage, Votes, cover
 from mpikfac.plan import Plan, Strategy, check_layers, forward_only, plan_for
-from mpikfac.settings import (
-    SETTINGS,
-    Estimator,
-    Settings,
-)
+from mpikfac.settings import SETTINGS, Estimator, Settings
 from mpikfac.solvers import Solver
 from mpikfac.trace import Trace
 

@@ -6,7 +6,6 @@ Read `KFAC.step` first: a line is a stage, and the stages are methods below the 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,8 +49,6 @@ from mpikfac.settings import (
 )
 from mpikfac.solvers import Solver, SolverName, solvers_by_name
 from mpikfac.trace import Trace
-
-log = logging.getLogger("mpikfac")
 
 
 class KFAC(Assembly):
