@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from learning import SEEDS, launch
+from training import SEEDS, launch
 
 RESULTS = Path(__file__).with_suffix(".json")
 COMMON = {"schedule": "linear", "weight_decay": "0"}

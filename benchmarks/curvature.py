@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from learning import COMMON, SEEDS, by_epoch, launch
+from training import CIFAR10, SEEDS, by_epoch, launch
 
 KNOWN = Path(__file__).with_name("curvature")
 PLAIN = {
@@ -129,7 +129,7 @@ class Known:
         optimizer = WAYS[self.options.network][way][0]
         name = self.name(optimizer, settings, seed)
         if name not in self.runs:
-            asked: dict[str, Any] = {**COMMON, "model": self.options.network, **settings}
+            asked: dict[str, Any] = {**CIFAR10, "model": self.options.network, **settings}
             lines = by_epoch(launch(self.options, name, optimizer, asked, seed))
             kept = ("epoch", "seconds", "train_loss", "test_loss", "test_accuracy")
             self.runs = self.read() | {name: [{key: line[key] for key in kept} for line in lines]}

@@ -1,13 +1,16 @@
-"""Count epochs of K-FAC until the final accuracy of tuned SGD on real CIFAR-10.
+"""Compare test accuracies of optimizers within budgets of epochs on real CIFAR-10, tuned alike.
 
     OMP_NUM_THREADS=1 python benchmarks/time_to_accuracy.py --data DIR --out runs/time_to_accuracy
 
-SGD and the other first-order optimizers train for 15 epochs, K-FAC for fewer. Each learning rate
+On 10,000 images, every optimizer has 5 settings and 5 epochs; the best setting then has 15 epochs,
+too. On all 50,000 images, first-order optimizers have 15 epochs and K-FAC has 7. Each learning rate
 falls linearly to 0 within the run's own budget. All settings of an optimizer run with seed 0, then
-the best settings with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
+the best setting with further seeds. Test accuracies by epoch are kept in `time_to_accuracy.json`
 beside this file. Runs in the file are not repeated: several sittings, or machines, can share the
-work. Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the
-first setting of each of `--grids` by turns: run this mode on an idle machine.
+work. `--known` prints the table of the known runs, and `--picture FILE` draws the known runs.
+
+Seconds follow from the epochs and from `--seconds ROUNDS`, which times short runs of the best known
+setting of each of `--optimizers` by turns: run this mode on an idle machine.
 """
 
 from __future__ import annotations
@@ -17,105 +20,144 @@ import json
 import shutil
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-import learning
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from training import CIFAR10, SEEDS, by_epoch, launch
 
 RESULTS = Path(__file__).with_suffix(".json")
-COMMON = {key: value for key, value in learning.COMMON.items() if key != "data.train_images"}
-SGD_GRID = [
-    {"epochs": epochs, "lr": lr}
-    for epochs, lr in (("15", "0.05"), ("15", "0.1"), ("15", "0.2"), ("8", "0.1"))
-]
-KFAC_GRID = [
-    {
-        **{"epochs": epochs, "lr": lr, "kfac.damping": damping, "kfac.kl_clip": clip},
-        **{"kfac.factor_every": every, "kfac.basis_every": f"{every}0", "kfac.solver": solver},
-        "kfac.subsample": "1",
-    }
-    for epochs, lr, damping, clip, every, solver in (
-        ("8", "0.1", "0.03", "0.001", "10", "eigen"),
-        ("8", "0.1", "0.03", "0.01", "5", "inverse"),
-        ("8", "0.03", "0.005", "0.01", "10", "inverse"),
-        ("11", "0.03", "0.005", "0.01", "10", "inverse"),
-    )
-]
+FEW, ALL = "10000", "50000"
 
 
-RECIPE_GRID = [
-    {
-        **{"epochs": "7", "lr": "0.003", "weight_decay": "0.02"},
-        **{"kfac.factor_every": every, "kfac.basis_every": f"{int(every) * 5}", **more},
-    }
-    for every, more in (
-        ("5", {}),
-        ("5", {"lr": "0.0015"}),
-        ("5", {"lr": "0.006"}),
-        ("5", {"weight_decay": "0.06"}),
-        ("5", {"lr": "0.0015", "weight_decay": "0.12"}),
-        ("5", {"kfac.length": "adam"}),
-        ("10", {"kfac.subsample": "1", "kfac.length": "adam"}),
-        ("20", {"kfac.subsample": "1", "batch": "128", "kfac.length": "adam"}),
-        ("10", {"lr": "0.0015", "weight_decay": "0.06", "batch": "128"}),
-    )
-]
-GRIDS = {
-    "sgd": ("sgd", SGD_GRID),
-    "kfac": ("kfac", KFAC_GRID),
-    "recipe": ("kfac", RECIPE_GRID),
-    "adamw": ("adamw", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.003",)]),
-    "muon": ("muon", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.01",)]),
-    "soap": ("soap", [{"epochs": "15", "lr": lr, "weight_decay": "0.02"} for lr in ("0.003",)]),
+def setting(epochs: str, batch: str, lr: str, decay: str = "0.02", **kfac: str) -> dict[str, str]:
+    """Return options of the training program."""
+    more = {f"kfac.{key}": value for key, value in kfac.items()}
+    return {"epochs": epochs, "batch": batch, "lr": lr, "weight_decay": decay, **more}
+
+
+def around(lower: str, lr: str, higher: str) -> list[dict[str, str]]:
+    """Return 5 settings of 5 epochs: three rates with batches of 128, `lr` with 64 and 256."""
+    tried = (("128", lower), ("128", lr), ("128", higher), ("64", lr), ("256", lr))
+    return [setting("5", batch, rate) for batch, rate in tried]
+
+
+def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str, str]:
+    """Return a setting of 7 epochs of K-FAC."""
+    intervals = {"factor_every": f"{every}", "basis_every": f"{5 * every}"}
+    return setting("7", batch, lr, decay, **intervals, **more)
+
+
+GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
+    FEW: {
+        "sgd": [
+            setting("5", "256", "0.1", "0.0005"),
+            setting("5", "256", "0.2", "0.0005"),
+            setting("5", "128", "0.1", "0.0005"),
+            setting("5", "64", "0.05", "0.0005"),
+            setting("5", "64", "0.1", "0.0005"),
+        ],
+        "kfac": [
+            setting("5", "128", "0.0015", factor_every="10", basis_every="20"),
+            setting("5", "128", "0.003", factor_every="10", basis_every="20"),
+            setting("5", "128", "0.006", factor_every="10", basis_every="20"),
+            setting("5", "64", "0.003", factor_every="20", basis_every="40"),
+            setting("5", "256", "0.003", factor_every="5", basis_every="10"),
+        ],
+        "adamw": around("0.001", "0.003", "0.01"),
+        "muon": around("0.005", "0.01", "0.02"),
+        "soap": around("0.001", "0.003", "0.01"),
+    },
+    ALL: {
+        "sgd": [
+            setting("15", "256", "0.05", "0.0005"),
+            setting("15", "256", "0.1", "0.0005"),
+            setting("15", "256", "0.2", "0.0005"),
+            setting("15", "128", "0.1", "0.0005"),
+            setting("8", "256", "0.1", "0.0005"),
+        ],
+        "kfac": [
+            recipe(5, "256", "0.003", "0.02"),
+            recipe(5, "256", "0.0015", "0.02"),
+            recipe(5, "256", "0.006", "0.02"),
+            recipe(5, "256", "0.003", "0.06"),
+            recipe(5, "256", "0.0015", "0.12"),
+            recipe(10, "128", "0.0015", "0.06"),
+            recipe(5, "256", "0.003", "0.02", length="adam"),
+            recipe(10, "256", "0.003", "0.02", length="adam", subsample="1"),
+            recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
+        ],
+        "adamw": [setting("15", "256", "0.003")],
+        "muon": [setting("15", "256", "0.01"), setting("7", "256", "0.01")],
+        "soap": [setting("15", "256", "0.003")],
+    },
 }
+LONGER = {FEW: [{}, {"epochs": "15"}], ALL: [{}]}  # budgets of the best setting
+LABELS = {"sgd": "SGD", "kfac": "K-FAC", "adamw": "AdamW", "muon": "Muon", "soap": "SOAP"}
 
 
 def main() -> int:
     """Run all missing runs, then print the comparison."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, required=True, help="folder of cifar-10-batches-bin")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--data", type=Path, help="folder of cifar-10-batches-bin")
+    parser.add_argument("--out", type=Path, default=Path("runs/time_to_accuracy"))
     parser.add_argument("--ranks", default="2")
-    parser.add_argument("--grids", nargs="+", default=list(GRIDS), choices=list(GRIDS))
+    parser.add_argument("--images", nargs="+", default=[FEW, ALL], choices=[FEW, ALL])
+    parser.add_argument("--optimizers", nargs="+", default=list(LABELS), choices=list(LABELS))
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
+    parser.add_argument("--picture", type=Path, help="draw what is known, run nothing")
     parser.add_argument("--seconds", type=int, metavar="ROUNDS", help="time steps, train nothing")
     options = parser.parse_args()
-    if options.seconds:
-        compare_seconds(options)
+    if options.data is None and not (options.known or options.picture):
+        parser.error("--data: the folder of the images is missing")
+    if options.picture:
+        draw(options.picture)
         return 0
-    for name in options.grids:
-        optimizer, grid = GRIDS[name]
-        for choice in grid:
-            report(options, optimizer, choice, 0)
-        known = [choice for choice in grid if epochs(options, optimizer, choice, 0)]
-        if not known:
-            continue
-        best = max(known, key=lambda choice: epochs(options, optimizer, choice, 0)[-1])
-        for seed in learning.SEEDS[1:]:
-            report(options, optimizer, best, seed)
-        runs = [epochs(options, optimizer, best, seed) for seed in learning.SEEDS]
-        finals = [run[-1] for run in runs if run]
-        print(f"{name}: best setting, {len(finals)} seed(s): mean {statistics.mean(finals):.2%}")
+    for images in options.images:
+        if options.seconds:
+            compare_seconds(options, images)
+        else:
+            for optimizer in options.optimizers:
+                search(options, images, optimizer)
     return 0
 
 
-def report(options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int) -> None:
-    """Print a run's test accuracy at the end."""
-    found = epochs(options, optimizer, choice, seed)
-    settings = ", ".join(f"{key.removeprefix('kfac.')} {value}" for key, value in choice.items())
-    print(f"{optimizer} seed {seed}, {settings}: {f'{found[-1]:.2%}' if found else 'not run'}")
+def search(options: argparse.Namespace, images: str, optimizer: str) -> None:
+    """Run what is missing of an optimizer's settings, and print the test accuracies."""
+    if not options.known:
+        for choice in GRIDS[images][optimizer]:
+            train(options, images, optimizer, choice, 0)
+        for choice in best_budgets(images, optimizer):
+            for seed in SEEDS:
+                train(options, images, optimizer, choice, seed)
+    for choice in [*GRIDS[images][optimizer], *best_budgets(images, optimizer)[1:]]:
+        if runs := list(runs_of(images, optimizer, choice)):
+            settings = ", ".join(f"{key.split('.')[-1]} {value}" for key, value in choice.items())
+            ends = ", ".join(f"{run[-1]:.2%}" for run in runs)
+            mean = statistics.mean(run[-1] for run in runs)
+            print(f"{images} images, {LABELS[optimizer]}, {settings}: {ends}; mean {mean:.2%}")
 
 
-def epochs(
-    options: argparse.Namespace, optimizer: str, choice: dict[str, str], seed: int
-) -> list[float]:
-    """Return the test accuracy after each epoch of a run; train only if the run is unknown."""
-    name = "-".join([optimizer, *choice.values(), str(seed)])
-    if name not in known() and not options.known:
-        metrics = learning.launch(options, name, optimizer, {**COMMON, **choice}, seed)
-        found = [line["test_accuracy"] for line in learning.by_epoch(metrics)]
-        results = known() | {name: found}  # read anew: another program may have added a run
-        RESULTS.write_text(json.dumps(results, indent=1) + "\n")
-    return known().get(name, [])
+def train(
+    options: argparse.Namespace, images: str, optimizer: str, choice: dict[str, str], seed: int
+) -> None:
+    """Keep the test accuracy after each epoch of a run; train only if the run is unknown."""
+    name = run_name(images, optimizer, choice, seed)
+    if name in known():
+        return
+    settings = {**CIFAR10, "data.train_images": images, **choice}
+    metrics = launch(options, name, optimizer, settings, seed)
+    found = [line["test_accuracy"] for line in by_epoch(metrics)]
+    results = known() | {name: found}  # read anew: another program may have added a run
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def run_name(images: str, optimizer: str, choice: dict[str, str], seed: int) -> str:
+    """Return a run's name in the file of results."""
+    return "-".join([images, optimizer, *choice.values(), str(seed)])
 
 
 def known() -> dict[str, list[float]]:
@@ -123,32 +165,78 @@ def known() -> dict[str, list[float]]:
     return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
-def compare_seconds(options: argparse.Namespace) -> None:
-    """Print median seconds of a step of each optimizer, and the ratios to the first optimizer."""
-    found: dict[str, list[float]] = {name: [] for name in options.grids}
+def runs_of(images: str, optimizer: str, choice: dict[str, str]) -> Iterator[list[float]]:
+    """Yield the known runs of a setting, by seed."""
+    for seed in SEEDS:
+        if run := known().get(run_name(images, optimizer, choice, seed)):
+            yield run
+
+
+def best_budgets(images: str, optimizer: str) -> list[dict[str, str]]:
+    """Return the setting with the best end with seed 0, once for each budget; empty if unknown."""
+    ends = {
+        run[-1]: choice
+        for choice in GRIDS[images][optimizer]
+        if (run := known().get(run_name(images, optimizer, choice, 0)))
+    }
+    return [ends[max(ends)] | budget for budget in LONGER[images]] if ends else []
+
+
+def compare_seconds(options: argparse.Namespace, images: str) -> None:
+    """Print median seconds of an epoch of each optimizer, and the ratios to the first optimizer."""
+    found: dict[str, list[float]] = {optimizer: [] for optimizer in options.optimizers}
     for _ in range(options.seconds):
-        for name in options.grids:
-            found[name].append(step_seconds(options, *GRIDS[name]))
-    base = found[options.grids[0]]
-    for name, values in found.items():
+        for optimizer, values in found.items():
+            choice = best_budgets(images, optimizer)[0]
+            values.append(epoch_seconds(options, images, optimizer, choice))
+    base = found[options.optimizers[0]]
+    for optimizer, values in found.items():
         ratio = statistics.median(one / other for one, other in zip(values, base))
-        ends = f"{min(values):.3f} to {max(values):.3f}"
-        print(f"{name}: {statistics.median(values):.3f} s a step ({ends}), ratio {ratio:.2f}")
+        ends = f"{min(values):.1f} to {max(values):.1f}"
+        median = statistics.median(values)
+        print(f"{LABELS[optimizer]}: {median:.1f} s an epoch ({ends}), ratio {ratio:.2f}")
 
 
-def step_seconds(options: argparse.Namespace, optimizer: str, grid: list[dict[str, str]]) -> float:
-    """Return the mean seconds of 50 steps, after 10 steps that do not count.
+def epoch_seconds(
+    options: argparse.Namespace, images: str, optimizer: str, choice: dict[str, str]
+) -> float:
+    """Return the seconds of an epoch, by 50 steps after 10 steps that do not count.
 
     In 50 steps, K-FAC at (10, 50) has one refresh of the bases.
     """
-    short = {"max_steps": "60", "checkpoint_minutes": "null"}
-    settings = {**COMMON, **grid[0], **short}
+    few = {"max_steps": "60", "checkpoint_minutes": "null"}
+    settings = {**CIFAR10, "data.train_images": images, **choice, **few}
     name = f"seconds-{optimizer}"
     shutil.rmtree(options.out / name, ignore_errors=True)
-    metrics = learning.launch(options, name, optimizer, settings, 0, shown=str)
+    metrics = launch(options, name, optimizer, settings, 0, shown=str)
     rows = map(json.loads, metrics.read_text().splitlines())
     after = {row["step"]: row["seconds"] for row in rows if "loss" in row}
-    return (after[60] - after[10]) / 50
+    return (after[60] - after[10]) / 50 * int(images) / int(settings["batch"])
+
+
+def draw(path: Path) -> None:
+    """Draw mean and range over seeds of each optimizer's best known setting, by epoch."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for axis, images in zip(axes, GRIDS):
+        for number, (optimizer, label) in enumerate(LABELS.items()):
+            for choice, style in zip(best_budgets(images, optimizer), ("-", "--")):
+                runs = list(runs_of(images, optimizer, choice))
+                columns = [[100 * value for value in column] for column in zip(*runs)]
+                if not columns:
+                    continue
+                x = range(1, len(columns) + 1)
+                seeds = f"{len(runs)} seed{'s' if len(runs) > 1 else ''}"
+                own = f"{label}, {len(columns)} epochs, {seeds}"
+                mean = [statistics.mean(column) for column in columns]
+                axis.plot(x, mean, style, color=f"C{number}", marker=".", label=own)
+                ends = [min(column) for column in columns], [max(column) for column in columns]
+                axis.fill_between(x, *ends, color=f"C{number}", alpha=0.2)
+        axis.set_title(f"{int(images):,} images")
+        axis.set_xlabel("epoch")
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="x-small")
+    axes[0].set_ylabel("test accuracy, %")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":
