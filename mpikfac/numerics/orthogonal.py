@@ -52,11 +52,17 @@ def _unit(stack: Tensor) -> Tensor:
 
 def _products(squares: Tensor) -> Tensor:
     """Return the products of the polynomials F of all steps, from squares `X X^T`, `[k, n, n]`."""
-    product = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-    product = product.expand_as(squares)
-    for _ in range(STEPS):
-        rest = torch.baddbmm(squares, squares, squares, beta=THIRD, alpha=FIFTH)  # F - FIRST I
-        product = torch.baddbmm(product, rest, product, beta=FIRST)
+    rest = _rest(squares)
+    identity = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    product = torch.add(rest, identity, alpha=FIRST)
+    for _ in range(STEPS - 1):
         for _ in range(2):  # F commutes with the square
             squares = torch.baddbmm(squares, rest, squares, beta=FIRST)
+        rest = _rest(squares)
+        product = torch.baddbmm(product, rest, product, beta=FIRST)
     return product
+
+
+def _rest(squares: Tensor) -> Tensor:
+    """Return `F - FIRST I`, from squares `X X^T`."""
+    return torch.baddbmm(squares, squares, squares, beta=THIRD, alpha=FIFTH)

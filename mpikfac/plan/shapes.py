@@ -195,7 +195,8 @@ class LayerShape:
         if not self.maps_vectors:
             return []
         small, large = sorted((self.outputs, self.inputs))
-        ends, steps = [small**2 * large] * 2, [small**3] * 20  # five steps of four products
+        ends = [small**2 * large] * 2
+        steps = [small**3] * (5 + 4 * 3)  # the polynomials of five steps, and three between steps
         return [self.groups * multiplications for multiplications in ends + steps]
 
     def _values(self, side: str) -> int:

@@ -190,11 +190,16 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     return whole * (factor.work() / factor.order**3)
 
 
-def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Network) -> float:
+def precondition_seconds(
+    plan: Plan, rank: int, machine: Machine, network: Network, orthogonal: bool = True
+) -> float:
     """Return the seconds in which `rank` preconditions its layers.
 
     The seconds are the layers' share of a measurement of all layers, or else a sum over products.
-    For vectors, the share is by the vectors' elements.
+    For vectors, the share is by the vectors' elements. A measurement is of orthogonal directions.
+
+    Args:
+        orthogonal: whether the directions are made orthogonal.
 
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
@@ -206,7 +211,11 @@ def precondition_seconds(plan: Plan, rank: int, machine: Machine, network: Netwo
         everything = sum(factor.size for factor in plan.factors.values())
         seconds = _of_vectors(network.vector_precondition, machine, vectors) * mine / everything
     matrices = (layer for layer in own if not layer.solver.vector)
-    products = [p for layer in matrices for p in _products(layer.shape, layer.solver.products)]
+    products = [
+        product
+        for layer in matrices
+        for product in _products(layer.shape, layer.solver.products, orthogonal)
+    ]
     if network.precondition is None:
         rates = ((flops, interpolated(machine.products, order)) for order, flops in products)
         return seconds + sum(flops / rate for flops, rate in rates)
@@ -261,13 +270,16 @@ def expected_slowest(spread: float, ranks: int) -> float:
     return math.fsum(math.exp(spread * z - spread**2 / 2) for z in draws) / DRAWS
 
 
-def _products(layer: LayerShape, times: int = 1) -> Iterable[tuple[float, int]]:
+def _products(
+    layer: LayerShape, times: int = 1, orthogonal: bool = True
+) -> Iterable[tuple[float, int]]:
     """Yield order (of a cube of as many operations) and operations of a direction's products.
 
     Args:
         times: how many times as many products with factors a solver needs as with inverses.
+        orthogonal: whether products make the direction orthogonal.
     """
     for multiplications in layer.products():
         yield multiplications ** (1 / 3), times * 2 * multiplications
-    for multiplications in layer.orthogonalising():
+    for multiplications in layer.orthogonalising() if orthogonal else ():
         yield multiplications ** (1 / 3), 2 * multiplications

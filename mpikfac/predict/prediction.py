@@ -14,6 +14,7 @@ class Job:
     Attributes:
         batch: images per rank.
         stragglers: standard deviation of the logarithm of a rank's computing time.
+        orthogonal: whether K-FAC's directions are made orthogonal (`Length`).
     """
 
     model: str
@@ -21,6 +22,7 @@ class Job:
     factor_every: int = 1
     basis_every: int = 10
     stragglers: float = 0.0
+    orthogonal: bool = True
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,9 @@ def _computations(
         "optimizer": network.optimizer * costs.stepped_share(plan, rank),
     }
     if plan.layers:
-        found["precondition"] = costs.precondition_seconds(plan, rank, machine, network)
+        found["precondition"] = costs.precondition_seconds(
+            plan, rank, machine, network, job.orthogonal
+        )
         statistics, refresh = kind
         if statistics:
             found["statistics"] = costs.statistics_seconds(plan, rank, machine, network)

@@ -108,6 +108,22 @@ def _choices(asked: Distribution, ranks: int) -> dict[str, Any]:
     return choices
 
 
+def job_of(options: Options, ranks: int, basis_every: int) -> Job:
+    """Return the training that a prediction is for.
+
+    Args:
+        ranks: the ranks that train.
+        basis_every: steps between two refreshes, at the start.
+    """
+    return Job(
+        options.model,
+        options.step_batch // ranks,
+        at_start(options.kfac.factor_every),
+        basis_every,
+        orthogonal=options.kfac.length.source == "orthogonal",
+    )
+
+
 def for_machine(
     options: Options, shapes: Shapes, ranks: int, strategy: Strategy, settings: dict[str, Any]
 ) -> tuple[str, Strategy]:
@@ -127,9 +143,8 @@ def for_machine(
     if asked.machine is None:
         return asked.strategy, strategy
     machine = load_machine(asked.machine)
-    every = at_start(options.kfac.factor_every), at_start(settings["basis_every"])
     solver = settings["solver"]
-    job = Job(options.model, options.step_batch // ranks, *every)
+    job = job_of(options, ranks, at_start(settings["basis_every"]))
     if asked.strategy == "auto":
         return choose(*shapes, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))

@@ -114,8 +114,14 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     Raises:
         ValueError: no strategy can be predicted.
     """
-    every = at_start(options.kfac.factor_every), options.basis_every
-    job = mpikfac.predict.Job(options.model, options.batch_per_rank, *every, options.stragglers)
+    job = mpikfac.predict.Job(
+        options.model,
+        options.batch_per_rank,
+        at_start(options.kfac.factor_every),
+        options.basis_every,
+        options.stragglers,
+        options.kfac.length.source == "orthogonal",
+    )
     shapes = both_shapes(options)
     rows: list[dict[str, Any]] = []
     for ranks in dict.fromkeys(options.ranks):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 import mpikfac
-from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.strategy import make_strategy, training_ranks
+from mpikfac_apps.options.strategy import job_of, make_strategy, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
 from mpikfac_apps.study.seeds import Mean, mean_of
 from mpikfac_apps.study.spec import Cell, basis_every, plan_of
@@ -188,6 +187,5 @@ def _step(machine: mpikfac.predict.Machine, ranks: int, options: Options) -> flo
     Raises:
         ValueError: the options do not fit the ranks, or the machine lacks times.
     """
-    every = at_start(options.kfac.factor_every), basis_every(options, ranks)
-    job = mpikfac.predict.Job(options.model, options.step_batch // ranks, *every)
+    job = job_of(options, ranks, basis_every(options, ranks))
     return mpikfac.predict.simulate(plan_of(options, ranks), machine, job).mean.seconds

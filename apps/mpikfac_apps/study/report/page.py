@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat
 from mpikfac_apps.options.options import Options
-from mpikfac_apps.options.strategy import training_ranks
+from mpikfac_apps.options.strategy import job_of, training_ranks
 from mpikfac_apps.study import results
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report import at_ranks, pictures, table
@@ -125,10 +124,8 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
     found = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
-        every = at_start(options.kfac.factor_every), basis_every(options, ranks)
-        training = training_ranks(options, ranks)
+        job = job_of(options, training_ranks(options, ranks), basis_every(options, ranks))
         with suppress(ValueError):  # the machine file lacks the network or batch
-            job = mpikfac.predict.Job(options.model, options.step_batch // training, *every)
             found[cell.cell.label] = mpikfac.predict.simulate(
                 cell.cell.plan, machine, job
             ).mean.seconds
