@@ -29,7 +29,7 @@ from mpikfac_apps.checking.comparison import (
     findings_of,
 )
 from mpikfac_apps.checking.model import Subject, subject
-from mpikfac_apps.cli import read_options
+from mpikfac_apps.cli import run_on_ranks
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, positional, read_by
 from mpikfac_apps.options.strategy import ITEMSIZE
@@ -74,14 +74,19 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after one line about a mistake that the user can correct.
     """
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: read("mpikfac check", CheckOptions, argv))
-        if options is None:
-            return 0
-        share_cores(comm, None)
-        wrong = checked(comm, options)
-    return mpikfac.comm.leaving(int(wrong))
+    return run_on_ranks(lambda _: read("mpikfac check", CheckOptions, argv), check)
+
+
+def check(comm: mpikfac.comm.Comm, options: CheckOptions) -> int:
+    """Print all sections on rank 0; return 1 if a number is wrong, else 0.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the model cannot be built, or cannot be used with the options.
+    """
+    share_cores(comm, None)
+    return int(checked(comm, options))
 
 
 def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:

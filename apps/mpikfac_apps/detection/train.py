@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 import mpikfac
-from mpikfac_apps.cli import mend_streams, read_options
+from mpikfac_apps.cli import run_on_ranks
 from mpikfac_apps.detection import networks, precision
 from mpikfac_apps.detection.shapes import CLASSES, Example, Shapes, mixed
 from mpikfac_apps.options.command_line import read
@@ -131,20 +131,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    mend_streams()
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: read(PROGRAM, DetectionOptions, argv))
-        if options is None:
-            return 0
-        share_cores(comm, None)
-        with mpikfac.comm.together(comm, "options"):
-            options.check(comm.size)
-            device = mpikfac.device(comm, options.device)
-            torch.manual_seed(options.seed)
-            model = networks.build(options.model, len(CLASSES), options.size).to(device)
-        run(comm, options, trainer_of(comm, model, options), device)
-    return mpikfac.comm.leaving(0)
+    return run_on_ranks(lambda _: read(PROGRAM, DetectionOptions, argv), train)
+
+
+def train(comm: mpikfac.comm.Comm, options: DetectionOptions) -> int:
+    """Train a network with random weights; return 0.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the options fit neither each other nor the ranks.
+    """
+    share_cores(comm, None)
+    with mpikfac.comm.together(comm, "options"):
+        options.check(comm.size)
+        device = mpikfac.device(comm, options.device)
+        torch.manual_seed(options.seed)
+        model = networks.build(options.model, len(CLASSES), options.size).to(device)
+    run(comm, options, trainer_of(comm, model, options), device)
+    return 0
 
 
 Trainer = mpikfac.KFAC | mpikfac.DataParallel

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.cli import read_options
+from mpikfac_apps.cli import run_on_ranks
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, read_by, required
 from mpikfac_apps.place import environment, share_cores
@@ -89,18 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after one line about a mistake that the user can correct.
     """
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        options = read_options(comm, lambda: parse(argv, comm.size))
-        if options is None:
-            return 0
-        machine = measured(comm, options)
-        with mpikfac.comm.together(comm, f"out={options.out}"):
-            if comm.rank == 0:
-                files.write_text(options.out, machine.to_json(), named=True)
-    if comm.rank == 0:
-        print(f"{options.out}: {machine.name}")
-    return mpikfac.comm.leaving(0)
+    return run_on_ranks(lambda ranks: parse(argv, ranks), calibrate)
 
 
 def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
@@ -117,6 +106,22 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
     if ranks == 1:
         raise ValueError("1 rank sends no messages; start it under mpirun with 2 or more")
     return options
+
+
+def calibrate(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> int:
+    """Measure, and write the file; return 0.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    machine = measured(comm, options)
+    with mpikfac.comm.together(comm, f"out={options.out}"):
+        if comm.rank == 0:
+            files.write_text(options.out, machine.to_json(), named=True)
+            print(f"{options.out}: {machine.name}")
+    return 0
 
 
 def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.predict.Machine:

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 import mpikfac
-from mpikfac_apps.cli import checkpoint_at, mend_streams, read_options
+from mpikfac_apps.cli import checkpoint_at, run_on_ranks
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import positional
@@ -57,19 +57,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: code 2 after a single line about a mistake that the user can correct.
     """
-    mend_streams()
-    comm = mpikfac.world()
-    with mpikfac.ending(comm):
-        asked = read_options(comm, lambda: read(PROGRAM, EvaluateOptions, argv))
-        if asked is None:
-            return 0
-        share_cores(comm, None)
-        with mpikfac.comm.together(comm, "options"):
-            device = mpikfac.device(comm, asked.device)
-        line = tested(comm, asked, device)
-        if comm.rank == 0:
-            print(line, flush=True)
-    return mpikfac.comm.leaving(0)
+    return run_on_ranks(lambda _: read(PROGRAM, EvaluateOptions, argv), evaluate)
+
+
+def evaluate(comm: mpikfac.comm.Comm, asked: EvaluateOptions) -> int:
+    """Print the line with the results on rank 0; return 0.
+
+    Collective over: comm.
+    """
+    share_cores(comm, None)
+    with mpikfac.comm.together(comm, "options"):
+        device = mpikfac.device(comm, asked.device)
+    line = tested(comm, asked, device)
+    if comm.rank == 0:
+        print(line, flush=True)
+    return 0
 
 
 def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device) -> str:
