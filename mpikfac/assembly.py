@@ -235,11 +235,12 @@ class Assembly:
     def close(self) -> None:
         """Free the communicators, and let curvature ranks go: on curvature ranks, `serve` returns.
 
-        Pending messages are sent and kept first. No step may follow.
+        Pending messages are sent and kept first, and hooks are removed. No step may follow.
 
         Collective over: world.
         """
         self.factors.settle()
+        self.detach()
         self.grid.free()
         if self.curvature:
             self.curvature.close()
@@ -298,6 +299,7 @@ class Assembly:
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}
             kept = fitting(state, own | self.replicas.needed(state.keys()), rounded=True)
+            kept |= {n: kept[n].clone() for n, value in own.items() if _alias(kept[n], value)}
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
@@ -313,3 +315,8 @@ class Assembly:
         if state.get(f"{OWN}solver") == self.plan.all_solvers:
             return names
         return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
+
+
+def _alias(one: Any, other: Any) -> bool:
+    """Return whether two tensors share memory, as in the state of the trainer itself."""
+    return torch.is_tensor(one) and torch.is_tensor(other) and one.data_ptr() == other.data_ptr()

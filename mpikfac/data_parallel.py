@@ -23,6 +23,7 @@ from mpikfac.engine import (
     describe,
     fitting,
     group_settings,
+    hand_over_state,
     load_model_state,
     missing_state,
     model_state,
@@ -200,21 +201,23 @@ class DataParallel:
     def _take_up_change(self) -> None:
         """Take up other trained parameters of the model."""
         self.combine()
-        older = self.replicas
+        replicas, stepped = self.replicas, self._stepped
         self.detach()
-        self.gradients.grid.free()
+        self.grid.free()
         self._assemble()
-        self.replicas.take_over(older)
+        self.replicas.take_over(replicas)
+        hand_over_state(self.grid.world, self.model, self.optimizer, stepped, self._stepped)
 
     def detach(self) -> None:
         """Remove the hooks; the model is as before, except for the weights."""
         self.gradients.detach()
 
     def close(self) -> None:
-        """Free the communicators; no step may follow.
+        """Free the communicators, and remove the hooks; no step may follow.
 
         Collective over: world.
         """
+        self.detach()
         self.gradients.grid.free()
 
     def collect(self) -> None:

@@ -198,16 +198,18 @@ class KFAC(Assembly):
                 model's outputs, without the factor of a scaler.
 
         Raises:
-            ValueError: a scaler with `overlap`, or with `update="owner"` and a rank that has
-                nothing to step; `examples` with `overlap` or `parts`; a gradient that was changed
-                after `overlap` had sent the gradient; a converted or moved model; `inputs` and
-                `loss` without `Length("quadratic")`, or the reverse.
+            ValueError: a scaler with `overlap`, with `exchanged="weights"`, or with
+                `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
+                `parts`; a gradient that was changed after `overlap` had sent the gradient; a
+                converted or moved model; a negative `max_norm`; `inputs` and `loss` without
+                `Length("quadratic")`, or the reverse.
             UserError: ranks disagree on the model, learning rates or settings.
         """
-        scaler, batch = self.gradients.checked(scaler), self._batch(inputs, loss)
+        scaler, batch = self._checked(scaler), self._batch(inputs, loss)
         alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
-            self._read_gradients()
+            self.gradients.look(self._in_force())
+            self.gradients.read()
         weight = 1.0 if examples is None else self.gradients.weigh(examples)
         if scaler is not None and not self._reduce_scaled(scaler, alone):
             self._skip()
@@ -279,7 +281,7 @@ class KFAC(Assembly):
             one_of("loss", loss, LOSSES)
             return
         check_outputs(outputs, loss)
-        parameters = [p for layer in self.layers for p in layer.parameters]
+        parameters = [p for layer in self.layers for p in layer.parameters if p.requires_grad]
         for turn, gradient in self.estimator.turns(outputs, loss):
             with self.recorder.standing_for(turn):
                 torch.autograd.grad(
@@ -307,8 +309,9 @@ class KFAC(Assembly):
     def precondition(self, scaler: GradScaler | None = None) -> None:
         """Precondition covered layers' gradients; the caller averages before, and steps after.
 
-        The caller also averages and steps uncovered parameters and buffers. With `Length("adam")`,
-        gradients of uncovered parameters become Adam's steps.
+        The caller also averages and steps uncovered parameters and buffers. With
+        `Length("orthogonal")`, the default, and `Length("adam")`, gradients of uncovered parameters
+        become Adam's steps.
 
         Collective over: world.
 
@@ -321,8 +324,9 @@ class KFAC(Assembly):
         Raises:
             ValueError: with `update="owner"`, as the owner of a layer has to step the layer; with
                 `overlap`, as gradients are sent before the caller can average them; with `parts`,
-                as K-FAC adds parts up in order; or with `exchanged="weights"`, as the caller
-                averages gradients.
+                as K-FAC adds parts up in order; with `exchanged="weights"`, as the caller averages
+                gradients; with `Length("quadratic")`, as only `step` takes the batch; or other
+                parameters are trained than before.
         """
         transport = self.plan.strategy.transport
         if self.plan.strategy.exchange.of_copies:
@@ -334,7 +338,12 @@ class KFAC(Assembly):
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
                 "call step()"
             )
-        self._read_gradients()
+        if self.gradients.look(self._in_force()):
+            raise ValueError(
+                "the trained parameters have changed, and precondition() cannot take up a change; "
+                "make K-FAC anew, or call step()"
+            )
+        self.gradients.read()
         if scaler is not None and scaler.is_enabled():
             if not all_finite(self.gradients.arena.flat):  # nor on any other rank
                 self._skip()
@@ -362,7 +371,7 @@ class KFAC(Assembly):
         the loss: momentum, weight decay, uncovered parameters, and in a layer with several learning
         rates the coupling of parameters. With `Length("quadratic")` the prediction is the whole
         quadratic model's, for the whole step. With inverses, new damping waits for the next
-        decomposition.
+        decomposition. Call `adapt` before `state_dict`: the state does not have the prediction.
 
         Collective over: world.
 
@@ -497,6 +506,16 @@ class KFAC(Assembly):
         if self.settings.damping.adapted and self.settings.length.source != "quadratic":
             self.directions.predict()
 
+    def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
+        """Return the scaler if a step can use the scaler; None for a disabled scaler."""
+        scaler = self.gradients.checked(scaler)
+        if scaler is not None and self.plan.strategy.exchange.of_copies:
+            raise ValueError(
+                "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
+                "alone, and the sums of factors need all ranks"
+            )
+        return scaler
+
     def _batch(self, inputs: Any, loss: Criterion | None) -> Batch | None:
         """Return the batch of a quadratic model, if the length of the step needs the model."""
         quadratic = self.settings.length.source == "quadratic"
@@ -512,15 +531,12 @@ class KFAC(Assembly):
 
     # -- the model as it is now ------------------------------------------------------------------
 
-    def _read_gradients(self) -> None:
-        """Read the gradients, and vote on what all ranks must have alike."""
-        self.gradients.look(self._in_force())
-        self.gradients.read()
-
     def _in_force(self) -> dict[str, object]:
         """Return the numbers of the step, which are equal on all ranks."""
         names = ("damping", "decay", *filter(None, [self.settings.length.bound]))
         numbers = {name: self.settings.at(name, self.steps) for name in names}
+        for name in ("factor_every", "basis_every"):  # of the next step, which needs them at once
+            numbers[name] = self.settings.interval(name, self.steps + 1)
         return {"steps": self.steps, "optimizer": list(group_settings(self.optimizer)), **numbers}
 
     def _follow_votes(self) -> None:

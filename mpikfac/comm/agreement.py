@@ -6,6 +6,7 @@ import time
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,9 +75,11 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 
 
 def handed_over(
-    comm: MPI.Intracomm, held: Mapping[str, Tensor], wanted: Collection[str]
-) -> dict[str, Tensor]:
-    """Return wanted tensors from the first rank that holds a tensor of the name.
+    comm: MPI.Intracomm, held: Mapping[str, Any], wanted: Collection[str]
+) -> dict[str, Any]:
+    """Return wanted tensors and numbers, each from the first rank that holds the name.
+
+    Tensors arrive on the host.
 
     Collective over: comm.
     """
@@ -84,9 +87,10 @@ def handed_over(
     for name in sorted(set().union(*(some for _, some in ranks))):
         source = next((rank for rank, (names, _) in enumerate(ranks) if name in names), None)
         if source is not None:
-            tensor = comm.bcast(held[name].cpu() if comm.rank == source else None, root=source)
+            value = held[name] if comm.rank == source else None
+            value = comm.bcast(value.cpu() if torch.is_tensor(value) else value, root=source)
             if name in wanted:
-                found[name] = tensor
+                found[name] = value
     return found
 
 

@@ -18,7 +18,7 @@ from mpikfac.engine.site import Site
 from mpikfac.engine.state import Block
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, Parts, all_finite, copy_all, end_step, not_finite
-from mpikfac.plan import RankPlan, check_count, lay_out
+from mpikfac.plan import RankPlan, check_count, check_size, lay_out
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,10 @@ def share_out(arena: Arena, plan: RankPlan) -> None:
         torch._foreach_div_([arena[name] for name in plan.means], plan.grid.count)
 
 
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
 class Gradients:
     """A model's gradients in an arena, from local to averaged to a step of the optimizer.
 
@@ -107,7 +111,8 @@ class Gradients:
         encoded = [block for block in self.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)
         self._beside = None
-        self._sent: dict[int, int] = {}  # versions of gradients that were sent early
+        # Gradients that were sent early, and their versions, by the parameter's id.
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}
         self._hooks = [model.register_load_state_dict_post_hook(self._on_load)]
         if site.plan.strategy.transport.overlap and self._to_reduce:
             layout, flat = self.arena.layout, self.arena.flat
@@ -124,10 +129,13 @@ class Gradients:
         for hook in self._hooks:
             hook.remove()
 
-    def look(self, values: object) -> None:
+    def look(self, values: object) -> bool:
         """Vote on a change of the model, and on `values`, which all ranks must have alike.
 
         New parameters stay as they are in this step.
+
+        Returns:
+            Whether the trained parameters of the rank's model have changed.
 
         Raises:
             ValueError: a parameter was converted or moved.
@@ -135,7 +143,9 @@ class Gradients:
         changed = self._trained.changed()
         if changed:
             self._trained.leave_changed()
+            self._sent.clear()  # gradients that were left are no mistake of the program
         self.votes.mark(values, changed)
+        return changed
 
     def _on_load(self, *_: object) -> None:
         """Keep the running statistics that the user's program has loaded."""
@@ -172,11 +182,14 @@ class Gradients:
                     self._send(slot)
                 else:
                     self._check_unchanged(slot)
+            self._sent.clear()
 
     def _check_unchanged(self, slot: Slot) -> None:
         for parameter in slot.block.parameters:
-            gradient = parameter.grad
-            if gradient is not None and gradient._version != self._sent[id(parameter)]:
+            if id(parameter) not in self._sent:
+                continue
+            gradient, version = self._sent[id(parameter)]
+            if parameter.grad is not gradient or _version(gradient) != version:
                 raise ValueError(
                     f"the gradient of {slot.block.name!r} was changed after the backward pass; "
                     f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
@@ -201,8 +214,7 @@ class Gradients:
         name = slot.block.name
         copy_all(slot.block.gradients_to(slot.parts))
         for parameter in slot.block.parameters:
-            if parameter.grad is not None:
-                self._sent[id(parameter)] = parameter.grad._version
+            self._sent[id(parameter)] = parameter.grad, _version(parameter.grad)
         self.arena[name] /= self.plan.grid.count
         self._beside.ready(name)
 
@@ -327,7 +339,11 @@ class Gradients:
         """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
 
         Collective over: world with update="owner", else none.
+
+        Raises:
+            ValueError: the bound is negative or not finite.
         """
+        check_size("max_norm", max_norm)
         mine = [s.block.name for s in self.slots if s.block.parameters and self._in_norm(s)]
         square = sum(
             (self.arena[name].square().sum() for name in mine), self.arena.flat.new_zeros(())

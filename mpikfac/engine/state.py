@@ -164,17 +164,25 @@ def load_model_state(
         index, key = name.split("/")
         restored = state[f"optimizer/groups/{name}"]
         flag = isinstance(number, bool)
-        optimizer.param_groups[int(index)][key] = bool(restored) if flag else restored
+        group = optimizer.param_groups[int(index)]
+        if torch.is_tensor(group.get(key)):  # a rate that a compiled step reads
+            group[key].fill_(restored)
+        else:
+            group[key] = bool(restored) if flag else restored
     optimizer.state.clear()
     for name, parameter in stepped.items():
         prefix, pieces = f"optimizer/state/{name}/", {}
         for key in (key for key in state if key.startswith(prefix)):
-            value = state[key]
-            if torch.is_tensor(value):  # a count of steps stays where it is read: on the host
-                value = value.to(parameter.device if value.dim() else value.device, copy=True)
-            pieces[key.removeprefix(prefix)] = value
+            pieces[key.removeprefix(prefix)] = _placed(state[key], parameter)
         if pieces:
             optimizer.state[parameter] = _in_lists(pieces)
+
+
+def _placed(value: Any, parameter: nn.Parameter) -> Any:
+    """Return a copy on the parameter's device; counts of steps stay on the host, to be read."""
+    if not torch.is_tensor(value):
+        return value
+    return value.to(parameter.device if value.dim() else value.device, copy=True)
 
 
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
@@ -208,16 +216,16 @@ def hand_over_state(
         f"{name}/{key}": value
         for name, parameter in before.items()
         if present.get(name) is parameter  # else the parameter was replaced
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if torch.is_tensor(value)
+        for key, value in _in_pieces(optimizer.state.get(parameter, {})).items()
     }
     every = {item for some in comm.allgather(list(held)) for item in some}
     wanted = {item for item in every - held.keys() if item.rpartition("/")[0] in after}
+    received: dict[str, dict[str, Any]] = defaultdict(dict)
     for item, value in handed_over(comm, held, wanted).items():
         name, _, key = item.rpartition("/")
-        parameter = after[name]
-        device = parameter.device if value.dim() else value.device
-        optimizer.state[parameter][key] = value.to(device)
+        received[name][key] = _placed(value, after[name])
+    for name, pieces in received.items():
+        optimizer.state[after[name]] |= _in_lists(pieces)
     for name in before.keys() - after.keys():
         optimizer.state.pop(before[name], None)
 
@@ -230,8 +238,9 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
     """Yield index and key ("0/lr") and value of every number in the parameter groups."""
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            if isinstance(value, (int, float)):
-                yield f"{index}/{key}", value
+            number = value.item() if torch.is_tensor(value) and not value.dim() else value
+            if isinstance(number, (int, float)):
+                yield f"{index}/{key}", number
 
 
 Block = Layer | Other

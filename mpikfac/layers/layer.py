@@ -50,7 +50,7 @@ class Layer:
     """Describe a module whose gradient K-FAC preconditions; the base class describes `Linear`.
 
     For modules of your own, derive a class, override what differs (often only `inputs` and
-    `outputs`), and pass the class as `KFAC(covers={YourModule: YourLayer})`.
+    `outputs`), and pass the class as `Coverage(covers={YourModule: YourLayer})`.
 
     Attributes:
         name: the module's name in the model.
@@ -80,7 +80,8 @@ class Layer:
         """Take weight and bias from `given`, or else the module's `weight` and `bias`.
 
         Raises:
-            NotCovered: weight or bias is no parameter of the module, but computed in every pass.
+            NotCovered: weight or bias is no parameter of the module, but computed in every pass; or
+                neither is trained.
         """
         self.name = name
         self.modules = [module]
@@ -88,6 +89,8 @@ class Layer:
         given = given or [getattr(module, "weight", None), getattr(module, "bias", None)]
         _check_kept(module, given)
         trained = [p for p in given if p is not None and p.requires_grad]
+        if not trained:
+            raise NotCovered("weight and bias are not trained")
         self.parameters: list[Tensor] = trained
         self.bias = trained[-1] is given[1]
         self.bias_alone = self.bias and len(trained) == 1

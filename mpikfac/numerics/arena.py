@@ -16,6 +16,7 @@ Copies: TypeAlias = Iterator[tuple[Tensor, Tensor]]
 """Tensors to copy: each time the tensor to fill, and the source."""
 
 
+@torch.no_grad()
 def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Fill each first tensor from the second, in few calls.
 

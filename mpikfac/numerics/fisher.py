@@ -56,7 +56,9 @@ def exact(outputs: Tensor, loss: Loss) -> Iterator[Tensor]:
 def _drawn_class(outputs: Tensor) -> Tensor:
     probabilities = outputs.softmax(1)
     rows = probabilities.movedim(1, -1).reshape(-1, outputs.shape[1])
-    labels = torch.multinomial(rows, 1).view(len(outputs), 1, *outputs.shape[2:])
+    # Outputs that are not finite give gradients that are not finite, whatever the labels.
+    drawn = torch.multinomial(torch.where(rows.isfinite(), rows, 1.0), 1)
+    labels = drawn.view(len(outputs), 1, *outputs.shape[2:])
     return probabilities.scatter_add_(1, labels, -torch.ones_like(labels, dtype=outputs.dtype))
 
 

@@ -47,6 +47,10 @@ class Settings:
             return every(getattr(self, name), step, name)
         return step % self._between(name, step, turns) == 0
 
+    def interval(self, name: str, step: int) -> int:
+        """Return an interval in steps that is in force at `step`."""
+        return self._between(name, step, 1)
+
     def turn(self, name: str, step: int, turns: int) -> int:
         """Return the number, from 0 on, of the turn of an interval that `step` belongs to."""
         return step // self._between(name, step, turns) % turns

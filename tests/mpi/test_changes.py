@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -62,11 +64,37 @@ def weights(model: nn.Module) -> torch.Tensor:
     return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def trained(comm, make, change: str, seed: int = 0) -> tuple[list[torch.Tensor], nn.Module]:
+class CountingSgd(torch.optim.Optimizer):
+    """SGD with momentum, whose state has a number and a list, as optimizers of others have."""
+
+    def __init__(self, parameters, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state.update(steps=0, means=[torch.zeros_like(parameter)])
+            state["steps"] += 1
+            (mean,) = state["means"]
+            mean.mul_(0.9).add_(parameter.grad, alpha=0.1)
+            parameter.sub_(mean / (1 - 0.9 ** state["steps"]), alpha=self.param_groups[0]["lr"])
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def trained(
+    comm, make, change: str, seed: int = 0, optimized=sgd
+) -> tuple[list[torch.Tensor], nn.Module]:
     """Return the weights after each of 6 steps; the model changes before step 3."""
     model, (act, prepare) = network(), CHANGES[change]
     prepare(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    optimizer = optimized(model)
     trainer, found = make(model, optimizer, comm), []
     for step in range(6):
         if step == 3:
@@ -79,28 +107,84 @@ def trained(comm, make, change: str, seed: int = 0) -> tuple[list[torch.Tensor],
     return found, model
 
 
-def kfac_with(choices: dict) -> object:
+def kfac_with(choices: dict, every: int = 1) -> object:
     def make(model, optimizer, comm):
         chosen = {"workers": comm.size} | choices
         strategy = Strategy().changed(**chosen)
-        return mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.01, basis_every=2)
+        intervals = {"factor_every": every, "basis_every": 2 * every}
+        return mpikfac.KFAC(model, optimizer, comm, strategy, damping=0.01, **intervals)
 
     return make
 
 
+def owners_step(model, optimizer, comm) -> DataParallel:
+    return DataParallel(model, optimizer, comm, Strategy().changed(update="owner"))
+
+
+TAKEN_UP = {
+    **{name: (kfac_with(chosen), kfac_with({})) for name, chosen in STRATEGIES.items()},
+    "owners, every 4th step": (kfac_with(STRATEGIES["owners"], 4), kfac_with({}, 4)),
+    "first-order": (DataParallel, DataParallel),
+    "first-order, owner steps": (owners_step, DataParallel),
+}
+
+
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("strategy", [*STRATEGIES, "first-order"])
+@pytest.mark.parametrize("strategy", TAKEN_UP)
 def test_a_changed_model_is_taken_up_on_all_ranks(comm, strategy, change):
     """Oracle: one process on the joined batches."""
-    make = DataParallel if strategy == "first-order" else kfac_with(STRATEGIES[strategy])
+    make, serial = TAKEN_UP[strategy]
     own = comm.Split(comm.rank)
-    serial = DataParallel if strategy == "first-order" else kfac_with({})
     found, _ = trained(comm, make, change)
     expected, _ = trained(own, serial, change)
     expected = comm.bcast(expected)
     for mine, theirs in zip(found, expected):
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
     own.Free()
+
+
+@pytest.mark.parametrize("make", [owners_step, kfac_with(STRATEGIES["owner steps"])])
+def test_numbers_and_lists_of_the_optimizer_move_to_new_owners(comm, make):
+    """Oracle: one process on the joined batches."""
+    own = comm.Split(comm.rank)
+    with_counts = partial(CountingSgd, lr=0.1)
+    serial = DataParallel if make is owners_step else kfac_with({})
+    chosen = {"optimized": lambda model: with_counts(model.parameters())}
+    found, _ = trained(comm, make, "unfreeze", **chosen)
+    expected, _ = trained(own, serial, "unfreeze", **chosen)
+    for mine, theirs in zip(found, comm.bcast(expected)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-9)
+    own.Free()
+
+
+def test_precondition_refuses_a_changed_model(comm):
+    """Oracle: the line; no message of the step can tell the other ranks of a change."""
+    model = network()
+    model[0].requires_grad_(False)
+    kfac = kfac_with({})(model, sgd(model), comm)
+    model[0].requires_grad_(True)
+    x, y = batch(0, comm)
+    F.cross_entropy(model(x), y).backward()
+    with pytest.raises(ValueError, match="precondition\\(\\) cannot take up a change"):
+        kfac.precondition()
+
+
+def test_labels_of_the_model_leave_frozen_layers_alone(comm):
+    """Oracle: the weights of the layer that was frozen between two steps."""
+    model = network()
+    sampled = mpikfac.Estimator(fisher="sampled")
+    kfac = mpikfac.KFAC(model, sgd(model), comm, damping=0.01, estimator=sampled)
+    for step in range(3):
+        if step == 1:
+            freeze(model, kfac.optimizer, 0)
+            before = weights(model[2])
+        x, y = batch(step, comm)
+        kfac.optimizer.zero_grad()
+        outputs = model(x)
+        kfac.record(outputs)
+        F.cross_entropy(outputs, y).backward()
+        kfac.step()
+    assert torch.equal(weights(model[2]), before)
 
 
 def test_a_new_layer_becomes_that_of_rank_0(comm):
@@ -139,17 +223,19 @@ def test_a_new_layer_is_trained_from_the_next_step_on(comm):
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank agrees with itself")
 @pytest.mark.parametrize("make", [DataParallel, kfac_with({}), kfac_with(STRATEGIES["owners"])])
-@pytest.mark.parametrize("difference", ["lr", "frozen", "damping"])
+@pytest.mark.parametrize("difference", ["lr", "frozen", "damping", "factor_every"])
 def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     """Oracle: the same text on all ranks, at the step of the difference."""
-    if difference == "damping" and make is DataParallel:
+    of_kfac = difference in ("damping", "factor_every")
+    if of_kfac and make is DataParallel:
         return
     model, last = network(), comm.rank == comm.size - 1
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = make(model, optimizer, comm)
-    if difference == "damping":
-        schedule = lambda step: 0.01 if step < 1 or not last else 0.02  # noqa: E731
-        trainer = mpikfac.KFAC(model, optimizer, comm, damping=schedule)
+    if of_kfac:  # the interval of step 2 is heard in step 1
+        values, begins = {"damping": ((0.01, 0.02), 1), "factor_every": ((1, 2), 2)}[difference]
+        schedule = lambda step: values[last and step >= begins]  # noqa: E731
+        trainer = mpikfac.KFAC(model, optimizer, comm, **{difference: schedule})
     for step in range(2):
         if step == 1 and last and difference == "lr":
             optimizer.param_groups[0]["lr"] = 0.05
@@ -166,7 +252,21 @@ def test_ranks_that_drift_apart_stop_together(comm, make, difference):
     assert len(set(comm.allgather(str(caught.value)))) == 1
 
 
-def test_overlap_refuses_a_gradient_that_changes_after_backward(comm):
+def clip_in_place(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def put_in_place(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = 1e-3 * parameter.grad
+
+
+def drop(model: nn.Module) -> None:
+    model[0].weight.grad = None
+
+
+@pytest.mark.parametrize("change", [clip_in_place, put_in_place, drop])
+def test_overlap_refuses_a_gradient_that_changes_after_backward(comm, change):
     """Oracle: the line; alone, where nothing was sent, the weights without overlap."""
     found = []
     for strategy in ({}, STRATEGIES["overlapped"]):
@@ -175,7 +275,7 @@ def test_overlap_refuses_a_gradient_that_changes_after_backward(comm):
         trainer = kfac_with(strategy)(model, optimizer, comm)
         x, y = batch(0, comm)
         F.cross_entropy(model(x), y).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        change(model)
         if strategy and comm.size > 1:
             with pytest.raises(ValueError, match="was changed after the backward pass"):
                 trainer.step()
@@ -183,6 +283,18 @@ def test_overlap_refuses_a_gradient_that_changes_after_backward(comm):
         trainer.step()
         found.append(weights(model))
     assert torch.equal(*found)
+
+
+def test_copies_refuse_a_scaler(comm):
+    """Oracle: the line: a rank that skips a step alone would miss the sums of factors."""
+    model = network()
+    copies = {"exchanged": "weights", "exchange_every": 2}
+    kfac = kfac_with(copies)(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = batch(0, comm)
+    scaler.scale(F.cross_entropy(model(x), y)).backward()
+    with pytest.raises(ValueError, match="needs exchanged='gradients', not 'weights'"):
+        kfac.step(scaler)
 
 
 @pytest.mark.parametrize("make", [DataParallel, kfac_with({})])

@@ -60,6 +60,18 @@ def test_the_same_strategy_goes_on_to_the_last_bit(comm, strategy, solver, kind)
     assert factors == {f"kfac/{kind}/{layer}.{side}" for layer in (0, 3, 5) for side in "AG"}
 
 
+@pytest.mark.parametrize("reduce_at", ["factors", "bases"])
+@pytest.mark.parametrize("workers", sorted({1, RANKS}))
+def test_averages_that_begin_at_the_identity_go_on(comm, workers, reduce_at):
+    """Oracle: the uninterrupted run, and a run whose averages never move to the owners."""
+    strategy, settings = Strategy(workers).changed(reduce_at=reduce_at), {"start": "identity"}
+    kfac = trainer(comm, strategy, **settings)
+    unmoved = problem.run(kfac, comm)
+    state, expected = interrupted(comm, strategy, **settings)
+    assert torch.equal(continued(comm, state, strategy, **settings), expected)
+    torch.testing.assert_close(expected, unmoved, rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("length", ["adam", "orthogonal"])
 @pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
 def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):

@@ -100,6 +100,19 @@ def test_a_paused_pass_is_not_recorded():
         torch.testing.assert_close(mine, theirs)
 
 
+def test_a_pause_within_a_pause_does_not_end_the_pause():
+    """Oracle: averages of the batch alone."""
+    kfac, expected = trainer(network()), trainer(network())
+    x, y = batch(seed=1)
+    with kfac.paused():
+        with kfac.paused():
+            pass
+        F.cross_entropy(kfac.model(x), y).backward()
+    for one in (kfac, expected):
+        learn(one)
+    assert all(map(torch.equal, averages(kfac), averages(expected)))
+
+
 def test_passes_of_parts_of_the_model_are_told_apart():
     """Oracle: averages with calls of the model itself; two micro-batches, as a wrapper has them."""
     found = []
@@ -317,6 +330,104 @@ def test_little_coverage_is_warned_of(caplog):
         caplog.clear()
         trainer(network(), coverage=Coverage(skip))
         assert ("weights; the rest" in caplog.text) == told
+
+
+@pytest.mark.parametrize("fisher", ["empirical", "sampled", "exact"])
+def test_outputs_that_are_not_finite_are_left_out(fisher):
+    """Oracle: averages and weights before the batch."""
+    kfac = trainer(network(), estimator=Estimator(fisher=fisher))
+
+    def step(scale: float) -> None:
+        x, y = batch()
+        kfac.optimizer.zero_grad()
+        outputs = kfac.model(scale * x)
+        kfac.record(outputs)
+        F.cross_entropy(outputs, y).backward()
+        kfac.step()
+
+    step(1.0)
+    before, weight = averages(kfac), kfac.model[0].weight.clone()
+    step(torch.inf)
+    assert all(map(torch.equal, averages(kfac), before))
+    assert torch.equal(kfac.model[0].weight, weight)
+
+
+def test_a_state_of_the_trainer_itself_can_be_loaded():
+    """Oracle: the averages before; the state shares memory with the trainer."""
+    kfac = trainer(network())
+    learn(kfac)
+    before = averages(kfac)
+    kfac.load_state_dict(kfac.state_dict())
+    assert all(map(torch.equal, averages(kfac), before))
+
+
+def test_a_rate_in_a_tensor_is_part_of_the_state():
+    """Oracle: the rate that was saved, in the tensor that a compiled step reads."""
+    model = network()
+    rate = torch.tensor(0.1)
+    kfac = KFAC(model, torch.optim.Adam(model.parameters(), lr=rate), COMM, damping=0.01)
+    learn(kfac)
+    state = copy.deepcopy(kfac.state_dict())
+    rate.fill_(0.5)
+    kfac.load_state_dict(state)
+    assert rate == torch.tensor(0.1) and kfac.optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_frozen_layer_with_a_parameter_of_its_own_is_refused_by_name():
+    """Oracle: the line."""
+    model = network()
+    model[0].requires_grad_(False)
+    model[0].scale = nn.Parameter(torch.ones(6).double())
+    with pytest.raises(ValueError, match="layer '0': weight and bias are not trained"):
+        trainer(model)
+
+
+def test_an_attention_may_lose_a_weight():
+    """Oracle: the frozen weight stays, and the bias learns."""
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(5, 1, batch_first=True)
+    model = nn.Sequential(Attended(attention), nn.Linear(5, 3)).double()
+    kfac = trainer(model)
+    learn(kfac)
+    attention.out_proj.weight.requires_grad_(False)
+    weight, bias = attention.out_proj.weight.clone(), attention.out_proj.bias.clone()
+    for _ in range(2):
+        learn(kfac)
+    assert torch.equal(attention.out_proj.weight, weight)
+    assert not torch.equal(attention.out_proj.bias, bias)
+
+
+class Attended(nn.Module):
+    """An attention of every example to itself."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        return self.attention(x, x, x)[0][:, 0]
+
+
+def test_a_bound_below_0_is_refused():
+    """Oracle: the line, and the weights before."""
+    kfac = trainer(network())
+    before = kfac.model[0].weight.clone()
+    x, y = batch()
+    F.cross_entropy(kfac.model(x), y).backward()
+    with pytest.raises(ValueError, match=r"max_norm=-1.0 must be a finite number"):
+        kfac.step(max_norm=-1.0)
+    assert torch.equal(kfac.model[0].weight, before)
+
+
+def test_no_pass_is_recorded_after_the_end():
+    """Oracle: the sums, all 0."""
+    kfac = trainer(network())
+    learn(kfac)
+    kfac.close()
+    x, y = batch()
+    F.cross_entropy(kfac.model(x), y).backward()
+    assert not kfac.factors.statistics.flat.any()
 
 
 def test_a_loaded_statistic_outlives_a_batch_of_nan():

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from mpikfac.trace import COMMUNICATION
 from mpikfac_apps.guard.launcher import end_launcher
@@ -65,10 +66,12 @@ class Watchdog:
             # Setting the timer takes 40 us, and more on a busy core: too long for each of many
             # short steps.
             if not UNABLE[0] <= self._last - self._deadline <= UNABLE[1]:
-                self._last = self._deadline + UNABLE[1]
-                faulthandler.dump_traceback_later(
-                    self._last - now, exit=True, file=self._reports.file
-                )
+                last = self._deadline + UNABLE[1]
+                with suppress(RuntimeError):  # no thread can start now; the next phase tries again
+                    faulthandler.dump_traceback_later(
+                        last - now, exit=True, file=self._reports.file
+                    )
+                    self._last = last
 
     def begin_write(self, step: int, unfinished: Callable[[], bool]) -> None:
         """Begin to write a checkpoint beside the steps, on all ranks.
@@ -101,7 +104,8 @@ class Watchdog:
             with self._lock:
                 self._ending = time.monotonic() >= min(self._deadline, self._write_deadline)
                 if self._ending:  # exit even if this thread gets stuck
-                    faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
+                    with suppress(RuntimeError):
+                        faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
             if self._ending:
                 end_launcher(LAUNCHER)
                 self._reports.tell(*self._late())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpikfac.comm import summed
 from mpikfac.engine.nonfinite import Flags
 from mpikfac.engine.site import Part, Site, take_over
 from mpikfac.numerics import (
@@ -144,7 +145,9 @@ class Factors(Part):
             self.weights[name].zero_()
             if not self._factors[name].solver.vector:
                 add_identity(average)
-        self.started = self._identity = self._starts_at_identity
+        self.started = self._starts_at_identity
+        # Averages whose identity weighs as much as the rank's first batch.
+        self._at_identity = list(self._running.values()) if self._starts_at_identity else []
         self.lacking = not self._starts_at_identity
 
     def clear(self) -> None:
@@ -240,8 +243,11 @@ class Factors(Part):
         """
         kept = take_over(before.averages, self.averages, self.grid)
         take_over(before.weights, self.weights, self.grid)
+        begun = kept - {one.name for one in before._at_identity}
+        self._at_identity = [one for one in self._at_identity if one.name not in begun]
         self.started = before.started
-        self.lacking = before.lacking or len(kept) < len(self.averages)
+        (new,) = summed(self.grid.world, [len(self.averages) - len(kept)])
+        self.lacking = before.lacking or new > 0  # on all ranks alike
 
     def discard(self) -> None:
         """Make room for the next batch's statistics, if `whole` has used the room."""
@@ -279,6 +285,7 @@ class Factors(Part):
                 mine = self._saves(self._factors[name])
                 one.average.copy_(one.total) if mine else one.average.zero_()
                 one.weight.copy_(one.count * mine)
+            self._leave_identity_to_owners()
             self.discard()
         return {"started": 1, **self.items(self.plan.factors)} if self.started else {}
 
@@ -301,6 +308,13 @@ class Factors(Part):
             self.lacking = self.lacking and len(taken) < len(self.plan.factors)
             for name, value in self.items(taken).items():
                 value.copy_(state[name])
+            if self.plan.late:
+                self._leave_identity_to_owners()
+
+    def _leave_identity_to_owners(self) -> None:
+        """Let only the rank that saves an average begin the average at the identity."""
+        saved = (one for one in self._at_identity if self._saves(self._factors[one.name]))
+        self._at_identity = list(saved)
 
     def _saves(self, factor: Factor) -> bool:
         """Return whether the rank saves a factor: a kept factor, or if late an owned factor."""
@@ -323,7 +337,7 @@ class Factors(Part):
     def _merge(self, decay: float) -> None:
         """Take the sums over a batch into the averages, weighed by numbers of examples."""
         running = list(self._running.values())
-        for one in running if self._identity else ():  # it weighs as much as the first batch
+        for one in self._at_identity:
             one.weight.copy_(torch.where(one.weight > 0, one.weight, one.count))
         merge(running, decay)
 

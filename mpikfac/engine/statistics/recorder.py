@@ -279,11 +279,11 @@ class Recorder(Part):
     @contextmanager
     def pausing(self) -> Iterator[None]:
         """Inside, forward passes are not the batch's."""
-        self.paused = True
+        before, self.paused = self.paused, True
         try:
             yield
         finally:
-            self.paused = False
+            self.paused = before
 
     @contextmanager
     def standing_for(self, turn: Turn) -> Iterator[None]:

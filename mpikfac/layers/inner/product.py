@@ -58,7 +58,7 @@ class InnerLayer(Layer):
     def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the inputs of the product and a hook on the gradient, example by example."""
         result = output[0] if isinstance(output, tuple) else output
-        if not result.requires_grad:
+        if not (result.requires_grad and self._watched.requires_grad):
             return None
         products = products_with(self._watched, result.grad_fn, _tensors([given, named]))
         if not products:
