@@ -22,7 +22,7 @@ def counts(text: str) -> tuple[int, ...]:
     """
     for part in text.split(","):
         if not part.isdecimal() or int(part) < 1:
-            raise ValueError(f"{text}: {part or 'nothing'} must be a whole number, at least 1")
+            raise ValueError(f"{part or 'nothing'} must be a whole number, at least 1")
     return tuple(map(int, text.split(",")))
 
 

@@ -145,8 +145,7 @@ class Grid:
         """
         if not messages:
             return
-        if not self._teams:
-            raise ValueError("the communicators are freed: no step may follow close()")
+        self.check_open()
         if flat.dtype == torch.bfloat16 and all(m.primitive in COPIES for m in messages):
             self._exchange(messages, flat.view(torch.int16))  # MPI knows 16-bit integers
             return
@@ -154,6 +153,15 @@ class Grid:
         # In order: with two levels, what is encoded between nodes is first added up inside.
         for exchange, neighbours in groupby(messages, self._way):
             exchange(list(neighbours), flat)
+
+    def check_open(self) -> None:
+        """Check that `free` was not called.
+
+        Raises:
+            ValueError: the communicators are freed.
+        """
+        if not self._teams:
+            raise ValueError("the communicators are freed: no step may follow close()")
 
     def _way(self, message: Message) -> Callable[[Sequence[Message], Tensor], None]:
         if message.rule:

@@ -365,9 +365,10 @@ class Gradients:
         """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
         Raises:
-            ValueError: gradients are sent before the scale can be taken out, or a rank without
-                blocks to step would not know the steps to skip.
+            ValueError: the communicators are freed, gradients are sent before the scale can be
+                taken out, or a rank without blocks to step would not know the steps to skip.
         """
+        self.grid.check_open()
         if not (scaler is None or hasattr(scaler, "is_enabled")):
             raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
         if scaler is None or not scaler.is_enabled():

@@ -9,6 +9,7 @@ import pytest
 
 import mpikfac
 from mpikfac.predict import Level, Machine, Network
+from mpikfac_apps.options.parse import parse
 from mpikfac_apps.planning import advise
 
 OWN = "import torch\n\ndef build():\n    return torch.nn.Linear(1000, 500, bias=False)\n"
@@ -122,6 +123,24 @@ def test_published_machines_and_strategies_that_cannot_overlap(capsys):
     (line,) = (line for line in text.splitlines() if "images >= overlapped" in line)
     told = float(line.split(" ms / ")[0].split("= ")[-1]) / 1e3
     assert line.endswith(f": {math.ceil(told / per_image)}")
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("comm-opt --overlap false", "--strategy comm-opt --overlap false"),
+        ("sgd", "--optimizer sgd --overlap true"),
+        ("hybrid", "--strategy hybrid --workers 2 --overlap true"),
+    ],
+)
+def test_the_training_program_takes_the_advice(given, taken, capsys):
+    """Oracle: the words by hand, and the parser of the training program."""
+    asked = f"--machine v100-edr --model resnet50 --ranks 8 --strategy {given}".split()
+    assert advise.main(asked) == 0
+    (line,) = (one for one in capsys.readouterr().out.splitlines() if "per_rank" in one)
+    words = line.split("Take ")[1]
+    assert words.startswith(f"{taken} --batch_per_rank")
+    assert parse(["--model=resnet50", "--data.name=cifar10", "--data.path=.", *words.split()], 8)
 
 
 @pytest.mark.parametrize(

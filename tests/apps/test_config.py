@@ -82,9 +82,9 @@ BAD = {
     ),
     "workers and fraction": (
         "--strategy=hybrid --workers=2 --fraction=0.5",
-        "either workers (2) or fraction (0.5)",
+        "workers=2 and fraction=0.5: hybrid needs one of both",
     ),
-    "neither": ("--strategy=hybrid", "either workers (None) or fraction (None)"),
+    "neither": ("--strategy=hybrid", "workers=None and fraction=None: hybrid needs one of both"),
     "ranks per node": (
         "--ranks_per_node=4",
         "ranks_per_node=4 must divide the number of ranks (6); try one of [1, 2, 3, 6]",

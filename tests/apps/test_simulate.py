@@ -107,6 +107,34 @@ def test_mpi_is_not_imported():
     assert subprocess.run([sys.executable, "-c", program], timeout=240).returncode == 0
 
 
+def test_work_that_is_not_predicted_is_named(capsys):
+    """Oracle: the line; and the numbers without the options."""
+    asked = [
+        "--model",
+        "resnet50",
+        "--machine",
+        "v100-edr",
+        "--ranks",
+        "2,2",
+        "--strategy",
+        "comm-opt",
+    ]
+    found = []
+    for more in ([], ["--fisher=sampled"], ["--length=adam"]):
+        assert simulate.main([*asked, *more]) == 0
+        found.append(capsys.readouterr().out.splitlines())
+    plain, sampled, adam = found
+    assert [line for line in sampled if line not in plain] == [
+        "Not counted: the backward passes of fisher=sampled"
+    ]
+    assert sum(line.startswith("2 ranks") for line in plain) == 1
+    (with_products,), (without,) = (
+        [float(line.split()[1]) for line in lines if line.split()[:1] == ["comm-opt"]]
+        for lines in (plain, adam)
+    )
+    assert without < with_products
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -122,6 +150,8 @@ def test_mpi_is_not_imported():
         ),
         ("--model resnet50 --machine v100-edr --ranks 2 --json /nowhere/x", "/nowhere/x"),
         ("--model resnet50 --ranks 2", "--machine"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --json .", "must be a file in a folder"),
+        ("--model resnet50 --machine v100-edr --ranks 2 --ways 2", "unknown key ways"),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, told, capsys):

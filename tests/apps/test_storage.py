@@ -121,6 +121,17 @@ def test_a_run_outlives_storage_that_fails_for_a_while(disk, undisturbed, monkey
     assert warned in log
 
 
+@pytest.mark.parametrize("text", ["", "{}\n", '{}\n{"step": 1}\n{"st'])
+def test_a_shortened_file_of_metrics_stays_readable(tmp_path, text):
+    """Oracle: the whole lines that are left, and the new line."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(text)
+    metrics = MetricsFile(path, kept_bytes=99)
+    metrics.add('{"step": 2}')
+    whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    assert path.read_text() == "".join([*whole, '{"step": 2}\n'])
+
+
 @pytest.mark.parametrize("room", ["before the checkpoint", "after the checkpoint"])
 def test_waiting_lines_outlive_a_kill(tmp_path, undisturbed, monkeypatch, room):
     """Oracle: the undisturbed run; the directory as a kill after the checkpoint leaves it."""

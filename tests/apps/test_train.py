@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 from torch import nn
 
 import mpikfac
+from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.guard import lock
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.calendar import Calendar
@@ -335,17 +338,38 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
 
 
 def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
-    """Oracle: a rate of 1e30: from the second step on no loss is finite, and no loss is counted."""
+    """Oracle: a rate of 1e30: from the second step on no loss is finite; step 3 is tested first."""
     chosen = ("--optimizer=sgd", "--lr=1e30")
     with pytest.raises(SystemExit) as leave:
         train.main(arguments(tmp_path, *chosen))
     assert leave.value.code == 2
-    assert "mpikfac: the loss is nan after step 4; try a smaller lr" in capfd.readouterr().err
+    assert "mpikfac: the loss is nan after step 3; try a smaller lr" in capfd.readouterr().err
+
+
+def test_a_run_whose_last_step_is_not_finite_is_not_complete(tmp_path, capfd):
+    """Oracle: the line, code 2, and no checkpoint."""
+    with pytest.raises(SystemExit) as leave:
+        train.main(arguments(tmp_path, "--optimizer=sgd", "--lr=1e30", "--max_steps=2"))
+    assert leave.value.code == 2
+    assert "a number of step 2, the last step, was not finite" in capfd.readouterr().err
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
+def test_a_diverging_run_keeps_a_checkpoint_from_before(tmp_path):
+    """Oracle: the weights of the checkpoint at the step before the rate of 1e30."""
+    often = ("--optimizer=sgd", "--checkpoint_every=1")
+    assert train.main(arguments(tmp_path, *often, "--max_steps=2")) == 0
+    kept = tmp_path / "checkpoints" / "step-000000002"
+    before = read_checkpoint(kept)["model/0.weight"]
+    with pytest.raises(SystemExit):
+        train.main(arguments(tmp_path, *often, "--lr=1e30", "--resume=auto"))
+    assert torch.equal(read_checkpoint(kept)["model/0.weight"], before)
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
+        ("--kfac.damping=0.1 until 1, -1", "kfac.damping=-1.0 must be a finite number"),
         ("--lr=-1", "options: lr=-1.0 must be a finite number > 0"),
         ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
     ],
@@ -353,7 +377,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(tmp_path, capfd):
 def test_two_ranks_say_once_what_is_wrong(tmp_path, given, message):
     """Oracle: a single line, code 2, no traceback, and no run directory."""
     run = tmp_path / "run"
-    job = launch(2, TRAIN, *arguments(run), *given.split())
+    job = launch(2, TRAIN, *arguments(run), *re.split(" (?=--)", given))
     assert job.returncode == 2
     assert (job.stdout + job.stderr).count("mpikfac: ") == 1
     assert message in job.stderr

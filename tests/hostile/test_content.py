@@ -137,5 +137,5 @@ def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path, cap
     options = [*QUICK, f"--run_dir={run}", "--resume=auto", "--kfac.length=adam"]
     with pytest.raises(SystemExit):
         train.main([*options, "--max_steps=1"])
-    assert "it is of step 2; this run ends at step 1: give more epochs" in capfd.readouterr().err
+    assert "it is of step 2; this run ends at step 1: raise max_steps" in capfd.readouterr().err
     assert train.main([*options, "--max_steps=2"]) == 0

@@ -163,7 +163,6 @@ def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
     assert not any(used)  # MPI's null communicators
 
 
-@pytest.mark.skipif(RANKS == 1, reason="a rank alone sends nothing")
 def test_no_step_follows_close(comm):
     """Oracle: the text of the error; a second call does nothing."""
     kfac = trainer(comm, None, "eigen")

@@ -275,9 +275,25 @@ TABLE = (
     Mistake(
         "orthogonal: a step of the polynomial is left out",
         "numerics/orthogonal.py",
-        "range(STEPS)",
         "range(STEPS - 1)",
+        "range(STEPS - 2)",
         "tests/unit/test_step_length.py",
+    ),
+    Mistake(
+        "take over: new owners of first-order training lose the optimizer's state",
+        "data_parallel.py",
+        "hand_over_state(self.grid.world, self.model, self.optimizer, stepped, self._stepped)",
+        "pass",
+        "tests/mpi/test_changes.py",
+        2,
+    ),
+    Mistake(
+        "start at the identity: all ranks begin averages anew after a checkpoint",
+        "engine/statistics/factors.py",
+        "self._at_identity = list(saved)",
+        "list(saved)",
+        "tests/mpi/test_state.py",
+        2,
     ),
     Mistake(
         "quadratic model: the damping is left out",

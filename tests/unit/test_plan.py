@@ -357,8 +357,14 @@ def mib(elements):
             "needs sums='reduce', not 'alltoall'",
         ),
         (lambda: Strategy(balance="n"), "balance='n' must be one of 'compute', 'memory'"),
-        (lambda: Strategy.hybrid(4), "give either workers (None) or fraction (None)"),
-        (lambda: Strategy.hybrid(4, 2, 0.5), "give either workers (2) or fraction (0.5)"),
+        (
+            lambda: Strategy.hybrid(4),
+            "workers=None and fraction=None: hybrid needs one of both, for example workers=2",
+        ),
+        (
+            lambda: Strategy.hybrid(4, 2, 0.5),
+            "workers=2 and fraction=0.5: hybrid needs one of both, for example workers=2",
+        ),
         (
             lambda: Strategy.hybrid(4, fraction=0.3),
             "fraction=0.3 of 4 ranks is no whole number of workers; try one of [0.25, 0.5, 1.0]",

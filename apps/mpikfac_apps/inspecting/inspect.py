@@ -35,7 +35,7 @@ def picture(text: str) -> Path:
         ValueError: the file would be no picture.
     """
     if Path(text).suffix not in (".png", ".svg"):
-        raise ValueError(f"picture={text} must end in .png or .svg")
+        raise ValueError(f"{text} must end in .png or .svg")
     return Path(text)
 
 

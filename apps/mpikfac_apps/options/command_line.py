@@ -82,7 +82,10 @@ def _value(option: Leaf, given: Any) -> Any:
     if option.default is REQUIRED and given in (None, []):
         name = option.key if option.positional else f"--{option.key}"
         raise ValueError(f"{name} is missing: {option.help}")
-    value = option.read(given) if option.read and isinstance(given, str) else given
+    try:
+        value = option.read(given) if option.read and isinstance(given, str) else given
+    except ValueError as error:
+        raise ValueError(f"{option.key}: {error}") from error
     if option.scheduled and isinstance(given, str):
         try:
             value = by_epoch.read(given, option.kind)

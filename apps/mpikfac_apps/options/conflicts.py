@@ -26,7 +26,7 @@ def check_conflicts(options: Options, ranks: int) -> None:
     Raises:
         ValueError: two values do not fit together; a single line names the options and a remedy.
     """
-    _check_data(options.data)
+    check_data(options.data)
     _check_images(options)
     _check_schedule(options)
     _check_momentum(options)
@@ -104,7 +104,8 @@ def _check_frozen(options: Options, ranks: int) -> None:
             raise ValueError(f"frozen_epochs={frozen} needs {need}: {why}")
 
 
-def _check_data(data: DataOptions) -> None:
+def check_data(data: DataOptions) -> None:
+    """Refuse options of the data that do not fit together."""
     entry = source(data.name)
     if entry.needs and getattr(data, entry.needs[0]) is None:
         key, meaning = entry.needs

@@ -255,6 +255,10 @@ def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
         elif isinstance(value, str) and torch.dtype in _alternatives(hints[field.name]):
             found[field.name] = DTYPES[value]
     try:
+        for name, value in found.items():
+            if isinstance(value, ByEpoch):  # a group checks the number of epoch 0
+                for number in value.numbers[1:]:
+                    group(**{**found, name: number})
         return group(**found)
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error

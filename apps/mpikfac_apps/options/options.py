@@ -306,7 +306,7 @@ class Options:
     log_every: int = bounded(10, ">= 1")
     trace_steps: int | None = bounded(None, ">= 1")
     device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
-    threads: int | None = bounded(None, ">= 1")
+    threads: int | None = bounded(None, ">= 1", "<= 4096")
     metrics: list[str] | str = field(default_factory=list)
 
     @property

@@ -22,6 +22,7 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning.simulate import (
     BASIC,
     BOUNDED,
+    SGD,
     SimulateOptions,
     both_shapes,
     predictions,
@@ -59,8 +60,6 @@ def advise(options: AdviseOptions) -> int:
     )
     options = replace(options, distribution=asked)
     rows = [row | needs(row, options.batch_per_rank) for row in predictions(options, machine)]
-    if options.json:
-        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
     sections = [heading(options, machine)]
     for ranks in dict.fromkeys(options.ranks):
         mine = [row for row in rows if row["ranks"] == ranks]
@@ -69,6 +68,8 @@ def advise(options: AdviseOptions) -> int:
             sections += [overview(ranks, mine), of_batch(row, options)]
             sections += [of_servers(ranks, options, machine), of_rate(row, options)]
     show(sections)
+    if options.json:
+        files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
     return 0
 
 
@@ -168,11 +169,21 @@ def of_batch(row: Row, options: AdviseOptions) -> list[str]:
         f"{ms(row['per_image'], 3)} ms",
         f"  images >= overlapped messages / computing of an image = "
         f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",
-        f"  Take --strategy {row['strategy']} --overlap true --batch_per_rank {taken}",
+        f"  Take {words_for(row, options)} --batch_per_rank {taken}",
         f"  A step is then {ms(played['mean']['seconds'])} ms, of which "
         f"{ms(played['mean']['exposed'])} ms are exposed, {ms(blocking(played))} ms of blocking "
         f"messages among them",
     ]
+
+
+def words_for(row: Row, options: AdviseOptions) -> str:
+    """Return the options of the training program for a row."""
+    first_order, name = row["strategy"].startswith("sgd"), row["strategy"].removeprefix(SGD)
+    words = ["--optimizer sgd"] if first_order else []
+    words += [f"--strategy {name}"] if name != "sgd" else []
+    words += [f"--workers {row['workers']}"] if name == "hybrid" else []
+    overlap = options.distribution.change["overlap"]
+    return " ".join([*words, f"--overlap {str(overlap).lower()}"])
 
 
 def of_servers(ranks: int, options: AdviseOptions, machine: mpikfac.predict.Machine) -> list[str]:

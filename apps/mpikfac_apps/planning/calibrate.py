@@ -99,6 +99,8 @@ def parse(argv: list[str] | None, ranks: int) -> CalibrateOptions:
         ValueError: an option is wrong, or the job has a single rank.
     """
     options = read("mpikfac calibrate", CalibrateOptions, argv)
+    if options.out.is_dir():
+        raise ValueError(f"out={options.out} is a directory; give the name of a file")
     if not options.out.parent.is_dir():
         raise ValueError(f"out={options.out}: {options.out.parent} is no directory")
     if options.input is None and not all(models.network(name).image for name in options.model):

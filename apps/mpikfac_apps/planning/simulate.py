@@ -8,7 +8,7 @@ A machine is a file of `mpikfac calibrate`, or a published machine.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
 from mpikfac_apps.options.options import Distribution, KfacOptions
 from mpikfac_apps.options.strategy import Shapes, coverage, make_plan, make_strategy
-from mpikfac_apps.planning.facts import near_root
+from mpikfac_apps.planning.facts import UNPLANNED, near_root
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import counts, mib, number, show, table
 
@@ -42,13 +42,23 @@ def names(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown name.
     """
-    chosen = STRATEGIES if text == "all" else tuple(text.split(","))
+    chosen = STRATEGIES if text == "all" else tuple(map(str.strip, text.split(",")))
     for name in chosen:
         if name.removeprefix(SGD) not in STRATEGIES:
-            raise ValueError(
-                f"strategy {name!r} is unknown; try all or some of {', '.join(STRATEGIES)}"
-            )
+            raise ValueError(f"{name!r} is unknown; try all or some of {', '.join(STRATEGIES)}")
     return chosen
+
+
+def json_file(text: str) -> Path:
+    """Return the path of a file to write; a folder that is missing is told before any work.
+
+    Raises:
+        ValueError: the path is a folder, or in no folder.
+    """
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"{path} must be a file in a folder that exists")
+    return path
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,8 @@ class SimulateOptions:
     basis_every: int = bounded(10, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
-    json: Path | None = None
-    distribution: Distribution = inline(Distribution, without=OWN)
+    json: Path | None = read_by(json_file, None)
+    distribution: Distribution = inline(Distribution, without=(*OWN, *UNPLANNED))
     kfac: KfacOptions = inline(KfacOptions, without=OWN)
 
 
@@ -102,9 +112,14 @@ def predict(options: SimulateOptions) -> int:
     """
     machine = mpikfac.predict.load_machine(options.machine)
     rows = predictions(options, machine)
+    show(
+        [
+            heading(options, machine),
+            *(section(ranks, rows) for ranks in dict.fromkeys(options.ranks)),
+        ]
+    )
     if options.json:
         files.write_text(options.json, json.dumps(rows, indent=1) + "\n", named=True)
-    show([heading(options, machine), *(section(ranks, rows) for ranks in options.ranks)])
     return 0
 
 
@@ -125,7 +140,7 @@ def predictions(options: SimulateOptions, machine: mpikfac.predict.Machine) -> l
     shapes = both_shapes(options)
     rows: list[dict[str, Any]] = []
     for ranks in dict.fromkeys(options.ranks):
-        for name in options.strategy:
+        for name in dict.fromkeys(options.strategy):
             row: dict[str, Any] = {"strategy": name, "ranks": ranks}
             try:
                 plan = plan_of(
@@ -197,7 +212,19 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     ]
     if machine.between is None:
         lines.append("The machine is a single node: predictions assume all ranks on a single node")
+    if more := ", ".join(uncounted(options.kfac)):
+        lines.append(f"Not counted: {more}")
     return lines
+
+
+def uncounted(kfac: KfacOptions) -> Iterator[str]:
+    """Yield the work of a step that predictions leave out."""
+    if kfac.estimator.fisher in ("sampled", "exact"):
+        yield f"the backward passes of fisher={kfac.estimator.fisher}"
+    if kfac.length.source == "quadratic":
+        yield "the passes of length=quadratic"
+    if kfac.damping_adapt:
+        yield f"the forward passes of damping_adapt={kfac.damping_adapt}"
 
 
 def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:

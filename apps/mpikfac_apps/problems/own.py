@@ -208,11 +208,11 @@ def told(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{what} raised {summary(error)}") from error
 
 
-def summary(error: Exception) -> str:
+def summary(error: BaseException) -> str:
     """Return the type of an error and the first line of the text, if there is a text."""
     first = str(error).strip().partition("\n")[0]
     return ": ".join(filter(None, [type(error).__name__, first]))

@@ -28,12 +28,14 @@ class MetricsFile:
     def __init__(self, path: Path, kept_bytes: int = 0, waiting: str = "") -> None:
         self._path, self._bytes = path, 0
         self._file = files.writing(path, "end")
-        if (found := self._end()) < kept_bytes:
+        kept = min(kept_bytes, found := self._end())
+        if found < kept_bytes:
+            kept = path.read_bytes().rfind(b"\n") + 1  # a half line would spoil the next line
             log.warning(
                 "metrics.jsonl has %d of the %d bytes that the checkpoint counted: lines are lost",
                 *(found, kept_bytes),
             )
-        self._file.truncate(min(kept_bytes, found))
+        self._file.truncate(kept)
         self._waiting = b""
         self._add(waiting.encode())
 

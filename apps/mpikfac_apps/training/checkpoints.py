@@ -211,12 +211,16 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     return seconds, size, waiting
 
 
-def check_steps(steps: int, named: int, end: int) -> None:
-    """Raise ValueError if a checkpoint's steps differ, or lie past the end of the run."""
+def check_steps(steps: int, named: int, end: int, limit: str) -> None:
+    """Raise ValueError if a checkpoint's steps differ, or lie past the end of the run.
+
+    Args:
+        limit: the option that ends the run.
+    """
     if steps != named:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
-        raise ValueError(f"it is of step {steps}; this run ends at step {end}: give more epochs")
+        raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
 
 
 def check_images(before: int | None, now: int) -> None:

@@ -97,6 +97,7 @@ class Run(Problem):
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(self.task)
         self.troubles = 0
+        self.own_troubles = 0  # of this rank, before the step
         self.checkpoint_due = False  # by the number of steps
         kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = None
@@ -313,6 +314,7 @@ class Run(Problem):
     def _vote(self) -> None:
         """Hand the votes to the next step: requests to this rank, and progress of writing."""
         asked, troubles = self.guard.requests, self.trainer.nonfinite.counts.total()
+        self.own_troubles = troubles
         pending, written = self.saver.pending, self.saver.written
         due = asked.checkpoint and not pending
         late = self.comm.rank + 1 if pending and not written else 0
@@ -340,15 +342,30 @@ class Run(Problem):
         elif self.comm.rank == 0:
             self.saver.remind(votes[WRITTEN], votes[LATE], self.options.hang_after)
         if votes[CHECKPOINT] or self.checkpoint_due:
-            self.checkpoint_due = False
-            self._save()
+            # A diverging run must not replace good checkpoints: the checkpoint waits for a step
+            # without trouble.
+            self.checkpoint_due = self._troubled()
+            if not self.checkpoint_due:
+                self._save()
         return False
+
+    def _troubled(self) -> bool:
+        """Return whether a number of the last step was not finite on some rank.
+
+        Collective over: world.
+        """
+        return self.comm.allreduce(self.trainer.nonfinite.counts.total() > self.own_troubles) > 0
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
         self.trainer.combine()
         steps, seconds = self.trainer.steps, self.speed.seconds
         stopped = stopped and steps < self.steps
+        if not stopped and self._troubled():
+            raise mpikfac.UserError(
+                f"a number of step {steps}, the last step, was not finite, so no checkpoint is "
+                f"written; try a smaller lr={self.options.rate}"
+            )
         self.guard.requests.ignore_signals()
         self._save(last=True)
         self.guard.enter("end", steps)
@@ -409,6 +426,7 @@ class Run(Problem):
         """Test the network, add the test to a row and to a line, and keep the best weights."""
         measure, model, steps = self.task.measure, self.tested_model(), self.trainer.steps
         tested = self.evaluate(model)
+        self._finite(tested["loss"])
         self._row(**found, **{f"test_{key_of(name)}": value for name, value in tested.items()})
         said = f"test {words_of(tested, measure)}"
         log.info(f"{text} {said}, {self.speed.seconds:.1f} s")
@@ -504,7 +522,8 @@ class Run(Problem):
         doing = f"reading checkpoint {checkpoint.path}"
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
             self.trainer.load_state_dict(checkpoint)
-            checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps)
+            limit = "max_steps" if self.steps == self.options.max_steps else "epochs"
+            checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps, limit)
             if self.average and AVERAGED in items:
                 self.average.load(items)
             elif self.average:

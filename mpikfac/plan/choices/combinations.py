@@ -207,6 +207,12 @@ STRATEGY: tuple[Combination, ...] = (
         "the leader sends plain weights, and the copies never become one",
     ),
     *(
+        Combination(
+            name, None, {"exchanged": "weights"}, "a mean of gradients has no outer step", default
+        )
+        for name, default in (("outer_lr", 1.0), ("outer_momentum", 0.0))
+    ),
+    *(
         Combination(name, None, {"merge": "leader"}, "no other exchange has a leader", 0.1)
         for name in ("leader_step", "leader_pull")
     ),

@@ -20,6 +20,7 @@ import mpikfac
 from mpikfac_apps.cli import checkpoint_at, run_on_ranks
 from mpikfac_apps.inspecting import export, weights
 from mpikfac_apps.options.command_line import read
+from mpikfac_apps.options.conflicts import check_data
 from mpikfac_apps.options.fields import positional
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.place import share_cores
@@ -120,6 +121,7 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
     data = dataclasses.replace(options.data, cache=None)  # a test reads each image once
     if data_path is not None:
         data = dataclasses.replace(data, path=data_path)
+        check_data(data)
     batch = max(ranks, options.step_batch // ranks * ranks)
     return dataclasses.replace(options, batch=batch, data=data)
 
