@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="unpacked CIFAR-10")
     parser.add_argument("--machine", required=True, help="a file of mpikfac calibrate")
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
-    parser.add_argument("--basis-every", type=int, default=10, help="steps of an interval")
+    parser.add_argument("--basis_every", type=int, default=10, help="steps of an interval")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--strategies", nargs="*", default=STRATEGIES)
     parser.add_argument("--json", type=Path)

@@ -1,7 +1,7 @@
 """Time ways to sum and gather a buffer over ranks: the library's ways, and further ways of MPI.
 
     mpirun --oversubscribe -n 2 python -m mpi4py benchmarks/reductions.py --elements 1024 76000000
-    mpirun -n 16 ... benchmarks/reductions.py --elements 4000000 --ranks-per-node 4
+    mpirun -n 16 ... benchmarks/reductions.py --elements 4000000 --ranks_per_node 4
 
 All ways take turns in each repetition. Milliseconds are medians over repetitions, of the slowest
 rank.
@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--elements", type=int, nargs="+", default=[76_000_000], help="of 4 bytes")
-    add("--ranks-per-node", type=int, help="in two levels, too")
+    add("--ranks_per_node", type=int, help="in two levels, too")
     add("--repetitions", type=int, default=7)
     options = parser.parse_args()
     comm = mpikfac.world()

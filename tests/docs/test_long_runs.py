@@ -26,4 +26,4 @@ def test_files_and_metrics_of_a_run_are_in_its_tables(tmp_path):
     assert "decompositions" in keys
     fields = {name for name in named - {"lock", "tracking_id"} if name.isidentifier()}
     others = {f"{half}_{key}" for half in ("train", "test") for key in ("error", "bits_per_byte")}
-    assert keys | others | {"troubles"} == fields
+    assert keys | others | {"troubles", "staleness"} == fields

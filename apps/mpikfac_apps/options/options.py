@@ -210,8 +210,8 @@ class Options:
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
         lr: the learning rate. null: 0.003 for K-FAC with kfac.length=orthogonal or adam, Muon and
-            SOAP; 0.001 for AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with steps
-            of another length.
+            SOAP; 0.001 for AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with
+            kfac.length=own or sgd. kfac.length=quadratic needs no rate.
         scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
             lr times the number; "sqrt": lr times the square root of the number; false: not at all.
             If the rate grows, a warm-up starts at lr.
