@@ -90,8 +90,8 @@ class KFAC(Assembly):
         plan: the communication plan.
         steps: completed steps.
         votes: `[16]`, in the dtype of sums. A rank writes numbers before a step; the numbers travel
-            with the gradients, and after the step all ranks find the mean over ranks. The last four
-            numbers are K-FAC's own.
+            with the gradients, and after the step all ranks find the mean over ranks. The last
+            eight numbers are K-FAC's own.
         nonfinite: counts of numbers that were not finite.
         intact: whether the state of the rank is the state after `steps` steps, without parts of a
             later step.

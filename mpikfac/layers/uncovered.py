@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -11,9 +11,7 @@ from torch import Tensor, nn
 from mpikfac.numerics import Copies
 
 VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
-CHANGED, MARK, SQUARED, SKIP = range(VOTES - 4, VOTES)  # votes of the library itself
-MARKS = 251  # a mark is less, so means of marks and of squares are exact enough in float32
-
+SKIP, CHANGED, *MARK = range(VOTES - 8, VOTES)  # votes of the library itself
 
 NAMED = 8  # modules of a kind that a text names; a longer list counts the rest
 
@@ -160,6 +158,12 @@ class Votes(Statistic):
 
     Attributes:
         heard: the `counted` means, if the host has read the means before `read`.
+
+    A program has the first 8 votes, the library has the others. Each of the last votes is a bit of
+    a checksum, 1 or -1: the mean over ranks has the size 1 if and only if all ranks have the same
+    bit. Sums of other numbers would be rounded, and a single rank would be lost among many ranks.
+    The checksum of the next step finds a difference that this checksum misses, 1 of 64, because
+    `values` hold the step.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -172,16 +176,17 @@ class Votes(Statistic):
     def mark(self, values: object, changed: bool) -> None:
         """Vote on `values`, which all ranks must have alike, and on a change of the model."""
         self.heard = []
-        mark = zlib.crc32(repr(values).encode()) % MARKS
-        values = torch.tensor([changed, mark, mark**2], dtype=self.tensor.dtype, device="cpu")
-        self.tensor[CHANGED : SQUARED + 1].copy_(values, non_blocking=True)
+        checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
+        bits = [1 if checksum >> place & 1 else -1 for place in range(len(MARK))]
+        votes = torch.tensor([changed, *bits], dtype=self.tensor.dtype, device="cpu")
+        self.counted(self.tensor).copy_(votes, non_blocking=True)
 
     def counted(self, votes: Tensor) -> Tensor:
-        """Return the part of the means over ranks that `read` takes, a view `[3]`."""
-        return votes[CHANGED : SQUARED + 1]
+        """Return the part of the means over ranks that `read` takes, a view."""
+        return votes[CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether any rank voted for a change, and whether all marks were equal."""
+        """Return whether any rank voted for a change, and whether all marks are equal."""
         heard, self.heard = self.heard or self.counted(self.tensor).tolist(), []
-        changed, mark, squared = heard
-        return changed > 0, abs(squared - mark**2) < 0.1
+        changed, *bits = heard
+        return changed > 0, min(map(abs, bits)) > 1 - 1e-4

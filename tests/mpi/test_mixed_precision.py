@@ -93,7 +93,7 @@ def assert_skips(comm, strategy, bad):
             before = everything(one)
             one.votes[0] = comm.rank + 1
             step(one, comm, 9, scale, bad)
-            assert one.votes.tolist()[:12] == pytest.approx([(comm.size + 1) / 2] + 11 * [0.0])
+            assert one.votes.tolist()[:8] == pytest.approx([(comm.size + 1) / 2] + 7 * [0.0])
             assert_equal(everything(one), before)
             assert comm.allgather(scale.get_scale()) == comm.size * [2.0**9]
         step(one, comm, number, scale)

@@ -257,3 +257,21 @@ def test_what_was_refused_may_be_skipped():
     """Oracle: the parameters are trained first-order, a tied parameter once."""
     assert others(nn.Sequential(nn.Embedding(4, 4, max_norm=1.0)), skip=["0"]) == ["0.weight"]
     assert others(tied(), skip=["0", "1"]) == ["0.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 63, 1000])
+def test_a_rank_that_differs_is_heard_among_many(ranks):
+    """Oracle: the given values; means in float32, added rank by rank, as a ring adds."""
+    votes = layers.Votes(torch.float32, torch.device("cpu"))
+
+    def alike(values):
+        mean = torch.zeros_like(votes.tensor)
+        for value in values:
+            votes.mark(value, False)
+            mean += votes.tensor / ranks
+        votes.tensor.copy_(mean)
+        return votes.read() == (False, True)
+
+    assert all(alike([value] * ranks) for value in (0.1, 0.2, 0.3))
+    if ranks > 1:
+        assert not alike([0.1] * (ranks - 1) + [0.2])

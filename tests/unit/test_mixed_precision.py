@@ -348,7 +348,7 @@ def test_a_skipped_batch_leaves_all_as_it_was(comm, bad, at):
             before = everything(kfac)
             kfac.votes[:3] = torch.tensor([1.0, 0.0, 2.0])
             learn(kfac, 9, scale, spoil=lambda images: images * bad)
-            assert kfac.votes.tolist()[:12] == [1.0, 0.0, 2.0] + 9 * [0.0]
+            assert kfac.votes.tolist()[:8] == [1.0, 0.0, 2.0] + 5 * [0.0]
             assert_equal(everything(kfac), before)
         learn(kfac, step, scale)
         learn(without, step, other)
