@@ -5,7 +5,7 @@
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --ci    the tests that every change must pass, and the coverage of the
 #                             library: of --all, each of tests/mpi at 2 ranks and at 3 or 4; of
-#                             --device, half; 40 minutes
+#                             --device, a quarter; 35 minutes
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
 # Tests of one process come first, two at a time. Then tests/mpi runs at 2, 3 and 4 ranks: at 3
@@ -112,7 +112,7 @@ if [ "${1-}" = --ci ]; then
     "$PYTHON" -m coverage combine --append --quiet
     stage "coverage" "$PYTHON" -m coverage report --skip-covered --fail-under=94
     if type "${CXX:-g++}" >/dev/null 2>&1; then
-        on_device "1 staged" "2 direct" "3 staged" "4 direct"
+        on_device "2 direct" "3 staged"
     else
         echo "skipping the tests on an emulated GPU: no C++ compiler on PATH"
     fi

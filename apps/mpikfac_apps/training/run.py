@@ -354,7 +354,7 @@ class Run(Problem):
 
         Collective over: world.
         """
-        return self.comm.allreduce(self.trainer.nonfinite.counts.total() > self.own_troubles) > 0
+        return any(self.comm.allgather(self.trainer.nonfinite.counts.total() > self.own_troubles))
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
