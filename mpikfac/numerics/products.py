@@ -37,12 +37,16 @@ keeps the multiplied matrix and appends the matrix's coordinates in U."""
 
 def from_left(side: Side, matrix: Tensor, transpose: bool = False) -> Tensor:
     """Return `S @ matrix` or `S^T @ matrix`, with the side's matrix S."""
+    if len(side) == 1:
+        return _block_from_left(side[0], matrix, transpose)
     multiply = partial(_block_from_left, transpose=transpose)
     return _block_by_block(multiply, side, matrix, -2, _rows if transpose else _columns)
 
 
 def from_right(matrix: Tensor, side: Side, transpose: bool = False) -> Tensor:
     """Return `matrix @ S` or `matrix @ S^T`, with the side's matrix S."""
+    if len(side) == 1:
+        return _block_from_right(side[0], matrix, transpose)
     multiply = partial(_block_from_right, transpose=transpose)
     return _block_by_block(multiply, side, matrix, -1, _columns if transpose else _rows)
 
