@@ -30,7 +30,7 @@ class MetricsFile:
         self._file = files.writing(path, "end")
         kept = min(kept_bytes, found := self._end())
         if found < kept_bytes:
-            kept = path.read_bytes().rfind(b"\n") + 1  # a half line would spoil the next line
+            kept = self._content().rfind(b"\n") + 1  # a half line would spoil the next line
             log.warning(
                 "metrics.jsonl has %d of the %d bytes that the checkpoint counted: lines are lost",
                 *(found, kept_bytes),
@@ -81,9 +81,9 @@ class MetricsFile:
         log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
 
     def _content(self) -> bytes:
-        """Return what the removed file holds: the system keeps an open file."""
-        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as removed:
-            return removed.read()
+        """Return what the file holds, also after its removal: the system keeps an open file."""
+        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as kept:
+            return kept.read()
 
     def _end(self) -> int:
         """Return the bytes on disk, at the last look if the disk does not answer."""
