@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from mpikfac.numerics import Copies
 
 VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
-SKIP, CHANGED, *MARK = range(VOTES - 8, VOTES)  # votes of the library itself
-
+SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # votes of the library itself
 NAMED = 8  # modules of a kind that a text names; a longer list counts the rest
 
 
@@ -156,14 +155,14 @@ class Votes(Statistic):
 
     Ranks share small facts as votes without an extra message.
 
+    A program has the first 8 votes, the library has the others. Each of the last 6 votes is a bit
+    of a checksum, 1 or -1: the mean over ranks has the size 1 if and only if all ranks have the
+    same bit. Sums of other numbers would be rounded, and a single rank would be lost among many
+    ranks. A checksum misses a difference with a chance of 1 in 64. The checksum of the next step is
+    another one, because the step is part of the values.
+
     Attributes:
         heard: the `counted` means, if the host has read the means before `read`.
-
-    A program has the first 8 votes, the library has the others. Each of the last votes is a bit of
-    a checksum, 1 or -1: the mean over ranks has the size 1 if and only if all ranks have the same
-    bit. Sums of other numbers would be rounded, and a single rank would be lost among many ranks.
-    The checksum of the next step finds a difference that this checksum misses, 1 of 64, because
-    `values` hold the step.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -177,7 +176,7 @@ class Votes(Statistic):
         """Vote on `values`, which all ranks must have alike, and on a change of the model."""
         self.heard = []
         checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
-        bits = [1 if checksum >> place & 1 else -1 for place in range(len(MARK))]
+        bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
         votes = torch.tensor([changed, *bits], dtype=self.tensor.dtype, device="cpu")
         self.counted(self.tensor).copy_(votes, non_blocking=True)
 
@@ -186,7 +185,7 @@ class Votes(Statistic):
         return votes[CHANGED:]
 
     def read(self) -> tuple[bool, bool]:
-        """Return whether any rank voted for a change, and whether all marks are equal."""
+        """Return whether any rank voted for a change, and whether all checksums are equal."""
         heard, self.heard = self.heard or self.counted(self.tensor).tolist(), []
         changed, *bits = heard
         return changed > 0, min(map(abs, bits)) > 1 - 1e-4

@@ -248,9 +248,10 @@ class Strategy:
             ValueError: unless exactly one of both is given and the count divides the ranks.
         """
         if (workers is None) == (fraction is None):
+            possible = divisors(ranks)
             raise ValueError(
                 f"workers={workers} and fraction={fraction}: hybrid needs one of both, for example "
-                f"workers={divisors(ranks)[len(divisors(ranks)) // 2]}"
+                f"workers={possible[len(possible) // 2]}"
             )
         count = workers if workers is not None else round(ranks * (fraction or 0.0))
         if fraction is not None and not math.isclose(count, ranks * fraction):
