@@ -109,16 +109,7 @@ def test_mpi_is_not_imported():
 
 def test_work_that_is_not_predicted_is_named(capsys):
     """Oracle: the line; and the numbers without the options."""
-    asked = [
-        "--model",
-        "resnet50",
-        "--machine",
-        "v100-edr",
-        "--ranks",
-        "2,2",
-        "--strategy",
-        "comm-opt",
-    ]
+    asked = ["--model=resnet50", "--machine=v100-edr", "--ranks=2,2", "--strategy=comm-opt"]
     found = []
     for more in ([], ["--fisher=sampled"], ["--length=adam"]):
         assert simulate.main([*asked, *more]) == 0
