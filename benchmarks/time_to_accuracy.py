@@ -39,10 +39,10 @@ def setting(epochs: str, batch: str, lr: str, decay: str = "0.02", **kfac: str) 
     return {"epochs": epochs, "batch": batch, "lr": lr, "weight_decay": decay, **more}
 
 
-def around(lower: str, lr: str, higher: str) -> list[dict[str, str]]:
-    """Return 5 settings of 5 epochs: three rates with batches of 128, `lr` with 64 and 256."""
+def around(epochs: str, lower: str, lr: str, higher: str) -> list[dict[str, str]]:
+    """Return 5 settings: three rates with batches of 128, `lr` with 64 and 256."""
     tried = (("128", lower), ("128", lr), ("128", higher), ("64", lr), ("256", lr))
-    return [setting("5", batch, rate) for batch, rate in tried]
+    return [setting(epochs, batch, rate) for batch, rate in tried]
 
 
 def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str, str]:
@@ -67,9 +67,9 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("5", "64", "0.003", factor_every="20", basis_every="40"),
             setting("5", "256", "0.003", factor_every="5", basis_every="10"),
         ],
-        "adamw": around("0.001", "0.003", "0.01"),
-        "muon": around("0.005", "0.01", "0.02"),
-        "soap": around("0.001", "0.003", "0.01"),
+        "adamw": around("5", "0.001", "0.003", "0.01"),
+        "muon": around("5", "0.005", "0.01", "0.02"),
+        "soap": around("5", "0.001", "0.003", "0.01"),
     },
     ALL: {
         "sgd": [
@@ -77,7 +77,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("15", "256", "0.1", "0.0005"),
             setting("15", "256", "0.2", "0.0005"),
             setting("15", "128", "0.1", "0.0005"),
-            setting("8", "256", "0.1", "0.0005"),
+            setting("15", "64", "0.05", "0.0005"),
         ],
         "kfac": [
             recipe(5, "256", "0.003", "0.02"),
@@ -90,9 +90,9 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(10, "256", "0.003", "0.02", length="adam", subsample="1"),
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
         ],
-        "adamw": [setting("15", "256", "0.003")],
-        "muon": [setting("15", "256", "0.01"), setting("7", "256", "0.01")],
-        "soap": [setting("15", "256", "0.003")],
+        "adamw": around("15", "0.001", "0.003", "0.01"),
+        "muon": around("15", "0.005", "0.01", "0.02"),
+        "soap": around("15", "0.001", "0.003", "0.01"),
     },
 }
 LONGER = {FEW: [{}, {"epochs": "15"}], ALL: [{}]}  # budgets of the best setting

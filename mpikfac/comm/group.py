@@ -96,7 +96,8 @@ class Group:
         return _joined(received, join)
 
     def _send(self, call: Call, sent: Tensor, received: Tensor, stage: str) -> None:
-        flats = sent.view(-1), received.view(-1)
+        # A view of an activation requires gradients, and DLPack exports no such tensor.
+        flats = sent.detach().view(-1), received.view(-1)
         if sent.dtype not in SUMMABLE:  # copies of numbers that MPI may not know
             flats = flats[0].view(torch.uint8), flats[1].view(torch.uint8)
         count = max(map(len, flats))

@@ -323,10 +323,27 @@ at::Generator numbers() {
   Locked l(lock);
   return at::detail::createCPUGenerator(random_state.seed * 1000003 + random_state.kernels++);
 }
+// Generators of the device compute on the CPU, and only their addresses tell that they are the
+// device's.
+std::set<const c10::GeneratorImpl*> device_generators;
+at::Generator new_generator() {
+  Locked l(lock);
+  at::Generator made = at::detail::createCPUGenerator();
+  device_generators.insert(made.unsafeGetGeneratorImpl());
+  return made;
+}
 void draw_from_device(const c10::FunctionSchema& schema, Stack& arguments) {
-  for (size_t i = 0; i < arguments.size(); i++)
-    if (schema.arguments()[i].name() == "generator" && arguments[i].isNone())
+  for (size_t i = 0; i < arguments.size(); i++) {
+    if (schema.arguments()[i].name() != "generator") continue;
+    if (arguments[i].isNone()) {
       arguments[i] = numbers();
+      continue;
+    }
+    Locked l(lock);
+    TORCH_CHECK(
+        device_generators.count(arguments[i].toGenerator().unsafeGetGeneratorImpl()),
+        "Expected a 'cuda' device type for generator but found 'cpu'");
+  }
 }
 
 // The result of these kernels is a number or a shape that the host has to know.
@@ -782,7 +799,7 @@ struct Hooks final : at::CUDAHooksInterface {
     return Guard::on(int(&memory_of(p) - memories.data()));
   }
   at::Generator getNewGenerator(c10::DeviceIndex) const override {
-    return at::detail::createCPUGenerator();
+    return new_generator();
   }
   void deviceSynchronize(c10::DeviceIndex device) const override {
     Guard().synchronizeDevice(device);

@@ -52,6 +52,8 @@ _dlpack = torch.Tensor.__dlpack__
 def _to_dlpack(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if not self.is_cuda:
         return _dlpack(self, *args, **kwargs)
+    if self.requires_grad:
+        raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
     if not self.is_contiguous():
         raise BufferError("MPI would read the elements of another tensor: not contiguous")
     return _dlpack(_content(self), *args, **kwargs)

@@ -24,6 +24,7 @@ STDERR = pytest.StashKey[int]()
 HERE = Path(__file__).parent
 if DEVICE.type != "cpu":
     torch.set_default_device(DEVICE)  # where tests make models and data of their own
+    torch.backends.cudnn.deterministic = True  # tests compare bits of two runs
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import DataParallel, Strategy, UserError
+from support import problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = {
@@ -33,10 +34,10 @@ def network() -> nn.Sequential:
 def batch(step: int, comm) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rank's share of 12 examples."""
     made = torch.Generator().manual_seed(step)
-    x = torch.randn(12, 6, generator=made, dtype=torch.float64)
-    y = torch.randint(3, (12,), generator=made)
+    x = torch.randn(12, 6, generator=made, dtype=torch.float64, device="cpu")
+    y = torch.randint(3, (12,), generator=made, device="cpu")
     share = slice(12 // comm.size * comm.rank, 12 // comm.size * (comm.rank + 1))
-    return x[share], y[share]
+    return x[share].to(problem.DEVICE), y[share].to(problem.DEVICE)
 
 
 def unfreeze(model: nn.Sequential, optimizer: torch.optim.Optimizer, seed: int) -> None:

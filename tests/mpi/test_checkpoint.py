@@ -38,7 +38,7 @@ def whole_state(ranks: int) -> dict:
     for number, dtype in enumerate(DTYPES):
         for shape in [(), (0,), (3, 0), (7,), (5, 3)]:
             generator = torch.Generator().manual_seed(number)
-            values = torch.randint(0, 200, shape, generator=generator)
+            values = torch.randint(0, 200, shape, generator=generator, device="cpu")
             state[f"model/{dtype}{list(shape)}"] = values.to(dtype)
     for rank in range(ranks):
         state[f"factors/layer{rank}"] = torch.full((10 + rank,), float(rank))

@@ -230,7 +230,8 @@ def test_running_statistics_are_taken_back(comm):
     kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), 0.1), comm)
     for spoiled in (False, True):
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        images = torch.randn(6, 3, generator=torch.Generator().manual_seed(comm.rank))
+        generator = torch.Generator().manual_seed(comm.rank)
+        images = torch.randn(6, 3, generator=generator, device="cpu").to(problem.DEVICE)
         kfac.optimizer.zero_grad()
         bad = math.nan if spoiled and comm.rank == 0 else 1.0
         model(images * bad).square().mean().backward()

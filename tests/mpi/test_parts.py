@@ -100,7 +100,8 @@ def test_long_sums_in_order_pass_in_pieces(comm, monkeypatch):
     """Oracle: the sum in one process, element by element in order."""
     monkeypatch.setattr(primitives, "PIECE", 7)
     grid = Grid(comm, 1, mpikfac.Trace())
-    parts = torch.randn(3 * comm.size, 40, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    parts = torch.randn(3 * comm.size, 40, generator=generator, device="cpu").to(problem.DEVICE)
     expected = parts[0].clone()
     for part in parts[1:]:
         expected += part

@@ -130,7 +130,8 @@ def test_bfloat16_stays_near_the_exact_run(comm, place):
 def sent_by(rank, size):
     """Return a rank's numbers, the same at every step: of size 1."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.rand(size, generator=generator, dtype=torch.float64) - 0.5
+    drawn = torch.rand(size, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn.to(problem.DEVICE) - 0.5
 
 
 @pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
