@@ -78,6 +78,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             setting("15", "256", "0.2", "0.0005"),
             setting("15", "128", "0.1", "0.0005"),
             setting("15", "64", "0.05", "0.0005"),
+            setting("8", "256", "0.1", "0.0005"),
         ],
         "kfac": [
             recipe(5, "256", "0.003", "0.02"),
@@ -91,7 +92,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
         ],
         "adamw": around("15", "0.001", "0.003", "0.01"),
-        "muon": around("15", "0.005", "0.01", "0.02"),
+        "muon": [*around("15", "0.005", "0.01", "0.02"), setting("7", "256", "0.01")],
         "soap": around("15", "0.001", "0.003", "0.01"),
     },
 }
