@@ -87,6 +87,7 @@ GRIDS: dict[str, dict[str, list[dict[str, str]]]] = {
             recipe(5, "256", "0.003", "0.06"),
             recipe(5, "256", "0.0015", "0.12"),
             recipe(10, "128", "0.0015", "0.06"),
+            recipe(20, "64", "0.0015", "0.06"),
             recipe(5, "256", "0.003", "0.02", length="adam"),
             recipe(10, "256", "0.003", "0.02", length="adam", subsample="1"),
             recipe(20, "128", "0.003", "0.02", length="adam", subsample="1"),
