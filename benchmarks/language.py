@@ -36,7 +36,7 @@ from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import kfac_settings, make_strategy
 from mpikfac_apps.text import number
 from mpikfac_apps.training import train
-from mpikfac_apps.training.problem import build
+from mpikfac_apps.training.parts.problem import build
 
 OPTIMIZERS = {"K-FAC": "kfac", "AdamW": "adamw", "Muon": "muon", "SOAP": "soap"}
 RESULTS, PICTURE = (Path(__file__).with_suffix(end) for end in (".json", ".png"))

@@ -15,8 +15,8 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import train
 from mpikfac_apps.training.augmentation.moves import Augmentation
 from mpikfac_apps.training.batches import Batches, Normalise
-from mpikfac_apps.training.optimizers import Average
-from mpikfac_apps.training.problem import PASS, SAMPLE
+from mpikfac_apps.training.parts.optimizers import Average
+from mpikfac_apps.training.parts.problem import PASS, SAMPLE
 from mpikfac_apps.training.run import Run
 
 CLOCKS = ("seconds", "images_per_second", "communication")

@@ -14,7 +14,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import models
 from mpikfac_apps.training import train
-from mpikfac_apps.training.optimizers import hidden_matrices, make_optimizer
+from mpikfac_apps.training.parts.optimizers import hidden_matrices, make_optimizer
 from support.launch import run_each
 
 needs_package = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from mpikfac_apps.inspecting import export
 from mpikfac_apps.problems import datasets, models, tasks
 from mpikfac_apps.training import train
 from mpikfac_apps.training.batches import Normalise
-from mpikfac_apps.training.problem import Problem
+from mpikfac_apps.training.parts.problem import Problem
 from mpikfac_apps.training.testing import evaluate
 from mpikfac_apps.training.testing.best import Best
 from support import pictures

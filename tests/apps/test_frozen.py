@@ -10,7 +10,7 @@ import mpikfac
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.problems import models
 from mpikfac_apps.training import checkpoints
-from mpikfac_apps.training.optimizers import Frozen
+from mpikfac_apps.training.parts.optimizers import Frozen
 
 STEPS = 9  # 3 steps are an epoch
 LAST = "10."  # the linear layer of digits_cnn

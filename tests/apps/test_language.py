@@ -19,7 +19,7 @@ from mpikfac_apps.problems.language import corpus
 from mpikfac_apps.problems.tasks import LANGUAGE
 from mpikfac_apps.study import compare, spec
 from mpikfac_apps.training import train
-from mpikfac_apps.training.optimizers import hidden_matrices
+from mpikfac_apps.training.parts.optimizers import hidden_matrices
 from support.launch import run_each
 
 NETWORKS = ("gpt_small", "lstm_small")

@@ -15,22 +15,12 @@ import torch
 from torch import Tensor
 
 import mpikfac
-from mpikfac.plan import distribution_table
 from mpikfac_apps.guard.guard import Guard
-from mpikfac_apps.inspecting import weights
 from mpikfac_apps.options.conflicts import check_pairs
 from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
-from mpikfac_apps.options.strategy import (
-    coverage,
-    differences,
-    for_machine,
-    kfac_settings,
-    layer_distribution,
-    learning_rate,
-    make_strategy,
-)
+from mpikfac_apps.options.strategy import learning_rate
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
@@ -44,13 +34,12 @@ from mpikfac_apps.training.metrics import (
     staleness_of_all,
     told_staleness,
 )
-from mpikfac_apps.training.optimizers import AVERAGED, Average, Frozen
-from mpikfac_apps.training.problem import Problem, build, words_of
+from mpikfac_apps.training.parts import trainers
+from mpikfac_apps.training.parts.optimizers import AVERAGED, Average, Frozen
+from mpikfac_apps.training.parts.problem import Problem, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
-
-# Votes: numbers that a rank sends to all ranks at each step, beside the gradients.
-CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
+from mpikfac_apps.training.votes import Votes
 
 log = logging.getLogger("mpikfac.train")
 
@@ -96,9 +85,7 @@ class Run(Problem):
         self.meter = Meter(comm, self.device, alone)
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(self.task)
-        self.troubles = 0
-        self.own_troubles = 0  # of this rank, before the step
-        self.checkpoint_due = False  # by the number of steps
+        self.votes = Votes(comm, options, guard, self.saver, self.trainer)
         kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = None
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
@@ -111,73 +98,23 @@ class Run(Problem):
                     options, config, about, kept_log, trackers, *kept
                 )
 
-    # -- parts -----------------------------------------------------------------------------------
-
-    def _build_model(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
-        """Build model and optimizer; the trainer sends rank 0's weights to all ranks."""
-        comm, options = self.comm, self.options
-        with mpikfac.comm.together(comm, "building the network"):
-            model, self.optimizer = build(options, self.classes, self.channels, self.device)
-            self.check(model)
-        if isinstance(model, airbench.Airbench):
-            model.whiten(self.normalise(self.batches.first(airbench.SEEN)))
-        self.model = model
+    def _build_trainer(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
+        """Build model, optimizer and trainer for a start, except for the state of a checkpoint."""
+        options, trace = self.options, mpikfac.Trace()
+        self.model, self.optimizer = trainers.make_model(self, starts=checkpoint is None)
         if options.frozen_epochs:
-            self.frozen = Frozen(model, options.frozen_epochs)
+            self.frozen = Frozen(self.model, options.frozen_epochs)
             log.info(
                 "epochs in which only %s is trained: %d", self.frozen.last, options.frozen_epochs
             )
         done = 0 if checkpoint is None else checkpoint.step
         self._begin_epoch(self.calendar.place(max(0, done - 1))[0])  # as at the last step
-        if options.weights is not None and checkpoint is not None:
-            log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
-        elif options.weights is not None:
-            with mpikfac.comm.together(comm, f"weights={options.weights}"):
-                if comm.rank == 0:
-                    file = Path(options.weights)
-                    left = ", ".join(weights.load(model, weights.read(file))) or "none"
-                    log.info("weights of %s; tensors left at their first values: %s", file, left)
-
-    def _split_layers(self, trace: mpikfac.Trace) -> mpikfac.SplitLayers | None:
-        """Deal out layers over groups of ranks, if the options say so."""
-        comm, asked, model = self.comm, self.options.distribution, self.model
-        if not asked.split:
-            return None
-        with mpikfac.comm.together(comm, "split_layers"):
-            one = self.normalise(self.batches.first(1))
-            share = self.options.step_batch // comm.size
-            calls = mpikfac.layer_calls(model, one.expand(share, *one.shape[1:]))
-            distribution = layer_distribution(asked, calls, comm.size)
-            log.info("%s", distribution_table(calls, distribution, comm.size))
-            return mpikfac.split_layers(model, comm, distribution, trace)
-
-    def _build_trainer(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
-        """Build model, optimizer and trainer for a start, except for the state of a checkpoint."""
-        self._build_model(checkpoint)
-        comm, options, model, trace = self.comm, self.options, self.model, mpikfac.Trace()
-        self.split = self._split_layers(trace)
+        self.split = trainers.split_layers(self, self.model, trace)
         rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
         self.lr = lambda step: rate(self.calendar.clock(step))
-        with mpikfac.comm.together(comm, "options"):
-            asked, kfac = options.distribution, options.kfac
-            strategy, chosen = make_strategy(asked, kfac, comm.size, options.parts)
-            if strategy.exchange.asynchronous:
-                assert self.team.link, "there is a server"
-                mpikfac.comm.tell(self.team.link, (self.classes, self.channels))
-                self.trainer = mpikfac.Asynchronous(model, self.optimizer, self.team, strategy)
-            elif options.optimizer != "kfac":
-                self.trainer = mpikfac.DataParallel(model, self.optimizer, comm, strategy, trace)
-            else:
-                covers = self.network.covers
-                shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
-                name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
-                log.info("strategy %s: %s", name, differences(strategy))
-                settings = kfac_settings(kfac, chosen, self.calendar.epochs, covers)
-                self.trainer = mpikfac.KFAC(
-                    *(model, self.optimizer, self.team, strategy), trace=trace, **settings
-                )
+        self.trainer = trainers.make_trainer(self, self.team, self.model, self.optimizer, trace)
         if options.average:  # of the weights that the trainer has sent
-            self.average = Average(model, options.average)
+            self.average = Average(self.model, options.average)
 
     def _begin_epoch(self, epoch: int) -> None:
         """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
@@ -203,7 +140,7 @@ class Run(Problem):
             ends, tests = index + 1 == span.steps, self._test_due(step + 1)
             self._begin_epoch(epoch)
             self.guard.enter("step", step)
-            self._vote()
+            self.votes.cast()
             with self.speed.step(span.batch), recording.step(step):
                 with self.trainer.trace.stage("data"):
                     images, labels = self.batches.get(epoch, index)
@@ -224,7 +161,7 @@ class Run(Problem):
                     self._end_epoch(epoch + 1)
                 else:
                     self._test(f"step {step + 1}:")
-            if (stop := self._follow_votes()) or self.impatient:
+            if (stop := self.votes.follow(self._save)) or self.impatient:
                 break
         recording.write()  # if the run stopped before the last traced step
         if progress:
@@ -309,59 +246,12 @@ class Run(Problem):
         every = self.options.eval_steps
         return every is not None and steps % every == 0
 
-    # -- votes of the ranks ----------------------------------------------------------------------
-
-    def _vote(self) -> None:
-        """Hand the votes to the next step: requests to this rank, and progress of writing."""
-        asked, troubles = self.guard.requests, self.trainer.nonfinite.counts.total()
-        self.own_troubles = troubles
-        pending, written = self.saver.pending, self.saver.written
-        due = asked.checkpoint and not pending
-        late = self.comm.rank + 1 if pending and not written else 0
-        decompositions = self.trainer.trace.calls["decompositions"]
-        votes = [due, asked.stop, written, late, troubles, decompositions]
-        self.trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
-        if isinstance(self.trainer, mpikfac.Asynchronous) and (due or asked.stop or written):
-            self.trainer.call()
-
-    def _follow_votes(self) -> bool:
-        """Fulfil the requests of all ranks; return whether the run has to stop.
-
-        Between two exchanges of weights, requests wait: votes are of this rank alone.
-        """
-        every, ranks = self.options.checkpoint_every, self.comm.size
-        self.checkpoint_due |= bool(every and self.trainer.steps % every == 0)
-        if not self.trainer.combined:
-            return False
-        votes = [round(mean * ranks) for mean in self.trainer.votes.tolist()]
-        self.troubles = votes[TROUBLES]
-        if votes[STOP]:
-            return True
-        if votes[WRITTEN] == ranks:
-            self.saver.settle()
-        elif self.comm.rank == 0:
-            self.saver.remind(votes[WRITTEN], votes[LATE], self.options.hang_after)
-        if votes[CHECKPOINT] or self.checkpoint_due:
-            # A diverging run must not replace good checkpoints: the checkpoint waits for a step
-            # without trouble.
-            self.checkpoint_due = self._troubled()
-            if not self.checkpoint_due:
-                self._save()
-        return False
-
-    def _troubled(self) -> bool:
-        """Return whether a number of the last step was not finite on some rank.
-
-        Collective over: world.
-        """
-        return any(self.comm.allgather(self.trainer.nonfinite.counts.total() > self.own_troubles))
-
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
         self.trainer.combine()
         steps, seconds = self.trainer.steps, self.speed.seconds
         stopped = stopped and steps < self.steps
-        if not stopped and self._troubled():
+        if not stopped and self.votes.troubled():
             raise mpikfac.UserError(
                 f"a number of step {steps}, the last step, was not finite, so no checkpoint is "
                 f"written; try a smaller lr={self.options.rate}"
@@ -401,13 +291,11 @@ class Run(Problem):
             more["kl_scale"] = self.trainer.kl_scale.item()
         if isinstance(self.trainer, mpikfac.Asynchronous):
             more["staleness"] = mean_staleness(self.trainer.staleness)
-        if self.troubles:
-            more["troubles"] = self.troubles
-        if (
-            self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined
-        ):  # else the options say
-            mean = self.trainer.votes[DECOMPOSITIONS].item()
-            more["decompositions"] = round(mean * self.comm.size)
+        if self.votes.troubles:
+            more["troubles"] = self.votes.troubles
+        # Without a tolerance, the options say how many.
+        if self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined:
+            more["decompositions"] = self.votes.decompositions()
         self._row(loss=loss, images_per_second=speed, communication=communication, **more)
 
     def _end_epoch(self, epoch: int) -> None:

@@ -23,7 +23,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import serving_ranks
 from mpikfac_apps.place import Place, share_cores
-from mpikfac_apps.training.problem import build
+from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
 

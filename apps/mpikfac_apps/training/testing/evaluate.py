@@ -24,8 +24,8 @@ from mpikfac_apps.options.conflicts import check_data
 from mpikfac_apps.options.fields import positional
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.place import share_cores
-from mpikfac_apps.training.optimizers import AVERAGED, Average
-from mpikfac_apps.training.problem import Problem, first_model, words_of
+from mpikfac_apps.training.parts.optimizers import AVERAGED, Average
+from mpikfac_apps.training.parts.problem import Problem, first_model, words_of
 
 PROGRAM = "mpikfac evaluate"
 

@@ -20,7 +20,7 @@ from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.text import measured, percent
 from mpikfac_apps.training import batches, checkpoints
 from mpikfac_apps.training.metrics import Meter
-from mpikfac_apps.training.optimizers import Average, make_optimizer
+from mpikfac_apps.training.parts.optimizers import Average, make_optimizer
 
 # Training images that give averaged weights their statistics: all at once, and in a pass.
 SAMPLE, PASS = 1024, 128

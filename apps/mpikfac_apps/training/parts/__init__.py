@@ -1,0 +1,1 @@
+"""The parts of a training run: the data and the network, the optimizer, and the trainer."""

@@ -1,0 +1,106 @@
+"""Make the network and the trainer of a run, as the options say."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac.plan import distribution_table
+from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.strategy import (
+    coverage,
+    differences,
+    for_machine,
+    kfac_settings,
+    layer_distribution,
+    make_strategy,
+)
+from mpikfac_apps.problems import airbench
+from mpikfac_apps.training.parts.problem import Problem, build
+
+log = logging.getLogger("mpikfac.train")
+
+
+def make_model(problem: Problem, starts: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the network with its first weights, and the optimizer.
+
+    Collective over: problem.comm.
+
+    Args:
+        starts: whether the run starts at step 0, with the weights of the option `weights`; else a
+            checkpoint has the weights.
+    """
+    comm, options = problem.comm, problem.options
+    with mpikfac.comm.together(comm, "building the network"):
+        model, optimizer = build(options, problem.classes, problem.channels, problem.device)
+        problem.check(model)
+    if isinstance(model, airbench.Airbench):
+        model.whiten(problem.normalise(problem.batches.first(airbench.SEEN)))
+    if options.weights is not None and starts:
+        load_weights(comm, model, Path(options.weights))
+    elif options.weights is not None:
+        log.info("weights=%s is not read: the run goes on from a checkpoint", options.weights)
+    return model, optimizer
+
+
+def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
+    """Load weights on rank 0; the trainer sends rank 0's weights to all ranks.
+
+    Collective over: comm.
+    """
+    with mpikfac.comm.together(comm, f"weights={file}"):
+        if comm.rank == 0:
+            left = ", ".join(weights.load(model, weights.read(file))) or "none"
+            log.info("weights of %s; tensors left at their first values: %s", file, left)
+
+
+def split_layers(
+    problem: Problem, model: nn.Module, trace: mpikfac.Trace
+) -> mpikfac.SplitLayers | None:
+    """Deal out layers over groups of ranks, if the options say so.
+
+    Collective over: problem.comm.
+    """
+    comm, asked = problem.comm, problem.options.distribution
+    if not asked.split:
+        return None
+    with mpikfac.comm.together(comm, "split_layers"):
+        one = problem.normalise(problem.batches.first(1))
+        share = problem.options.step_batch // comm.size
+        calls = mpikfac.layer_calls(model, one.expand(share, *one.shape[1:]))
+        distribution = layer_distribution(asked, calls, comm.size)
+        log.info("%s", distribution_table(calls, distribution, comm.size))
+        return mpikfac.split_layers(model, comm, distribution, trace)
+
+
+def make_trainer(
+    problem: Problem,
+    team: mpikfac.comm.Team,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    trace: mpikfac.Trace,
+) -> mpikfac.KFAC | mpikfac.DataParallel:
+    """Return the trainer of a start, without the state of a checkpoint.
+
+    Collective over: the team.
+    """
+    comm, options = problem.comm, problem.options
+    with mpikfac.comm.together(comm, "options"):
+        kfac = options.kfac
+        strategy, chosen = make_strategy(options.distribution, kfac, comm.size, options.parts)
+        if strategy.exchange.asynchronous:
+            assert team.link, "there is a server"
+            mpikfac.comm.tell(team.link, (problem.classes, problem.channels))
+            return mpikfac.Asynchronous(model, optimizer, team, strategy)
+        if options.optimizer != "kfac":
+            return mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+        covers = problem.network.covers
+        shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
+        name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
+        log.info("strategy %s: %s", name, differences(strategy))
+        settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
+        return mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)

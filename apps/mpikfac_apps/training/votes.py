@@ -1,0 +1,97 @@
+"""Let ranks agree after each step: on stops, on checkpoints, and on numbers that are not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+import mpikfac
+from mpikfac_apps.guard.guard import Guard
+from mpikfac_apps.options.options import Options
+from mpikfac_apps.training.checkpoints import Saver
+
+CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
+
+
+class Votes:
+    """The votes of the ranks: numbers that a rank sends to all ranks beside the gradients.
+
+    A request may reach any rank, and all ranks follow the request after the same step.
+
+    Attributes:
+        troubles: numbers that were not finite, on all ranks, up to the last votes of all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        options: Options,
+        guard: Guard,
+        saver: Saver,
+        trainer: mpikfac.KFAC | mpikfac.DataParallel,
+    ) -> None:
+        self._comm, self._options = comm, options
+        self._guard, self._saver, self._trainer = guard, saver, trainer
+        self._due = False  # a checkpoint, by the number of steps
+        self._own_troubles = 0  # of this rank, before the step
+        self.troubles = 0
+
+    def cast(self) -> None:
+        """Hand the votes to the next step: requests to this rank, and progress of writing.
+
+        Collective over: none.
+        """
+        trainer, saver = self._trainer, self._saver
+        asked, troubles = self._guard.requests, trainer.nonfinite.counts.total()
+        self._own_troubles = troubles
+        pending, written = saver.pending, saver.written
+        due = asked.checkpoint and not pending
+        late = self._comm.rank + 1 if pending and not written else 0
+        decompositions = trainer.trace.calls["decompositions"]
+        votes = [due, asked.stop, written, late, troubles, decompositions]
+        trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
+        if isinstance(trainer, mpikfac.Asynchronous) and (due or asked.stop or written):
+            trainer.call()
+
+    def follow(self, save: Callable[[], None]) -> bool:
+        """Fulfil the requests of all ranks; return whether the run has to stop.
+
+        Between two exchanges of weights, requests wait: votes are of this rank alone.
+
+        Collective over: world.
+
+        Args:
+            save: writes a checkpoint.
+        """
+        every, ranks = self._options.checkpoint_every, self._comm.size
+        self._due |= bool(every and self._trainer.steps % every == 0)
+        if not self._trainer.combined:
+            return False
+        votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]
+        self.troubles = votes[TROUBLES]
+        if votes[STOP]:
+            return True
+        if votes[WRITTEN] == ranks:
+            self._saver.settle()
+        elif self._comm.rank == 0:
+            self._saver.remind(votes[WRITTEN], votes[LATE], self._options.hang_after)
+        if votes[CHECKPOINT] or self._due:
+            # A diverging run must not replace good checkpoints: the checkpoint waits for a step
+            # without trouble.
+            self._due = self.troubled()
+            if not self._due:
+                save()
+        return False
+
+    def troubled(self) -> bool:
+        """Return whether a number of the last step was not finite on some rank.
+
+        Collective over: world.
+        """
+        troubles = self._trainer.nonfinite.counts.total()
+        return any(self._comm.allgather(troubles > self._own_troubles))
+
+    def decompositions(self) -> int:
+        """Return the decompositions of all ranks since the start; not collective."""
+        return round(self._trainer.votes[DECOMPOSITIONS].item() * self._comm.size)
