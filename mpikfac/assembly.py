@@ -26,6 +26,7 @@ from mpikfac.engine import (
     Scales,
     Site,
     check_joins,
+    check_loaded_momentum,
     check_momentum,
     common_type,
     describe,
@@ -103,7 +104,7 @@ class Assembly:
         self.plan = self._planned(strategy, team.size, dtype)
         check_joins(team.link, self.plan.strategy.refresh.curvature_ranks)
         groups_of(self.layers, self.optimizer)  # refused here, before any communication
-        check_momentum(self.optimizer, self.plan.strategy)
+        check_momentum(self.optimizer, self.plan.strategy, self.settings.length.momentum)
 
         self._check_agreement(team.trains)
         broadcast(team.trains, [*model.parameters(), *model.buffers()])
@@ -295,6 +296,7 @@ class Assembly:
         with together(self.grid.world, "loading state", untrusted=True):
             state = of_rank(state, self.replicas.first)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
+            check_loaded_momentum(found, self.settings.length.momentum)
             names = self._own_names(state)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}

@@ -12,6 +12,7 @@ from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
 from mpikfac.engine.site import Part, Site
 from mpikfac.engine.state import (
+    check_loaded_momentum,
     check_momentum,
     check_optimizer,
     check_plain,
@@ -46,6 +47,7 @@ __all__ = [
     "Scales",
     "Site",
     "check_joins",
+    "check_loaded_momentum",
     "check_momentum",
     "check_optimizer",
     "check_plain",

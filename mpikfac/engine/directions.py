@@ -25,13 +25,16 @@ from mpikfac.numerics import (
     all_finite,
     inner_products,
     lowest,
+    nesterov,
     not_finite,
     orthogonalised,
     slopes_and_curvatures,
 )
-from mpikfac.plan import LayerShape, count_of
+from mpikfac.plan import LayerShape, count_of, lay_out
 from mpikfac.settings import Settings
 from mpikfac.solvers import Held, Solver
+
+KINDS = ("graft", "momentum", "damping")  # of items of the state
 
 log = logging.getLogger("mpikfac")
 
@@ -83,6 +86,9 @@ class Directions(Part):
         beside = [slot.block.name for slot in self.slots_beside]
         self._adam_of_layers = AdamSteps(gradients.arena, [j.name for j in self._jobs if adam])
         self._adam_beside = AdamSteps(gradients.arena, beside)
+        names = [*(job.name for job in self._jobs), *beside] if settings.length.momentum else []
+        shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
+        self._momenta = self.site.arena(lay_out([shapes]))
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = self.plan.publish_directions()
         self._bound = self.plan.clip()
@@ -98,20 +104,26 @@ class Directions(Part):
 
     @property
     def _averages(self) -> dict[str, Tensor]:
-        """The averages of grafting, of all directions that the rank makes."""
-        return {**self._adam_of_layers, **self._adam_beside}
+        """The averages of grafting and the momenta, of all directions that the rank makes."""
+        averages = {**self._adam_of_layers, **self._adam_beside}
+        return {
+            **{f"graft/{name}": average for name, average in averages.items()},
+            **{f"momentum/{name}": momentum for name, momentum in self._momenta.items()},
+        }
 
     def precondition(self, step: int) -> None:
         """Precondition the gradients of the rank's layers."""
         with self.site.trace.stage("precondition"):
             self.bases.damp(self.settings.at("damping", step))
+            gradients = self._with_momentum()
             for job in self._jobs:
-                job.direction.copy_(job.solver.direction(job.gradient, job.held))
+                gradient = gradients.get(job.name, job.gradient)
+                job.direction.copy_(job.solver.direction(gradient, job.held))
             if self.settings.length.source == "orthogonal":
                 self._orthogonalise()
             if self._jobs and self.settings.length.grafted:
                 self._graft()
-            self._step_beside()
+            self._step_beside(gradients)
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -198,7 +210,7 @@ class Directions(Part):
         return change / expected if expected else None
 
     def take_over(self, before: Directions) -> None:
-        """Take over the averages of grafting of layers that have the same gradient as before.
+        """Take over averages and momenta of layers that have the same gradient as before.
 
         Collective over: world.
         """
@@ -207,30 +219,32 @@ class Directions(Part):
     # -- state -----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return averages of grafting, and the damping if the damping is adapted."""
-        kept: dict[str, Any] = {f"graft/{n}": block for n, block in self._averages.items()}
+        """Return averages of grafting, momenta, and the damping if the damping is adapted."""
+        kept: dict[str, Any] = self._averages
         adaptive = self.settings.damping.adapted
         return kept | ({"damping": adaptive.damping} if adaptive else {})
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return the names of a complete state of all ranks, as far as `names` tell."""
-        if not self.settings.length.by_adam:
+        length = self.settings.length
+        if not length.by_adam:
             return set()
         others = [other.name for other in self.gradients.others if other.parameters]
         names = [*(layer.name for layer in self.plan.layers), *others]
-        return {f"graft/{n}" for name in names for n in (name, count_of(name))}
+        whole = {f"graft/{n}" for name in names for n in (name, count_of(name))}
+        return whole | {f"momentum/{name}" for name in names if length.momentum}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """Return the items to load from a state with `names`, with values of the expected kind."""
-        kinds = {"graft": _grafted(names), "damping": "damping" in names}
+        kinds = {kind: _has(kind, names) for kind in KINDS}
         kept = self.state_dict().items()
         return {name: value for name, value in kept if kinds[name.partition("/")[0]]}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
-        """Load the `needed` items of a state; grafting starts anew if the state has no averages."""
+        """Load the `needed` items of a state; averages that the state lacks start anew."""
         self.expected.zero_()
         for name, value in self._averages.items():
-            value.copy_(state[f"graft/{name}"]) if _grafted(names) else value.zero_()
+            value.copy_(state[name]) if _has(name.partition("/")[0], names) else value.zero_()
         if self.settings.damping.adapted and "damping" in names:
             self.settings.damping.adapted.damping = state["damping"]
 
@@ -301,11 +315,32 @@ class Directions(Part):
         scales = torch.where(own > 0, lengths / own, 1.0)
         torch._foreach_mul_(directions, list(scales))
 
-    def _step_beside(self) -> None:
-        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
-        gradients = [self.gradients.arena[slot.block.name] for slot in self.slots_beside]
-        if gradients:
-            torch._foreach_copy_(gradients, self._adam_beside.take(self.gradients.broken))
+    def _with_momentum(self) -> dict[str, Tensor]:
+        """Take gradients into the momenta; return means of gradients by Nesterov's momentum.
+
+        Means begin with momenta of 0: the first steps beside the layers are shorter than Adam's.
+        """
+        if not self._momenta:
+            return {}
+        momentum, broken = self.settings.length.momentum, self.gradients.broken
+        gradients = [self.gradients.arena[name] for name in self._momenta]
+        means = dict(zip(self._momenta, torch._foreach_mul(gradients, 1 - momentum)))
+        if sound := [name for name in means if name not in broken]:
+            momenta = [self._momenta[name] for name in sound]
+            nesterov([means[name] for name in sound], momenta, momentum)
+        return means
+
+    def _step_beside(self, gradients: Mapping[str, Tensor]) -> None:
+        """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate.
+
+        Args:
+            gradients: the gradients with momentum, by name; empty without momentum.
+        """
+        names = [slot.block.name for slot in self.slots_beside]
+        if names:
+            scaled = [gradients[name] for name in names] if gradients else None
+            steps = self._adam_beside.take(self.gradients.broken, scaled)
+            torch._foreach_copy_([self.gradients.arena[name] for name in names], steps)
 
     def _along_gradient(self, power: int) -> Tensor:
         """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
@@ -338,9 +373,9 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
-def _grafted(names: Collection[str]) -> bool:
-    """Return whether a state of `names` has averages of grafting."""
-    return any(name.startswith("graft/") for name in names)
+def _has(kind: str, names: Collection[str]) -> bool:
+    """Return whether a state of `names` has items of a kind."""
+    return any(name.partition("/")[0] == kind for name in names)
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:

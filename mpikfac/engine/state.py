@@ -317,19 +317,45 @@ def check_synchronous(strategy: Strategy) -> None:
         raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
 
 
-def check_momentum(optimizer: Optimizer, strategy: Strategy) -> None:
-    """Return if no momentum is taken twice: by ranks before the sums, and by the optimizer.
+def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float = 0.0) -> None:
+    """Return if a momentum is taken once: before the sums, before K-FAC, or by the optimizer.
+
+    Args:
+        of_gradients: the momentum of averaged gradients, before K-FAC preconditions gradients.
 
     Raises:
-        ValueError: the strategy has a `top_momentum`, and the optimizer a momentum.
+        ValueError: two momenta are given.
     """
-    asked = strategy.transport.wires.top_momentum
+    top = strategy.transport.wires.top_momentum
+    if top and of_gradients:
+        raise ValueError(
+            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out"
+        )
+    name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
+    when = "are added up" if top else "are preconditioned"
     for group in optimizer.param_groups:
         own = group.get("momentum", group.get("betas", (0.0,))[0])
         if asked and own:
             raise ValueError(
-                f"top_momentum={asked} needs an optimizer without momentum, not with {own}: ranks "
-                f"take the momentum before gradients are added up"
+                f"{name}={asked} needs an optimizer without momentum, not with {own}: the "
+                f"momentum is taken before gradients {when}"
+            )
+
+
+def check_loaded_momentum(items: Mapping[str, Any], of_gradients: float) -> None:
+    """Return if a state gives the optimizer no momentum beside a momentum of gradients.
+
+    Args:
+        items: the items of the state that are loaded.
+
+    Raises:
+        ValueError: the momentum would be taken twice.
+    """
+    for name, value in items.items():
+        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
+        if of_group and of_gradients and value:
+            raise ValueError(
+                f"item {name!r} must be 0 with Length(momentum={of_gradients}); it is {value}"
             )
 
 

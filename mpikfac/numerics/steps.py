@@ -32,11 +32,12 @@ class AdamSteps(dict[str, Tensor]):
         self._gradients = [gradients[name] for name in names]
         self._averages = [averages[name] for name in names]
 
-    def take(self, broken: Collection[str]) -> list[Tensor]:
+    def take(self, broken: Collection[str], scaled: list[Tensor] | None = None) -> list[Tensor]:
         """Take the gradients into the averages; return `gradient / (sqrt(average) + eps)` of each.
 
         Args:
             broken: names of gradients that the averages leave out.
+            scaled: tensors to divide in the place of the gradients, such as momenta.
         """
         if not self._names:
             return []
@@ -50,7 +51,7 @@ class AdamSteps(dict[str, Tensor]):
         steps = torch._foreach_div(self._averages, self._weights.tolist())
         torch._foreach_sqrt_(steps)
         torch._foreach_add_(steps, EPSILON)
-        return list(torch._foreach_div(self._gradients, steps))
+        return list(torch._foreach_div(scaled or self._gradients, steps))
 
 
 def elastic_step(anchor: Tensor, average: Tensor, mean: Tensor, rate: float, pull: float) -> Tensor:

@@ -37,15 +37,20 @@ class Length:
         kl: the KL clip: the bound on the squared Fisher norm of a step [SC20, eq. 18]; None for no
             bound.
         norm: the bound on the norm of the direction; None for no bound.
+        momentum: Nesterov's momentum of the gradients, before gradients are preconditioned, in the
+            place of the optimizer's momentum, which has to be 0; 0 for none. Lengths of layers'
+            directions do not depend on the momentum. Needs a source of "orthogonal" or "adam".
 
     Raises:
-        ValueError: a bound that is not positive at step 0, or two bounds.
+        ValueError: a bound that is not positive at step 0, two bounds, a momentum outside of 0 to
+            1, or a momentum beside another source or a bound.
     """
 
     source: Source | None = None
     fisher: float | Schedule | None = None
     kl: float | Schedule | None = None
     norm: float | Schedule | None = None
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         given = {name: bound for name, bound in self.bounds.items() if bound is not None}
@@ -60,6 +65,21 @@ class Length:
         if self.source == "quadratic" and given:
             raise ValueError(
                 f"length='quadratic' needs no bound, and {self.bound}={given[self.bound]!r} is one"
+            )
+        self._check_momentum()
+
+    def _check_momentum(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum={self.momentum!r} must be at least 0 and less than 1")
+        if self.momentum and not self.by_adam:
+            raise ValueError(
+                f"momentum={self.momentum!r} of gradients needs length='orthogonal' or 'adam', "
+                f"not {self.source!r}"
+            )
+        if self.momentum and self.bound:
+            raise ValueError(
+                f"momentum={self.momentum!r} of gradients needs no {self.bound}: the direction is "
+                f"not of the step's gradient alone"
             )
 
     @property

@@ -70,6 +70,7 @@ class Settings:
             "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,
             "length": self.length.source,
+            "momentum": self.length.momentum,
         }
 
     def _numbers(self) -> dict[str, float | Schedule | None]:

@@ -77,7 +77,7 @@ def joined(shards):
 def train(comm, strategy, ranks, **settings):
     """Train on the rank's shards of `ranks` shards; return the whole state."""
     model = network()
-    optimizer = problem.sgd_all(model)
+    optimizer = (problem.plain_sgd if "momentum" in settings else problem.sgd_all)(model)
     kfac = problem.kfac(model, optimizer, comm, strategy, **{**SETTINGS, **settings})
     batches = (joined(problem.batch(step)) for step in range(2 * problem.STEPS))
     problem.train_on_shards(kfac, comm, ranks, batches)
@@ -129,6 +129,13 @@ def test_relative_damping_under_each_placement(comm, strategy, solver):
 def test_lengths_of_adam_under_each_placement(comm, strategy, length):
     """Oracle: a single process on the joined batches."""
     assert_as_one_process(comm, strategy, solver="eigen", length=length, kl_clip=None)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[::3], ids=repr)
+def test_momenta_under_each_placement(comm, strategy):
+    """Oracle: a single process on the joined batches."""
+    choices = {"length": "orthogonal", "kl_clip": None, "momentum": 0.8}
+    assert_as_one_process(comm, strategy, solver="eigen", **choices)
 
 
 def low_rank(layer):

@@ -84,6 +84,17 @@ def test_lengths_of_adam_go_on_to_the_last_bit(comm, strategy, length):
     assert not torch.equal(continued(comm, less, strategy, **settings), expected)
 
 
+@pytest.mark.parametrize("strategy", ALL[::3], ids=problem.label)
+def test_momenta_go_on_to_the_last_bit(comm, strategy):
+    """Oracle: the uninterrupted run; without the momenta, the end differs."""
+    settings = {"length": "orthogonal", "kl_clip": None, "momentum": 0.8}
+    state, expected = interrupted(comm, strategy, problem.plain_sgd, **settings)
+    assert torch.equal(continued(comm, state, strategy, problem.plain_sgd, **settings), expected)
+    assert not trainer(comm, strategy, problem.plain_sgd, **settings).missing(state)
+    less = {name: value for name, value in state.items() if not name.startswith("kfac/momentum/")}
+    assert not torch.equal(continued(comm, less, strategy, problem.plain_sgd, **settings), expected)
+
+
 def test_all_ranks_miss_the_same(comm):
     """Oracle: rank 0; ranks without preconditioning also count grafting's items."""
     settings = {"length": "adam", "kl_clip": None, "factor_every": 1}

@@ -273,6 +273,20 @@ TABLE = (
         "tests/unit/test_step_length.py",
     ),
     Mistake(
+        "momentum: layers are preconditioned without the momentum",
+        "engine/directions.py",
+        "gradient = gradients.get(job.name, job.gradient)",
+        "gradient = job.gradient",
+        "tests/unit/test_step_length.py",
+    ),
+    Mistake(
+        "momentum: a broken gradient stays in the momentum",
+        "engine/directions.py",
+        "if sound := [name for name in means if name not in broken]:",
+        "if sound := list(means):",
+        "tests/unit/test_step_length.py",
+    ),
+    Mistake(
         "orthogonal: a step of the polynomial is left out",
         "numerics/orthogonal.py",
         "range(STEPS - 1)",

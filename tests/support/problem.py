@@ -30,7 +30,10 @@ STEPS = 4  # factors at 0 and 2; decompositions at 0 and 3: all four kinds of st
 EXAMPLES = 12  # shards are equal at 1, 2, 3 and 4 ranks
 
 
-LENGTH = {"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher", "length": "source"}
+LENGTH = {
+    **{"kl_clip": "kl", "norm_clip": "norm", "fisher_clip": "fisher", "length": "source"},
+    "momentum": "momentum",
+}
 
 
 def kfac(model, optimizer, comm, strategy=None, **settings) -> KFAC:
@@ -89,6 +92,11 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 def sgd_all(model: nn.Module) -> torch.optim.Optimizer:
     """Return SGD with momentum and weight decay, equal for all layers of any network."""
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Return SGD without momentum and weight decay."""
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

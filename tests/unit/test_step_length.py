@@ -110,6 +110,83 @@ def test_zeros_stay_zeros_and_a_broken_matrix_harms_no_other():
 
 
 @pytest.mark.parametrize("length", ["adam", "orthogonal"])
+def test_momentum_is_taken_before_preconditioning(comm, length):
+    """Oracle: K-FAC without momentum, of sums of gradients made by hand; the length without."""
+    choices = problem.SETTINGS | {"kl_clip": None, "length": length}
+    models = [problem.network() for _ in range(3)]
+    first, second, third = (
+        problem.kfac(model, torch.optim.SGD(model.parameters()), comm, **choices, momentum=momentum)
+        for model, momentum in zip(models, (0.8, 0.0, 0.0))
+    )
+    sums = dict.fromkeys(oracles.kfac_modules(models[0]), torch.zeros(()))
+    for step in range(problem.STEPS):
+        images, labels = problem.batch(step)
+        for model in models:
+            model.zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+        for name, module in oracles.kfac_modules(models[1]).items():
+            gradient = oracles.gradient_matrix(module)
+            sums[name] = 0.8 * sums[name] + gradient
+            oracles.set_gradient(module, gradient + 0.8 * sums[name])
+        for kfac in (first, second, third):
+            kfac.precondition()
+        every = zip(*(oracles.kfac_modules(model).values() for model in models))
+        for own, of_sums, plain in (map(oracles.gradient_matrix, found) for found in every):
+            torch.testing.assert_close(own / own.norm(), of_sums / of_sums.norm())
+            torch.testing.assert_close(own.norm(), plain.norm())
+            assert not step or not torch.allclose(own, plain, rtol=0.1)
+
+
+def test_uncovered_parameters_take_adams_step_with_momentum(comm):
+    """Oracle: Adam's step of Nesterov's mean of gradients, by hand; a NaN counts nowhere."""
+    model, rate, beta = problem.network(), 0.01, 0.8
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    choices = problem.SETTINGS | {"kl_clip": None, "length": "orthogonal"}
+    kfac = problem.kfac(model, optimizer, comm, **choices, momentum=beta)
+    bias = model[1].bias
+    expected, mean, square, weight = bias.detach().clone(), 0.0, 0.0, 0.0
+    for step in range(problem.STEPS):
+        optimizer.zero_grad()
+        F.cross_entropy(model(problem.batch(step)[0]), problem.batch(step)[1]).backward()
+        gradient = bias.grad.clone()
+        if step == 1:
+            bias.grad[0] = math.nan
+        else:
+            mean = beta * mean + (1 - beta) * gradient
+            square = 0.999 * square + 0.001 * gradient**2
+            weight = 0.999 * weight + 0.001
+            direction = beta * mean + (1 - beta) * gradient
+            expected -= rate * direction / ((square / weight).sqrt() + 1e-8)
+        kfac.step()
+        torch.testing.assert_close(bias.detach(), expected)
+
+
+def test_a_momentum_has_needs(comm):
+    """Oracle: the words of the error."""
+    with pytest.raises(ValueError, match=r"momentum=1.5 must be at least 0 and less than 1"):
+        mpikfac.Length(momentum=1.5)
+    with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
+        mpikfac.Length("sgd", momentum=0.9)
+    with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs no kl_clip"):
+        mpikfac.Length("adam", kl=0.001, momentum=0.9)
+    length = mpikfac.Length("adam", momentum=0.9)
+    model = problem.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    with pytest.raises(ValueError, match=r"needs an optimizer without momentum, not with 0.5"):
+        mpikfac.KFAC(model, optimizer, comm, length=length)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    top = Strategy.comm_opt(1).changed(gradient_wire="top-k", top_momentum=0.9)
+    with pytest.raises(ValueError, match="leave one of them out"):
+        mpikfac.KFAC(model, plain, comm, top, length=length)
+    kfac = mpikfac.KFAC(model, plain, comm, length=length)
+    state = kfac.state_dict() | {"optimizer/groups/0/momentum": 0.5}
+    with pytest.raises(
+        mpikfac.UserError, match=r"must be 0 with Length\(momentum=0.9\); it is 0.5"
+    ):
+        kfac.load_state_dict(state)
+
+
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
 @pytest.mark.parametrize("strategy", [None, Strategy(1, "owners", "owner")])
 def test_uncovered_parameters_take_adams_step(comm, strategy, length):
     """Oracle: torch's Adam, on the gradients of the same steps; a NaN counts nowhere."""

@@ -14,7 +14,8 @@ from mpikfac.engine.site import Part, Site, take_over
 KEPT = "exchange/"
 RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
 OWN = "copies/{}/"  # of a rank
-APART = ("optimizer/state/", "kfac/graft/")  # items that differ between the copies of ranks
+# Items that differ between the copies of ranks.
+APART = ("optimizer/state/", "kfac/graft/", "kfac/momentum/")
 
 
 class Replicas(Part):
