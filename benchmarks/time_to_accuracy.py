@@ -145,7 +145,7 @@ def search(options: argparse.Namespace, images: str, optimizer: str) -> None:
                 train(options, images, optimizer, choice, seed)
     for choice in [*GRIDS[images][optimizer], *best_budgets(images, optimizer)[1:]]:
         if runs := list(runs_of(images, optimizer, choice)):
-            settings = ", ".join(f"{key.split('.')[-1]} {value}" for key, value in choice.items())
+            settings = ", ".join(f"{key} {value}" for key, value in choice.items())
             ends = ", ".join(f"{run[-1]:.2%}" for run in runs)
             mean = statistics.mean(run[-1] for run in runs)
             print(f"{images} images, {LABELS[optimizer]}, {settings}: {ends}; mean {mean:.2%}")

@@ -34,8 +34,6 @@ from mpikfac.plan import LayerShape, count_of, lay_out
 from mpikfac.settings import Settings
 from mpikfac.solvers import Held, Solver
 
-KINDS = ("graft", "momentum", "damping")  # of items of the state
-
 log = logging.getLogger("mpikfac")
 
 
@@ -236,15 +234,15 @@ class Directions(Part):
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """Return the items to load from a state with `names`, with values of the expected kind."""
-        kinds = {kind: _has(kind, names) for kind in KINDS}
-        kept = self.state_dict().items()
-        return {name: value for name, value in kept if kinds[name.partition("/")[0]]}
+        kinds, kept = _kinds(names), self.state_dict().items()
+        return {name: value for name, value in kept if name.partition("/")[0] in kinds}
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state; averages that the state lacks start anew."""
         self.expected.zero_()
+        kinds = _kinds(names)
         for name, value in self._averages.items():
-            value.copy_(state[name]) if _has(name.partition("/")[0], names) else value.zero_()
+            value.copy_(state[name]) if name.partition("/")[0] in kinds else value.zero_()
         if self.settings.damping.adapted and "damping" in names:
             self.settings.damping.adapted.damping = state["damping"]
 
@@ -373,9 +371,9 @@ def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name: p.grad for name, p in parameters.items() if p.grad is not None}
 
 
-def _has(kind: str, names: Collection[str]) -> bool:
-    """Return whether a state of `names` has items of a kind."""
-    return any(name.partition("/")[0] == kind for name in names)
+def _kinds(names: Collection[str]) -> set[str]:
+    """Return the kinds of items of a state, such as "graft"."""
+    return {name.partition("/")[0] for name in names}
 
 
 def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:

@@ -342,15 +342,23 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
             )
 
 
-def check_loaded_momentum(items: Mapping[str, Any], of_gradients: float) -> None:
-    """Return if a state gives the optimizer no momentum beside a momentum of gradients.
+def check_loaded_momentum(
+    items: Mapping[str, Any], names: Collection[str], of_gradients: float
+) -> None:
+    """Return if a state and the settings give a momentum to the gradients or to the optimizer.
 
     Args:
-        items: the items of the state that are loaded.
+        items: the items of model and optimizer that are loaded.
+        names: names of K-FAC's own items.
 
     Raises:
-        ValueError: the momentum would be taken twice.
+        ValueError: the momentum would be taken twice, or never.
     """
+    if not of_gradients and any(name.startswith("momentum/") for name in names):
+        raise ValueError(
+            "the state has momenta of gradients, and no momentum of the optimizer; give "
+            "Length(momentum=...) as before"
+        )
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and of_gradients and value:

@@ -184,6 +184,10 @@ def test_a_momentum_has_needs(comm):
         mpikfac.UserError, match=r"must be 0 with Length\(momentum=0.9\); it is 0.5"
     ):
         kfac.load_state_dict(state)
+    problem.run(kfac, comm, [0])
+    other = mpikfac.KFAC(model, plain, comm)
+    with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
+        other.load_state_dict(kfac.state_dict())
 
 
 @pytest.mark.parametrize("length", ["adam", "orthogonal"])
