@@ -16,10 +16,10 @@ from support import problem
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
 
-def items_of(**settings):
-    """Return the names in a trainer's state after a step."""
+def items_of(own=0.9, **settings):
+    """Return the names in a trainer's state after a step; `own` is the optimizer's momentum."""
     model = nn.Sequential(OrderedDict(conv1=nn.Conv2d(1, 2, 3)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=own)
     kfac = problem.kfac(model, optimizer, mpikfac.world(), **settings)
     model(torch.ones(2, 1, 4, 4)).square().mean().backward()
     kfac.step()
@@ -28,13 +28,14 @@ def items_of(**settings):
 
 
 def test_items_that_the_page_names_exist():
-    """Oracle: the states of three trainers; the last state as rank 2 of three ranks saves it."""
+    """Oracle: the states of four trainers; the last state as rank 2 of three ranks saves it."""
     items = re.search(r"\*\*Items\*\*.*?\n\n(?!-)", PAGE.read_text(), re.DOTALL)
     names = re.findall(r"`([a-z]+/[^`]+)`", items[0])
     assert len(names) >= 5
     known = [
         items_of(damping=mpikfac.LevenbergMarquardt()),
         items_of(solver="ekfac", length="adam"),
+        items_of(own=0, length="orthogonal", momentum=0.9),
     ]
     exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
     copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange))
