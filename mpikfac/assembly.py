@@ -297,7 +297,7 @@ class Assembly:
             state = of_rank(state, self.replicas.first)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
-            check_loaded_momentum(found, names, self.settings.length.momentum)
+            check_loaded_momentum(found, state, self.settings.length.momentum)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}
             kept = fitting(state, own | self.replicas.needed(state.keys()), rounded=True)

@@ -16,6 +16,7 @@ from mpikfac.engine import (
     Nonfinite,
     Replicas,
     Site,
+    check_loaded_momentum,
     check_momentum,
     check_optimizer,
     check_synchronous,
@@ -260,6 +261,7 @@ class DataParallel:
         with together(self.gradients.grid.world, "loading state", untrusted=True):
             state = of_rank(state, self.replicas.first)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
+            check_loaded_momentum(found, state)
             kept = fitting(state, self.replicas.needed(state.keys()), rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()

@@ -343,21 +343,21 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
 
 
 def check_loaded_momentum(
-    items: Mapping[str, Any], names: Collection[str], of_gradients: float
+    items: Mapping[str, Any], names: Collection[str], of_gradients: float = 0.0
 ) -> None:
     """Return if a state and the settings give a momentum to the gradients or to the optimizer.
 
     Args:
         items: the items of model and optimizer that are loaded.
-        names: names of K-FAC's own items.
+        names: names of all items of the state.
 
     Raises:
         ValueError: the momentum would be taken twice, or never.
     """
-    if not of_gradients and any(name.startswith("momentum/") for name in names):
+    if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
-            "the state has momenta of gradients, and no momentum of the optimizer; give "
-            "Length(momentum=...) as before"
+            "the state has momenta of gradients, and no momentum of the optimizer; train with "
+            "KFAC and Length(momentum=...) as before"
         )
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")

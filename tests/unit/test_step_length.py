@@ -185,9 +185,9 @@ def test_a_momentum_has_needs(comm):
     ):
         kfac.load_state_dict(state)
     problem.run(kfac, comm, [0])
-    other = mpikfac.KFAC(model, plain, comm)
-    with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
-        other.load_state_dict(kfac.state_dict())
+    for other in (mpikfac.KFAC(model, plain, comm), mpikfac.DataParallel(model, plain, comm)):
+        with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
+            other.load_state_dict(kfac.state_dict())
 
 
 @pytest.mark.parametrize("length", ["adam", "orthogonal"])
