@@ -102,6 +102,7 @@ def test_norms_have_no_scale_and_the_first_weights_are_frozen():
     assert not model.whitening.bias.requires_grad
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["2", "moved"])
 @pytest.mark.parametrize("name", CHOSEN)
 def test_ranks_and_restarts_change_no_bit(job, name, run):
@@ -113,6 +114,7 @@ def test_ranks_and_restarts_change_no_bit(job, name, run):
         assert torch.equal(found[key], expected[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHOSEN)
 def test_the_first_bias_is_trained_for_three_epochs(job, name):
     """Oracle: the states after three and four epochs, and the first 48 images."""

@@ -81,6 +81,7 @@ def job(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 @needs_package
 @pytest.mark.parametrize("run", ["2", "moved"])
 @pytest.mark.parametrize("optimizer", BOTH)

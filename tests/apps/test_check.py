@@ -368,6 +368,7 @@ def test_attentions_to_others_and_cells_are_checked(file, capsys):
     assert "Not covered: nothing" in text
 
 
+@pytest.mark.slow
 def test_attentions_with_dropout_are_compared_under_mpi(file):
     """Oracle: a single process on the joined batches, by the program."""
     job = launch(2, PROGRAM, f"{file()}:translates", "--input", "3,4")

@@ -35,6 +35,7 @@ def assert_equal(found, expected):
         assert same, name
 
 
+@pytest.mark.gate
 def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
     """Oracle: two ranks without curvature ranks, also after a stop and a change of their number."""
     without, parts = tmp_path / "without", tmp_path / "parts"

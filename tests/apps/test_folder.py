@@ -468,6 +468,7 @@ def weights(run_dir):
     return {name: saved[name] for name in saved if name.startswith("model/")}
 
 
+@pytest.mark.slow
 def test_a_run_on_a_folder_resumes_exactly_and_a_packed_file_gives_the_same_run(job):
     """Oracle: the uninterrupted run on the folder."""
     expected = weights(job / "whole")
@@ -480,6 +481,7 @@ def test_a_run_on_a_folder_resumes_exactly_and_a_packed_file_gives_the_same_run(
     assert log.count(f"{BROKEN} cannot be decoded, and is replaced: ") == 1
 
 
+@pytest.mark.slow
 def test_a_run_on_a_function_of_a_user_has_the_classes_of_the_labels(job):
     """Oracle: the labels of the function, 0 to 6."""
     assert weights(job / "own")["model/10.bias"].shape == (7,)

@@ -59,6 +59,7 @@ def test_all_layers_but_the_last_are_frozen_in_the_first_epochs():
     assert frozen.last == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_frozen_layers_stay_for_an_epoch_and_a_step(job, name):
     """Oracle: the first weights of the seed."""
@@ -70,6 +71,7 @@ def test_frozen_layers_stay_for_an_epoch_and_a_step(job, name):
     assert not any(torch.equal(end[key], value) for key, value in start.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ranks", "2", "3", "4"])
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_and_restarts_change_no_bit(job, name, kind):
@@ -80,6 +82,7 @@ def test_ranks_and_restarts_change_no_bit(job, name, kind):
         assert torch.equal(found[key], value), key
 
 
+@pytest.mark.slow
 def test_a_restart_keeps_the_number_of_epochs(job):
     """Oracle: the line."""
     path = job / "sgd whole" / "checkpoints" / f"step-{STEPS:09d}"

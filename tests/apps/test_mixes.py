@@ -187,6 +187,7 @@ def rows(run_dir):
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["2", "parted"])
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_and_restarts_change_no_bit(job, name, kind):
@@ -197,6 +198,7 @@ def test_ranks_and_restarts_change_no_bit(job, name, kind):
         assert torch.equal(found[key], value), key
 
 
+@pytest.mark.slow
 def test_a_quadratic_model_takes_mixed_images_on_all_ranks_alike(job):
     """Oracle: one rank, to rounding."""
     one, two = ([r["loss"] for r in rows(job / f"quadratic {n}") if "loss" in r] for n in (1, 2))

@@ -275,6 +275,7 @@ def ran(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_two_ranks_step_by_several_passes_as_by_one(ran):
     """Oracle: the whole share of a rank in one pass; no BatchNorm."""
     assert_same_training(rows(ran / "4 passes"), rows(ran / "1 passes"))
@@ -290,6 +291,7 @@ def test_several_passes_are_one_step(tmp_path, monkeypatch, name):
     assert_same_training(rows(tmp_path / "5"), rows(tmp_path / "1"))
 
 
+@pytest.mark.slow
 def test_first_weights_reach_all_ranks_and_a_resumed_run_takes_its_own(ran):
     """Oracle: the file; steps of length 0. A checkpoint compares the weights of the ranks."""
     donor, found = torch.load(ran / "donor.pt"), saved(ran / "begun")

@@ -52,7 +52,7 @@ PLACEMENTS = {
 IN_ORDER = (f"--parts={24 if SOAK else 12}",)
 LADDER = (4, 2), (2, 4), (4, 6), (1, STEPS)  # ranks, and the step at which they stop
 # The runs of `job` count as one test's.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.gate, pytest.mark.timeout(1800)]
 CLOCKS = ("seconds", "images_per_second", "communication")
 
 

@@ -89,6 +89,7 @@ def test_what_a_lost_rank_alone_held_is_taken_from_the_last_checkpoint(
     assert found[STEPS] < found[1] / 2
 
 
+@pytest.mark.gate
 def test_an_mpi_that_does_not_survive_is_refused_in_one_line(tmp_path, capfd, monkeypatch):
     """Oracle: the remedy, and no run directory."""
     monkeypatch.delenv("OMPI_MCA_mpi_ft_enable", raising=False)

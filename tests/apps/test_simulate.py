@@ -77,6 +77,7 @@ def test_a_model_of_ones_own_is_predicted_once_it_is_measured(capsys, tmp_path):
     assert set(rows) == {"sgd", "comm-opt"}
 
 
+@pytest.mark.slow
 def test_all_strategies_on_thousands_of_ranks(capsys):
     """Oracle: every name once per table, except strategies unknown to the machine or the model.
 

@@ -71,6 +71,7 @@ def test_sgd_has_stages_too(tmp_path):
     assert rank["beside"] == {}
 
 
+@pytest.mark.slow
 def test_clients_of_servers_have_stages_too(tmp_path):
     """Oracle: two clients of two ranks: sums of a client alone, and messages to the server."""
     chosen = ("--strategy=a-sgd", "--optimizer=sgd", "--client_ranks=2", "--trace_steps=2")

@@ -93,6 +93,7 @@ def test_a_signal_at_any_moment(started, tmp_path, seconds, name, to, moment):
     check_stopped(tmp_path, output)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path, name):
     """Oracle: no rank is left; some whole checkpoint, as mpirun gives ranks hardly any time."""
@@ -106,6 +107,7 @@ def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path, name):
     assert mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "checkpoints") is not None
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("who", ["control/stop", "--max_time=1", "SLURM_JOB_END_TIME"])
 def test_control_files_and_the_clock_stop_a_run(tmp_path, monkeypatch, who):
     """Oracle: a request before the first step, or under 60 s left, stops the run after step 1."""
@@ -123,6 +125,7 @@ def test_control_files_and_the_clock_stop_a_run(tmp_path, monkeypatch, who):
     check_stopped(tmp_path, log)
 
 
+@pytest.mark.gate
 def test_a_control_file_asks_for_a_checkpoint(tmp_path):
     """Oracle: asked before the first step, the run writes a checkpoint of step 1, and continues."""
     (tmp_path / "control").mkdir()

@@ -296,6 +296,7 @@ def test_a_running_cell_is_watched(tmp_path, monkeypatch):
     assert len(calls) >= 3
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkeypatch, capsys):
     """Oracle: the program's line among lines of a launcher."""
     file = written(tmp_path, matrix={"strategy": ["sgd", "mine"], "ranks": [1]})
@@ -311,6 +312,7 @@ def test_a_cell_that_fails_is_noted_with_its_line_and_run_again(tmp_path, monkey
     assert study.main([str(file), f"--run_dir={place}"]) == 0
 
 
+@pytest.mark.slow
 def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, capsys):
     """Oracle: a launcher that starts nothing, and a program that stops within the epoch."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})

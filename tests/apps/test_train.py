@@ -370,7 +370,9 @@ def test_a_diverging_run_keeps_a_checkpoint_from_before(tmp_path):
     ("given", "message"),
     [
         ("--kfac.damping=0.1 until 1, -1", "kfac.damping=-1.0 must be a finite number"),
-        ("--lr=-1", "options: lr=-1.0 must be a finite number > 0"),
+        pytest.param(
+            *("--lr=-1", "options: lr=-1.0 must be a finite number > 0"), marks=pytest.mark.slow
+        ),
         ("--data.name=cifar10 --data.path=/", "data.path=/ holds neither cifar-10-batches-bin"),
     ],
 )

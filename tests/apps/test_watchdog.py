@@ -49,8 +49,10 @@ SILENT = "rank 1 silent (stopped, holding the GIL, or at its end)"
     ("how", "ranks", "where"),
     [
         ("sleep", 3, f'rank 1 on HOST in "precondition" of step 2; ranks 0, 2 {WAITING}'),
-        ("stop", 2, f"{SILENT}; rank 0 on HOST {WAITING}"),
-        ("hold_the_gil", 2, f"{SILENT}; rank 0 on HOST {WAITING}"),
+        *(
+            pytest.param(how, 2, f"{SILENT}; rank 0 on HOST {WAITING}", marks=pytest.mark.slow)
+            for how in ("stop", "hold_the_gil")
+        ),
     ],
 )
 def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks, where):
@@ -246,7 +248,10 @@ WRITES = """
 
 @pytest.mark.parametrize(
     ("unfinished", "where"),
-    [("True", 'in "write" of checkpoint at step 4'), ("False", "waiting in checkpoint at step 4")],
+    [
+        ("True", 'in "write" of checkpoint at step 4'),
+        pytest.param("False", "waiting in checkpoint at step 4", marks=pytest.mark.slow),
+    ],
 )
 def test_a_write_beside_the_steps_has_a_limit(tmp_path, unfinished, where):
     """Oracle: 10 times the limit of a step, while steps go on."""

@@ -116,6 +116,7 @@ def test_length_and_momentum_come_from_a_quadratic_model(tmp_path):
     assert job.stdout.splitlines() == ["True 1 6"] * 2, job.stderr
 
 
+@pytest.mark.gate
 def test_a_layer_of_ones_own(tmp_path):
     """Oracle: the inputs that the module multiplies by the weight."""
     first, _, last = code("class Scaled(").partition("kfac = ")

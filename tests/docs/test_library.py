@@ -129,6 +129,7 @@ def program(path: Path, word: str, after: str) -> str:
     return str(path)
 
 
+@pytest.mark.gate
 def test_preconditioning_averaged_gradients_is_a_step(tmp_path):
     """Oracle: `step()` on the same batches."""
     job = launch(2, program(tmp_path / "program.py", "precondition()", STEPS))

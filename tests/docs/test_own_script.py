@@ -62,7 +62,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.gate)])
 def test_loops_are_those_of_the_trainer(tmp_path, monkeypatch, ranks):
     """Oracle: loops with `KFAC.step`; a run that was not saved; the number of steps."""
     monkeypatch.chdir(tmp_path)

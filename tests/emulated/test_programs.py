@@ -135,6 +135,7 @@ def filled() -> list[torch.Tensor]:
     return ballast
 
 
+@pytest.mark.slow
 def test_a_device_is_measured(tmp_path):
     """Oracle: the file tells how messages went."""
     for direct, way in (("0", "staged"), ("1", "direct")):

@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
 from support.forked import FORK, LEFT_ALONE, Comm, start, traced
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 CALLS = ("mkdir", "write", "fsync", "rename", "unlinkat", "rmdir")

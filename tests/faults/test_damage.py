@@ -16,7 +16,7 @@ import mpikfac
 from mpikfac import UserError, find_checkpoint, save_checkpoint
 from support.forked import start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 FLIPS = 1000 if SOAK else 200

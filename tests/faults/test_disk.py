@@ -15,7 +15,7 @@ import mpikfac
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, save_checkpoint
 from support.forked import FORK, Comm, start
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 PAGE = 4096

@@ -17,7 +17,7 @@ from programs import endless
 from support.forked import FORK, start
 from support.launch import launch
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.gate]
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 KILLS = int(os.environ.get("MPIKFAC_SOAK_KILLS", "100" if SOAK else "5"))

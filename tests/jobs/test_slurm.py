@@ -213,6 +213,7 @@ def assert_same_training(job: Job, expected: Job) -> None:
     assert saved(job) == saved(expected)
 
 
+@pytest.mark.gate
 def test_srun_starts_two_ranks_on_two_nodes(undisturbed):
     """Oracle: Slurm's and the program's count of ranks, and all the steps."""
     assert undisturbed.state == "COMPLETED", undisturbed.log
@@ -262,6 +263,7 @@ def test_singletons_are_refused_by_the_program(slurm, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.gate
 def test_a_job_that_reaches_its_time_limit_goes_on_exactly(limited, undisturbed):
     """Oracle: the undisturbed run."""
     limited.start_again(1, "TimeLimit=30")

@@ -51,10 +51,9 @@ def _time_limit(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all but every fourth test as slow: the fast tests differ with the number of ranks.
+    """Mark all but every fourth test as slow: each test is fast with one number of 1 to 4 ranks.
 
-    On a GPU, all but every eighth test: staged and direct runs have other fast tests. With 3 and 4
-    ranks, each has a half of the tests; the other half is marked "elsewhere".
+    On a GPU, all but every eighth test: staged and direct runs have other fast tests.
     """
     own = [item for item in items if item.path.is_relative_to(HERE)]
     turns, turn = 4, WORLD.size % 4
@@ -63,8 +62,6 @@ def pytest_collection_modifyitems(items):
     for number, item in enumerate(own):
         if number % turns != turn:
             item.add_marker("slow")
-        if WORLD.size > 2 and number % 2 != WORLD.size % 2:
-            item.add_marker("elsewhere")
 
 
 @pytest.hookimpl(tryfirst=True)

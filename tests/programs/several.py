@@ -28,9 +28,7 @@ def main() -> None:
         if comm.rank < ranks:
             train.train(team, parse(options, team.size))
         done = comm.Ibarrier()
-        while (
-            not done.Test()
-        ):  # in a Barrier, the waiting ranks would take cores from ranks that train
+        while not done.Test():  # a Barrier would take cores from the ranks that train
             time.sleep(0.01)
 
 

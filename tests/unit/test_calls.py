@@ -14,7 +14,10 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "calls.py")
 
 @pytest.mark.parametrize(
     ("kind", "owner", "others"),
-    [("linear", (86, 47), (51, 25)), ("conv", (100, 62), (65, 40))],
+    [
+        pytest.param("linear", (86, 47), (51, 25), marks=pytest.mark.slow),
+        ("conv", (100, 62), (65, 40)),
+    ],
 )
 def test_a_further_layer_takes_few_calls(kind, owner, others):
     """Oracle: a budget of calls and changes of file; benchmarks/README.md has the table."""
