@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Run the tests:
-#   bash jobs/test.sh         tests that are not marked slow; TODO minutes on two idle cores
-#   bash jobs/test.sh --all   all tests; TODO minutes
+#   bash jobs/test.sh         tests that are not marked slow; 15 minutes on two idle cores
+#   bash jobs/test.sh --all   all tests; an hour
 #   bash jobs/test.sh --device   tests on an emulated GPU, which needs a C++ compiler; 20 minutes
 #   bash jobs/test.sh --ci    the tests that every change must pass, and the coverage of the
 #                             library: those not marked slow, those marked gate, and a part of
-#                             --device; TODO minutes
+#                             --device; half an hour
 #   bash jobs/test.sh --frameworks   installs Lightning, Accelerate and transformers, and trains
 #                             with each of them; 5 minutes
 # Tests of one process come first, two at a time, and tests/mpi with 1 rank is among these tests. Then
@@ -19,7 +19,7 @@ case ${1-} in
     "") chosen=(-m "not slow") minutes=35 ;;
     --device) chosen=() minutes=35 ;;
     --frameworks) extras+=(frameworks) minutes=25 ;;
-    --all) chosen=() minutes=75 ;;
+    --all) chosen=() minutes=120 ;;
     --ci) extras+=(lint) chosen=(-m "not slow or gate") minutes=80 ;; # CI stops after 90 minutes
     *)
         echo "usage: bash jobs/test.sh, with nothing, --all, --device, --ci or --frameworks" >&2
