@@ -38,14 +38,15 @@ from mpikfac_apps.text import number
 from mpikfac_apps.training import train
 from mpikfac_apps.training.parts.problem import build
 
-OPTIMIZERS = {"K-FAC": "kfac", "AdamW": "adamw", "Muon": "muon", "SOAP": "soap"}
 RESULTS, PICTURE = (Path(__file__).with_suffix(end) for end in (".json", ".png"))
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "text_kfac.yaml"
-WAYS: dict[str, tuple[tuple[str, ...], str]] = {  # learning rates, colour
-    "K-FAC": (("0.0003", "0.001", "0.003"), "tab:red"),
-    "AdamW": (("0.001", "0.003", "0.01"), "tab:gray"),
-    "Muon": (("0.001", "0.003", "0.01"), "tab:blue"),
-    "SOAP": (("0.001", "0.003", "0.01"), "tab:green"),
+BEFORE = ("--optimizer=kfac", "--kfac.momentum_of=gradients")
+WAYS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {  # options, rates, colour
+    "K-FAC": (("--optimizer=kfac",), ("0.0003", "0.001", "0.003"), "tab:red"),
+    "K-FAC, momentum before": (BEFORE, ("0.00125", "0.0025", "0.005"), "tab:orange"),
+    "AdamW": (("--optimizer=adamw",), ("0.001", "0.003", "0.01"), "tab:gray"),
+    "Muon": (("--optimizer=muon",), ("0.001", "0.003", "0.01"), "tab:blue"),
+    "SOAP": (("--optimizer=soap",), ("0.001", "0.003", "0.01"), "tab:green"),
 }
 SEARCH, SEEDS = 0, (1, 2, 3)
 COST = "CPU seconds of a step"
@@ -68,7 +69,7 @@ def main() -> int:
 
 def everything(out: Path) -> None:
     """Run all missing runs: searches in turn, then seed by seed; measure steps at the end."""
-    for rates in zip(*(rates for rates, _ in WAYS.values())):
+    for rates in zip(*(rates for _, rates, _ in WAYS.values())):
         for way, rate in zip(WAYS, rates):
             run(out, way, rate, SEARCH)
     for seed in SEEDS:
@@ -101,9 +102,8 @@ def run(out: Path, way: str, rate: str, seed: int) -> None:
     if name in read():
         return
     shutil.rmtree(out / name, ignore_errors=True)
-    given = {"optimizer": OPTIMIZERS[way], "lr": rate, "seed": str(seed), "threads": "1"}
-    options = [f"--{key}={value}" for key, value in given.items()]
-    train.main(["--config", str(CONFIG), *options, f"--run_dir={out / name}"])
+    chosen = (*WAYS[way][0], f"--lr={rate}", f"--seed={seed}", "--threads=1")
+    train.main(["--config", str(CONFIG), *chosen, f"--run_dir={out / name}"])
     lines = list(map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines()))
     curve = [line for line in lines if "loss" in line]
     bits = [round(line["loss"] / math.log(2), 4) for line in curve]
@@ -120,7 +120,7 @@ def final(run: Run) -> float:
 def best(way: str) -> str:
     """Return the learning rate with the fewest bits of the last training windows of seed 0."""
     known = read()
-    rates = [rate for rate in WAYS[way][0] if name_of(way, rate, SEARCH) in known]
+    rates = [rate for rate in WAYS[way][1] if name_of(way, rate, SEARCH) in known]
     return min(rates, key=lambda rate: final(known[name_of(way, rate, SEARCH)]), default="")
 
 
@@ -143,7 +143,7 @@ def cpu_seconds() -> dict[str, float]:
 
 def trainer(way: str) -> mpikfac.KFAC | mpikfac.DataParallel:
     """Return the trainer of a run on one rank."""
-    arguments = ["--config", str(CONFIG), "--optimizer", OPTIMIZERS[way]]
+    arguments = ["--config", str(CONFIG), *WAYS[way][0]]
     options, comm = parse(arguments, 1), mpikfac.world()
     model, optimizer = build(options, 256, 64, torch.device("cpu"))
     strategy, chosen = make_strategy(options.distribution, options.kfac, 1)
@@ -173,7 +173,7 @@ def report() -> None:
     known = read()
     print("way, lr: bits of the last training windows of seed 0")
     for way in WAYS:
-        names = {rate: name_of(way, rate, SEARCH) for rate in WAYS[way][0]}
+        names = {rate: name_of(way, rate, SEARCH) for rate in WAYS[way][1]}
         tried = [
             f"{rate}: {final(known[name]):.3f}" for rate, name in names.items() if name in known
         ]
@@ -225,7 +225,7 @@ def draw(complete: dict[str, list[Run]], cost: dict[str, float]) -> None:
         steps, bits = mean_curve(runs)
         seconds = [step * cost.get(way, math.nan) for step in steps]
         for axis, x in zip(axes, (steps, seconds)):
-            axis.plot(x, bits, color=WAYS[way][1], label=way)
+            axis.plot(x, bits, color=WAYS[way][2], label=way)
     for axis, label in zip(axes, ("step", "CPU seconds in training steps")):
         axis.set(xlabel=label, ylim=(None, 5))
         axis.grid(alpha=0.3)

@@ -48,7 +48,7 @@ def around(epochs: str, lower: str, lr: str, higher: str) -> list[dict[str, str]
 
 def before(epochs: str, lr: str, decay: str, **kfac: str) -> dict[str, str]:
     """Return a setting of K-FAC with momentum before preconditioning, and a batch of 128."""
-    return setting(epochs, "128", lr, decay, **kfac, momentum="0.9") | {"momentum": "0"}
+    return setting(epochs, "128", lr, decay, **kfac, momentum_of="gradients")
 
 
 def recipe(every: int, batch: str, lr: str, decay: str, **more: str) -> dict[str, str]:

@@ -24,6 +24,7 @@ from mpikfac_apps.options.strategy import (
 )
 from mpikfac_apps.problems import models
 from mpikfac_apps.problems.models import MODELS
+from mpikfac_apps.training.parts.optimizers import make_optimizer
 
 RANKS = 6
 CONFIGS = sorted((Path(__file__).parents[2] / "jobs" / "configs").glob("*.yaml"))
@@ -237,6 +238,14 @@ BAD = {
         "--optimizer=sgd --nesterov --momentum=0",
         "nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not sgd and 0.0",
     ),
+    "Nesterov's momentum twice": (
+        "--kfac.momentum_of=gradients --nesterov",
+        "nesterov=true needs kfac.momentum_of=directions, not gradients",
+    ),
+    "momentum of gradients and a clip": (
+        "--kfac.momentum_of=gradients --kfac.kl_clip=0.001",
+        "momentum=0.9 of gradients needs length='orthogonal' or 'adam', not 'own'",
+    ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
         "decay_epochs=[7, 3] must increase",
@@ -341,6 +350,19 @@ def test_the_schedule_of_sc20_is_written_in_options():
     damping = settings["damping"].value
     assert [damping(7 * epoch) for epoch in (0, 40, 80)] == [0.003, 0.0015, 0.00075]
     assert [settings["basis_every"](step) for step in (0, 279, 280)] == [10, 10, 100]
+
+
+def test_momentum_of_gradients_is_a_setting_of_kfac():
+    """Oracle: by hand: no momentum and 2.5 times the rate for SGD; other optimizers keep both."""
+    of_gradients = "--kfac.momentum_of=gradients"
+    options = parse([of_gradients, "--momentum=0.8"], 1)
+    chosen = {"solver": "inverse", "basis_every": 10}
+    assert kfac_settings(options.kfac, chosen, float)["length"].momentum == 0.8
+    model = models.build("digits_cnn", classes=10, channels=1)
+    (group,) = make_optimizer(options, model).param_groups
+    assert (group["momentum"], group["lr"]) == (0, 0.0075)
+    (group,) = make_optimizer(parse([of_gradients, "--optimizer=sgd"], 1), model).param_groups
+    assert (group["momentum"], group["lr"]) == (0.9, 0.1)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

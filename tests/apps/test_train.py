@@ -176,6 +176,20 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
     assert {int(state[name]) for name in counts} == {9}
 
 
+def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
+    """Oracle: the uninterrupted run; by hand: the momentum is taken once."""
+    chosen = ("--kfac.momentum_of=gradients", "--momentum=0.8", "--kfac.basis_every=2")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert train.main(arguments(whole, *chosen)) == 0
+    assert train.main(arguments(parts, *chosen, "--max_steps=4")) == 0
+    assert train.main(arguments(parts, *chosen, "--resume=auto")) == 0
+    assert rows(parts) == rows(whole)
+    saved = mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints")
+    state = mpikfac.checkpoint.read_checkpoint(saved)
+    assert state["optimizer/groups/0/momentum"] == 0
+    assert any(name.startswith("kfac/momentum/") for name in state)
+
+
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")

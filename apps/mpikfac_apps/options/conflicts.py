@@ -30,7 +30,6 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_images(options)
     _check_schedule(options)
     _check_momentum(options)
-    _check_kfac_momentum(options)
     _check_quadratic(options)
     _check_passes(options)
     adapt, damping = options.kfac.damping_adapt, options.kfac.damping.number
@@ -257,15 +256,10 @@ def _check_momentum(options: Options) -> None:
             f"nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not "
             f"{options.optimizer} and {options.momentum}"
         )
-
-
-def _check_kfac_momentum(options: Options) -> None:
-    """Refuse two momenta, of gradients and of directions."""
-    asked = options.kfac.length.momentum if options.optimizer == "kfac" else 0
-    if asked and options.momentum:
+    if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
-            f"kfac.momentum={asked} needs momentum=0, not {options.momentum}: the momentum is "
-            f"taken before gradients are preconditioned"
+            "nesterov=true needs kfac.momentum_of=directions, not gradients: the momentum of "
+            "gradients is always Nesterov's"
         )
 
 

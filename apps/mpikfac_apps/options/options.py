@@ -145,6 +145,9 @@ class KfacOptions:
             solver of the strategy (inverse for most strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
+        momentum_of: where `momentum` is taken. "directions": by the optimizer, as usual.
+            "gradients": Nesterov's momentum of the averaged gradients, before K-FAC preconditions
+            the gradients; needs length=orthogonal or adam, and larger learning rates.
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.
@@ -154,10 +157,13 @@ class KfacOptions:
     basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
+    momentum_of: Literal["directions", "gradients"] = "directions"
     damping_adapt: int | None = bounded(None, ">= 1")
     damping: Damping = inline(Damping, value="damping", relative="relative_damping")
     length: Length = inline(
-        Length, source="length", fisher="fisher_clip", kl="kl_clip", norm="norm_clip"
+        Length,
+        without=("momentum",),  # see momentum_of
+        **{"source": "length", "fisher": "fisher_clip", "kl": "kl_clip", "norm": "norm_clip"},
     )
     estimator: Estimator = inline(Estimator)
     coverage: CoverageOptions = inline(CoverageOptions)
@@ -167,7 +173,7 @@ USUAL_RATES = {
     **{"kfac": 0.003, "adamw": 0.001, "muon": 0.003, "sgd": 0.1, "soap": 0.003},
     **{"lars": 10.0, "lamb": 0.03},
 }
-"""Learning rates; of K-FAC with steps of the length of Adam's."""
+"""Learning rates; of K-FAC with steps of the length of Adam's and momentum of directions."""
 
 
 @dataclass(frozen=True)
@@ -321,8 +327,14 @@ class Options:
             return self.lr
         if self.quadratic:
             return 1.0
-        like_adam = self.optimizer == "kfac" and self.kfac.length.by_adam
-        return USUAL_RATES["sgd" if self.optimizer == "kfac" and not like_adam else self.optimizer]
+        if self.optimizer == "kfac" and not self.kfac.length.by_adam:
+            return USUAL_RATES["sgd"]
+        return USUAL_RATES[self.optimizer] * (2.5 if self.momentum_of_gradients else 1)
+
+    @property
+    def momentum_of_gradients(self) -> bool:
+        """Whether the momentum is taken before K-FAC preconditions gradients."""
+        return self.optimizer == "kfac" and self.kfac.momentum_of == "gradients"
 
     @property
     def quadratic(self) -> bool:

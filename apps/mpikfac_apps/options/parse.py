@@ -34,19 +34,21 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
     options = read("mpikfac train", Options, argv, basic=BASIC, files=True)
     training = training_ranks(options, ranks)
     check_conflicts(options, training)
-    batch, kfac = global_batch(options, training), of_positions(options)
+    batch, kfac = global_batch(options, training), of_run(options)
     options = dataclasses.replace(options, batch=batch, lr=options.rate, kfac=kfac)
     check_parts(options, training)
     check_pairs(options, training)
     return options
 
 
-def of_positions(options: Options) -> KfacOptions:
-    """Return the settings of K-FAC, for a loss that is a mean over the tokens of a window, too."""
-    estimator = options.kfac.estimator
+def of_run(options: Options) -> KfacOptions:
+    """Return the settings of K-FAC, with what other options say of momentum and positions."""
+    estimator, length = options.kfac.estimator, options.kfac.length
     if network(options.model).task.inputs == "tokens" and estimator.loss_positions == 1:
         estimator = dataclasses.replace(estimator, loss_positions=pixels(options.data) or 1)
-    return dataclasses.replace(options.kfac, estimator=estimator)
+    if options.momentum_of_gradients:
+        length = dataclasses.replace(length, momentum=options.momentum)
+    return dataclasses.replace(options.kfac, estimator=estimator, length=length)
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:

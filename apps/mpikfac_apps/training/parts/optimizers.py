@@ -30,6 +30,7 @@ def make_optimizer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
             return _soap(options, model)
         case "lars" | "lamb":
             return _by_layer(options, model)
+    beta = 0.0 if options.momentum_of_gradients else beta
     return torch.optim.SGD(parameters, lr, beta, weight_decay=decay, nesterov=options.nesterov)
 
 
