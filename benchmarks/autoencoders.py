@@ -48,6 +48,7 @@ PROBLEMS = {  # options, and updates of an epoch
     ),
 }
 KFAC = {"optimizer": "kfac", "kfac.factor_every": "5", "kfac.basis_every": "10"}
+OF_GRADIENTS = KFAC | {"kfac.momentum_of": "gradients"}
 ADAM = KFAC | {"kfac.length": "adam"}
 QUADRATIC = {
     **KFAC,
@@ -59,7 +60,8 @@ WAYS = {  # optimizer, updates, and the values of the tuned option
     "AdamW": ({"optimizer": "adamw"}, 1500, "lr", ("0.001", "0.003", "0.01")),
     "Muon": ({"optimizer": "muon"}, 1500, "lr", ("0.003", "0.01", "0.03")),
     "SOAP": ({"optimizer": "soap"}, 1500, "lr", ("0.001", "0.003", "0.01")),
-    "K-FAC, 660": (KFAC, 660, "lr", ("0.0005", "0.001", "0.002")),
+    "K-FAC, 660": (OF_GRADIENTS, 660, "lr", ("0.0025", "0.005", "0.01")),
+    "K-FAC, momentum of directions, 660": (KFAC, 660, "lr", ("0.0005", "0.001", "0.002")),
     "K-FAC, Adam's length, 330": (ADAM, 330, "lr", ("0.0005", "0.001", "0.002")),
     "K-FAC, Adam's length, 660": (ADAM, 660, "lr", ("0.0005", "0.001", "0.002")),
     "K-FAC, quadratic": (QUADRATIC, 330, "kfac.damping", ("0.002", "0.02", "0.2")),

@@ -53,7 +53,7 @@ IMAGES = {
 SGD = ("--optimizer=sgd", "--lr=0.05", "--weight_decay=0.005")
 BARE = (*SGD, "--momentum=0")  # the messages bring momentum
 ADAMW = ("--optimizer=adamw", "--lr=0.003")
-KFAC = ("--kfac.factor_every=5", "--kfac.basis_every=10")
+KFAC = ("--kfac.factor_every=5", "--kfac.basis_every=10", "--kfac.momentum_of=directions")
 WAYS: dict[str, tuple[str, ...]] = {
     "SGD": SGD,
     "SGD, overlapped": (*SGD, "--overlap=true", "--fusion=[2]"),

@@ -36,10 +36,12 @@ def launch(
 ) -> Path:
     """Train, and return the metrics file of the run, under `options.out`; print the result.
 
+    The momentum of K-FAC is of directions unless `settings` say otherwise, as in most kept results.
     A run that was stopped goes on from its last checkpoint.
     """
     directory = options.out / name
-    settings = {"data.path": str(options.data), **settings, "optimizer": optimizer}
+    usual = {"data.path": str(options.data), "kfac.momentum_of": "directions"}
+    settings = {**usual, **settings, "optimizer": optimizer}
     settings |= {"seed": str(seed), "run_dir": str(directory), "resume": "auto"}
     launcher = [os.environ.get("MPIRUN", "mpirun"), *os.environ.get("MPIRUN_FLAGS", "").split()]
     program = Path(__file__).parents[1] / "apps" / "train_cnn.py"

@@ -152,7 +152,7 @@ def test_a_function_of_the_user_gets_the_lines_of_metrics(tmp_path, own):
     second = found[at + 1]
     assert (first["step"], second["step"]) == (0, 3)
     assert first["id"] == second["id"] == (run / "tracking_id").read_text()
-    assert first["lr"] == 0.003
+    assert first["lr"] == 0.0075
     told = [*found[:at], *found[at + 2 : -1]]
     expected = rows(run / "metrics.jsonl")
     assert len(told) == len(expected) > 4

@@ -145,9 +145,10 @@ class KfacOptions:
             solver of the strategy (inverse for most strategies).
         basis_dtype: the dtype in which decompositions are kept and sent, and gradients multiplied;
             null for the dtype of the model.
-        momentum_of: where `momentum` is taken. "directions": by the optimizer, as usual.
-            "gradients": Nesterov's momentum of the averaged gradients, before K-FAC preconditions
-            the gradients; needs length=orthogonal or adam, and larger learning rates.
+        momentum_of: where `momentum` is taken. "gradients": Nesterov's momentum of the averaged
+            gradients, before K-FAC preconditions the gradients; needs length=orthogonal or adam.
+            "directions": by the optimizer, with smaller learning rates. null: "gradients" with
+            length=orthogonal or adam and without a bound or nesterov, else "directions".
         damping_adapt: the number of steps from one adaptation of the damping to the next. The
             damping follows how well the quadratic model predicted the loss; each adaptation costs a
             forward pass. null: the damping stays.
@@ -157,7 +158,7 @@ class KfacOptions:
     basis_every: int | Schedule | None = bounded(None, ">= 1")
     solver: str | None = choice(None, SOLVERS)
     basis_dtype: Literal["bfloat16"] | None = None
-    momentum_of: Literal["directions", "gradients"] = "directions"
+    momentum_of: Literal["gradients", "directions"] | None = None
     damping_adapt: int | None = bounded(None, ">= 1")
     damping: Damping = inline(Damping, value="damping", relative="relative_damping")
     length: Length = inline(
@@ -215,9 +216,10 @@ class Options:
             before; null: all epochs run.
         max_steps: the number of steps after which the run stops; the same command with --resume
             auto continues the run. null for no limit.
-        lr: the learning rate. null: 0.003 for K-FAC with kfac.length=orthogonal or adam, Muon and
-            SOAP; 0.001 for AdamW; 0.03 for LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with
-            kfac.length=own or sgd. kfac.length=quadratic needs no rate.
+        lr: the learning rate. null: 0.0075 for K-FAC with kfac.length=orthogonal or adam, or 0.003
+            with kfac.momentum_of=directions; 0.003 for Muon and SOAP; 0.001 for AdamW; 0.03 for
+            LAMB; 10 for LARS; and 0.1 for SGD and K-FAC with kfac.length=own or sgd.
+            kfac.length=quadratic needs no rate.
         scale_lr: how the learning rate grows with the number of ranks at the first start. "linear":
             lr times the number; "sqrt": lr times the square root of the number; false: not at all.
             If the rate grows, a warm-up starts at lr.
@@ -334,7 +336,11 @@ class Options:
     @property
     def momentum_of_gradients(self) -> bool:
         """Whether the momentum is taken before K-FAC preconditions gradients."""
-        return self.optimizer == "kfac" and self.kfac.momentum_of == "gradients"
+        if self.optimizer != "kfac" or self.kfac.momentum_of == "directions":
+            return False
+        length = self.kfac.length
+        usual = length.by_adam and not length.bound and not self.nesterov
+        return usual or self.kfac.momentum_of == "gradients"
 
     @property
     def quadratic(self) -> bool:
