@@ -34,6 +34,10 @@ RECIPE = {
 }
 RATES = [{**RECIPE, "lr": rate} for rate in ("0.001", "0.002", "0.003")]
 ORTHOGONAL = [{**settings, "kfac.length": "orthogonal"} for settings in RATES]
+BEFORE = [
+    {**ORTHOGONAL[0], "lr": rate, "kfac.momentum_of": "gradients", "weight_decay": "0.002"}
+    for rate in ("0.0025", "0.005", "0.0075")
+]
 CLIPS = [{"kfac.kl_clip": clip} for clip in ("0.01", "0.001", "0.0003")]
 
 Settings = dict[str, str]
@@ -57,6 +61,7 @@ def first_order(optimizer: str, rates: list[str], **always: str) -> tuple[str, l
 WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
     "resnet20": {
         "recipe": ("kfac", ORTHOGONAL),
+        "momentum before": ("kfac", BEFORE),
         "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "damping adapted": kfac(
@@ -76,6 +81,7 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
         "SGD": first_order("sgd", ["0.05", "0.1", "0.2"]),
         "AdamW": first_order("adamw", ["0.001", "0.003", "0.01"], weight_decay="0.05"),
         "recipe": ("kfac", ORTHOGONAL),
+        "momentum before": ("kfac", BEFORE),
         "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),
@@ -84,6 +90,7 @@ WAYS: dict[str, dict[str, tuple[str, list[Settings]]]] = {
         "SGD": first_order("sgd", ["0.02", "0.05", "0.1"]),
         "AdamW": first_order("adamw", ["0.0005", "0.001", "0.003"], weight_decay="0.05"),
         "recipe": ("kfac", ORTHOGONAL),
+        "momentum before": ("kfac", BEFORE),
         "length of Adam": ("kfac", RATES),
         "plain": kfac(*CLIPS),
         "normalisations": kfac(*CLIPS, norms="true"),

@@ -40,6 +40,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "eigen": {"solver": "eigen"},
     "inverse": {},
     "inverse, adam": {"length": mpikfac.Length("adam")},
+    "momentum before": {"length": mpikfac.Length(momentum=0.9)},
     "bfloat16": ROUNDED | {"solver": mpikfac.Inverse(dtype=BF16)},
     "ekfac": {"solver": "ekfac"},
     "eigen, bfloat16": {"solver": mpikfac.Eigen(dtype=BF16)} | ROUNDED,
@@ -107,6 +108,8 @@ def make_kinds(
             model, optimizer = fresh(options)
             settings = {"factor_every": factor_every, "basis_every": basis_every, "damping": 0.03}
             settings |= VARIANTS[variant]
+            if "length" in settings and settings["length"].momentum:
+                optimizer.param_groups[0]["momentum"] = 0
             chosen = strategy.changed(delay=settings.pop("delay", 0))
             kfac = mpikfac.KFAC(model, optimizer, comm, chosen, **settings)
             kinds[f"{variant}: {kind}"] = step_of(model, optimizer, kfac.step)
