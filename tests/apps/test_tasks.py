@@ -98,6 +98,7 @@ def job(tmp_path_factory):
             for ranks in (1, 2, 3, 4)
         ],
         root,
+        timeout=550,
     )
     return root
 
