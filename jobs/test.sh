@@ -16,7 +16,7 @@
 set -uo pipefail
 extras=(test) covered=()
 case ${1-} in
-    "") chosen=(-m "not slow") minutes=35 ;;
+    "") chosen=(-m "not slow") minutes=60 ;;
     --device) chosen=() minutes=35 ;;
     --frameworks) extras+=(frameworks) minutes=25 ;;
     --all) chosen=() minutes=120 ;;
