@@ -329,7 +329,8 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
     top = strategy.transport.wires.top_momentum
     if top and of_gradients:
         raise ValueError(
-            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out"
+            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out; "
+            "the training program takes momentum=0"
         )
     name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
@@ -357,13 +358,15 @@ def check_loaded_momentum(
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and Length(momentum=...) as before"
+            "KFAC and Length(momentum=...) as before, in the training program "
+            "kfac.momentum_of=gradients"
         )
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and of_gradients and value:
             raise ValueError(
-                f"item {name!r} must be 0 with Length(momentum={of_gradients}); it is {value}"
+                f"item {name!r} must be 0 with Length(momentum={of_gradients}); it is {value}: go "
+                "on without Length(momentum), in the training program kfac.momentum_of=directions"
             )
 
 

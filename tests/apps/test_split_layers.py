@@ -16,7 +16,7 @@ QUICK = (
     *("--eval_every=2", "--average=0.5"),
 )  # three steps are an epoch
 SGD = ("--optimizer=sgd", "--lr=0.05")
-KFAC = ("--kfac.length=adam",)  # orthogonal directions enlarge differences of rounding
+KFAC = ("--lr=0.003",)  # a larger rate enlarges differences of rounding
 SHORT = ("--max_steps=3",)
 NAMED = '--split_layers=["3=outputs","8=inputs"]'
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]

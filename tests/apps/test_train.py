@@ -160,16 +160,20 @@ def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(job, name):
     assert losses[2] != pytest.approx(losses[0], rel=1e-3)
 
 
-def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
-    """Oracle: the uninterrupted run; BatchNorm's count of passes."""
-    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2", "--kfac.length=own")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+def resumed(root, *chosen):
+    """Check that a run in two parts equals a whole run; return the last state of the whole run."""
+    whole, parts = root / "whole", root / "parts"
     assert train.main(arguments(whole, *chosen)) == 0
     assert train.main(arguments(parts, *chosen, "--max_steps=4")) == 0
     assert train.main(arguments(parts, *chosen, "--resume=auto")) == 0
     assert rows(parts) == rows(whole)
-    saved = mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints")
-    state = mpikfac.checkpoint.read_checkpoint(saved)
+    return read_checkpoint(mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints"))
+
+
+def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
+    """Oracle: the uninterrupted run; BatchNorm's count of passes."""
+    chosen = ("--kfac.damping_adapt=2", "--kfac.basis_every=2", "--kfac.length=own")
+    state = resumed(tmp_path, *chosen)
     assert state["kfac/damping"] != 0.1
     counts = {name for name in state if name.endswith("num_batches_tracked")}
     assert counts
@@ -179,13 +183,7 @@ def test_a_run_with_adapted_damping_goes_on_exactly(tmp_path):
 def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     """Oracle: the uninterrupted run; by hand: the momentum is taken once."""
     chosen = ("--kfac.momentum_of=gradients", "--momentum=0.8", "--kfac.basis_every=2")
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert train.main(arguments(whole, *chosen)) == 0
-    assert train.main(arguments(parts, *chosen, "--max_steps=4")) == 0
-    assert train.main(arguments(parts, *chosen, "--resume=auto")) == 0
-    assert rows(parts) == rows(whole)
-    saved = mpikfac.checkpoint.latest_checkpoint(whole / "checkpoints")
-    state = mpikfac.checkpoint.read_checkpoint(saved)
+    state = resumed(tmp_path, *chosen)
     assert state["optimizer/groups/0/momentum"] == 0
     assert any(name.startswith("kfac/momentum/") for name in state)
 

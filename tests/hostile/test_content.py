@@ -16,15 +16,22 @@ import mpikfac
 from mpikfac.checkpoint import read_checkpoint
 from mpikfac_apps.training import train
 
-QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--delay=1")
+QUICK = (
+    *("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--delay=1"),
+    "--kfac.length=adam",
+)
+OF_DIRECTIONS, OF_GRADIENTS = ("--kfac.momentum_of=directions",), ("--kfac.momentum_of=gradients",)
 Items = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
     """Return the directory of a run of two steps, with a checkpoint of the second."""
-    run = tmp_path_factory.mktemp("finished") / "run"
-    assert train.main([*QUICK, f"--run_dir={run}", "--max_steps=2", "--kfac.length=adam"]) == 0
+    return two_steps(tmp_path_factory.mktemp("finished") / "run", OF_DIRECTIONS)
+
+
+def two_steps(run: Path, more: tuple[str, ...]) -> Path:
+    assert train.main([*QUICK, *more, f"--run_dir={run}", "--max_steps=2"]) == 0
     return run
 
 
@@ -75,9 +82,9 @@ CHANGES: dict[str, Callable[[Items], Items]] = {
     "weight as text": lambda items: {first(items, "model/"): "1"},
     "weight of another shape": lambda items: {first(items, "model/"): WEIGHT},
     "weight of another dtype": lambda items: {first(items, "model/"): WEIGHT.double()},
-    "momentum as text": lambda items: {first(items, "kfac/momentum/"): "1"},
-    "momentum of another shape": lambda items: {first(items, "kfac/momentum/"): MOMENTUM},
-    "momentum of whole numbers": lambda items: {first(items, "kfac/momentum/"): WEIGHT.long()},
+    "momentum as text": lambda items: {first(items, "momentum_buffer"): "1"},
+    "momentum of another shape": lambda items: {first(items, "momentum_buffer"): MOMENTUM},
+    "momentum of whole numbers": lambda items: {first(items, "momentum_buffer"): WEIGHT.long()},
     "optimizer as tensor": lambda items: {"optimizer/name": WEIGHT},
     "another optimizer": lambda items: {"optimizer/name": "\x1b[2J\n"},
     "rate of no number": lambda items: {"optimizer/groups/0/lr": math.inf},
@@ -102,12 +109,13 @@ def altered(finished: Path, run: Path, change: Callable[[Items], Items]) -> byte
     return (run / "metrics.jsonl").read_bytes()
 
 
-def refused(run: Path, capfd: pytest.CaptureFixture[str]) -> str:
+def refused(
+    run: Path, capfd: pytest.CaptureFixture[str], more: tuple[str, ...] = OF_DIRECTIONS
+) -> str:
     """Return the line with which a start in the directory ends, with code 2."""
     capfd.readouterr()
-    arguments = [*QUICK, f"--run_dir={run}", "--resume=auto", "--max_steps=3", "--kfac.length=adam"]
     with pytest.raises(SystemExit) as leave:
-        train.main(arguments)
+        train.main([*QUICK, *more, f"--run_dir={run}", "--resume=auto", "--max_steps=3"])
     assert leave.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.isprintable() and line.startswith("mpikfac: reading checkpoint ")
@@ -123,6 +131,15 @@ def test_content_that_no_run_writes(finished, tmp_path, capfd, name) -> None:
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.parametrize("wrong", ["1", MOMENTUM, WEIGHT.long()], ids=["text", "shape", "dtype"])
+def test_momenta_of_gradients_that_no_run_writes(tmp_path, capfd, wrong) -> None:
+    """Oracle: the name of the item in the line."""
+    run = two_steps(tmp_path / "finished", OF_GRADIENTS)
+    name = first(dict(read_checkpoint(run / "checkpoints" / "step-000000002")), "kfac/momentum/")
+    altered(run, tmp_path / "run", lambda items: {name: wrong})
+    assert name in refused(tmp_path / "run", capfd, OF_GRADIENTS)
+
+
 @pytest.mark.parametrize("part", NEEDED)
 def test_content_that_lacks_an_item(finished, tmp_path, capfd, part) -> None:
     """Oracle: the name of the item in the line."""
@@ -134,7 +151,7 @@ def test_content_that_lacks_an_item(finished, tmp_path, capfd, part) -> None:
 def test_a_checkpoint_past_the_end_of_the_run_is_refused(finished, tmp_path, capfd) -> None:
     """Oracle: both steps in the line; the run to the same step has nothing to do."""
     run = shutil.copytree(finished, tmp_path / "run")
-    options = [*QUICK, f"--run_dir={run}", "--resume=auto", "--kfac.length=adam"]
+    options = [*QUICK, *OF_DIRECTIONS, f"--run_dir={run}", "--resume=auto"]
     with pytest.raises(SystemExit):
         train.main([*options, "--max_steps=1"])
     assert "it is of step 2; this run ends at step 1: raise max_steps" in capfd.readouterr().err

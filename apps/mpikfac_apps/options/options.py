@@ -175,6 +175,7 @@ USUAL_RATES = {
     **{"lars": 10.0, "lamb": 0.03},
 }
 """Learning rates; of K-FAC with steps of the length of Adam's and momentum of directions."""
+FOR_GRADIENTS = 2.5  # times the usual rate, as no momentum lengthens the steps
 
 
 @dataclass(frozen=True)
@@ -331,7 +332,7 @@ class Options:
             return 1.0
         if self.optimizer == "kfac" and not self.kfac.length.by_adam:
             return USUAL_RATES["sgd"]
-        return USUAL_RATES[self.optimizer] * (2.5 if self.momentum_of_gradients else 1)
+        return USUAL_RATES[self.optimizer] * (FOR_GRADIENTS if self.momentum_of_gradients else 1)
 
     @property
     def momentum_of_gradients(self) -> bool:
