@@ -8,7 +8,7 @@ steps from the quadratic model, and has three dampings at the start. The best va
 gets two further seeds. The measure is the error of the training images, as in the literature, or
 with `--measure test_error` the error of the test images. Errors, by updates and seconds, are kept
 in `autoencoders.json` beside this file. Runs in the file are not repeated. `--known` prints the
-table of the known runs.
+table of the known runs. `--seconds ROUNDS` times steps of all `--ways` by turns on an idle machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from training import SEEDS, launch
+from training import SEEDS, by_turns, launch, step_seconds
 
 RESULTS = Path(__file__).with_suffix(".json")
 COMMON = {"schedule": "linear", "weight_decay": "0"}
@@ -81,8 +81,12 @@ def main() -> int:
     parser.add_argument("--measure", default=MEASURES[0], choices=MEASURES)
     parser.add_argument("--ranks", default="1")
     parser.add_argument("--known", action="store_true", help="print what is known, run nothing")
+    parser.add_argument("--seconds", type=int, metavar="ROUNDS", help="time steps, train nothing")
     options = parser.parse_args()
     for problem in options.problems:
+        if options.seconds:
+            compare_seconds(options, problem)
+            continue
         for way in () if options.known else options.ways:
             value = best_value(options, problem, way)
             for seed in SEEDS[1:]:
@@ -95,12 +99,10 @@ def lines_of(
     options: argparse.Namespace, problem: str, way: str, value: str, seed: int
 ) -> list[Line]:
     """Return updates, seconds and errors of a run; train only if the run is missing."""
-    known, (given, updates, tuned, _) = read(), WAYS[way]
+    known, tuned = read(), WAYS[way][2]
     name = f"{problem}, {way}, {tuned.removeprefix('kfac.')} {value}, seed {seed}"
     if name not in known and not options.known:
-        shown, per_epoch = PROBLEMS[problem]
-        settings = {**COMMON, **shown, **given, tuned: value, "epochs": str(updates // per_epoch)}
-        optimizer = settings.pop("optimizer")
+        optimizer, settings = settings_of(problem, way, value)
         metrics = launch(options, name, optimizer, settings, seed, shown=error_of)
         lines = list(tests(metrics))
         kept = {key: [float(f"{line[key]:.6g}") for line in lines] for key in KEPT}
@@ -109,6 +111,13 @@ def lines_of(
         RESULTS.write_text("{" + ",\n".join(texts) + "}\n")
     columns = known.get(name, {})
     return [dict(zip(columns, line)) for line in zip(*columns.values())]
+
+
+def settings_of(problem: str, way: str, value: str) -> tuple[str, dict[str, str]]:
+    """Return the optimizer and the options of the training program."""
+    (shown, per_epoch), (given, updates, tuned, _) = PROBLEMS[problem], WAYS[way]
+    settings = {**COMMON, **shown, **given, tuned: value, "epochs": str(updates // per_epoch)}
+    return settings.pop("optimizer"), settings
 
 
 def read() -> dict[str, dict[str, list[float]]]:
@@ -136,6 +145,20 @@ def best_value(options: argparse.Namespace, problem: str, way: str) -> str:
         if lines := lines_of(options, problem, way, value, SEEDS[0]):
             finals[value] = lines[-1][options.measure]
     return min(finals, key=lambda value: finals[value], default="")
+
+
+def compare_seconds(options: argparse.Namespace, problem: str) -> None:
+    """Print median seconds of a step of each way with the best known value, and of all steps."""
+    known = argparse.Namespace(**vars(options) | {"known": True})
+
+    def seconds(way: str) -> float:
+        return step_seconds(options, *settings_of(problem, way, best_value(known, problem, way)))
+
+    for way, values in by_turns(seconds, options.ways, options.seconds).items():
+        median, updates = statistics.median(values), WAYS[way][1]
+        ends = f"{1000 * min(values):.1f} to {1000 * max(values):.1f}"
+        whole = f"{updates} steps in {updates * median:.1f} s"
+        print(f"{problem}, {way}: {1000 * median:.1f} ms a step ({ends}), {whole}")
 
 
 def report(options: argparse.Namespace, problem: str) -> None:

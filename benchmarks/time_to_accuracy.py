@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import statistics
 import sys
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from training import CIFAR10, SEEDS, by_epoch, launch
+from training import CIFAR10, SEEDS, by_epoch, by_turns, launch, step_seconds
 
 RESULTS = Path(__file__).with_suffix(".json")
 FEW, ALL = "10000", "50000"
@@ -194,34 +193,19 @@ def best_budgets(images: str, optimizer: str) -> list[dict[str, str]]:
 
 def compare_seconds(options: argparse.Namespace, images: str) -> None:
     """Print median seconds of an epoch of each optimizer, and the ratios to the first optimizer."""
-    found: dict[str, list[float]] = {optimizer: [] for optimizer in options.optimizers}
-    for _ in range(options.seconds):
-        for optimizer, values in found.items():
-            choice = best_budgets(images, optimizer)[0]
-            values.append(epoch_seconds(options, images, optimizer, choice))
+
+    def epoch_seconds(optimizer: str) -> float:
+        settings = {**CIFAR10, "data.train_images": images, **best_budgets(images, optimizer)[0]}
+        steps = int(images) / int(settings["batch"])
+        return steps * step_seconds(options, optimizer, settings)
+
+    found = by_turns(epoch_seconds, options.optimizers, options.seconds)
     base = found[options.optimizers[0]]
     for optimizer, values in found.items():
         ratio = statistics.median(one / other for one, other in zip(values, base))
         ends = f"{min(values):.1f} to {max(values):.1f}"
         median = statistics.median(values)
         print(f"{LABELS[optimizer]}: {median:.1f} s an epoch ({ends}), ratio {ratio:.2f}")
-
-
-def epoch_seconds(
-    options: argparse.Namespace, images: str, optimizer: str, choice: dict[str, str]
-) -> float:
-    """Return the seconds of an epoch, by 50 steps after 10 steps that do not count.
-
-    In 50 steps, K-FAC at (10, 50) has one refresh of the bases.
-    """
-    few = {"max_steps": "60", "checkpoint_minutes": "null"}
-    settings = {**CIFAR10, "data.train_images": images, **choice, **few}
-    name = f"seconds-{optimizer}"
-    shutil.rmtree(options.out / name, ignore_errors=True)
-    metrics = launch(options, name, optimizer, settings, 0, shown=str)
-    rows = map(json.loads, metrics.read_text().splitlines())
-    after = {row["step"]: row["seconds"] for row in rows if "loss" in row}
-    return (after[60] - after[10]) / 50 * int(images) / int(settings["batch"])
 
 
 def draw(path: Path) -> None:

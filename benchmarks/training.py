@@ -8,9 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 SEEDS = (0, 1, 2)
@@ -53,6 +54,30 @@ def launch(
     metrics = directory / "metrics.jsonl"
     print(f"  {shown(metrics)}", flush=True)
     return metrics
+
+
+def step_seconds(options: argparse.Namespace, optimizer: str, settings: dict[str, str]) -> float:
+    """Return the seconds of a step: the mean of 50 steps after 10 steps that do not count.
+
+    In 50 steps, K-FAC at (10, 50) has one refresh of the bases.
+    """
+    settings = {**settings, "max_steps": "60", "checkpoint_minutes": "null"}
+    shutil.rmtree(options.out / "seconds", ignore_errors=True)
+    metrics = launch(options, "seconds", optimizer, settings, 0, shown=str)
+    rows = map(json.loads, metrics.read_text().splitlines())
+    after = {row["step"]: row["seconds"] for row in rows if "loss" in row}
+    return (after[60] - after[10]) / 50
+
+
+def by_turns(
+    measure: Callable[[str], float], names: Sequence[str], rounds: int
+) -> dict[str, list[float]]:
+    """Return `rounds` measurements of each name; all names take turns."""
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(rounds):
+        for name, values in found.items():
+            values.append(measure(name))
+    return found
 
 
 def by_epoch(metrics: Path) -> list[dict[str, float]]:
