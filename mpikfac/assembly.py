@@ -38,7 +38,7 @@ from mpikfac.engine import (
     model_state,
     needed_state,
     of_copies,
-    of_rank,
+    taking_up,
 )
 from mpikfac.errors import UserError
 from mpikfac.hybrid import split_of
@@ -88,6 +88,11 @@ class Assembly:
         """All communicators that steps use."""
         return self.grid.communicators
 
+    @property
+    def _momentum(self) -> tuple[Strategy, float]:
+        """The choices that give momentum: the strategy, and the momentum of gradients."""
+        return self.plan.strategy, self.settings.length.momentum
+
     # -- parts -----------------------------------------------------------------------------------
 
     def _assemble(self, strategy: Strategy) -> None:
@@ -99,13 +104,30 @@ class Assembly:
             ValueError: a choice or a layer cannot work; raised before any communication.
             UserError: ranks disagree.
         """
-        team, model = self._team, self.model
-        dtype, device = self._cover(self._coverage)
-        self.plan = self._planned(strategy, team.size, dtype)
-        check_joins(team.link, self.plan.strategy.refresh.curvature_ranks)
-        groups_of(self.layers, self.optimizer)  # refused here, before any communication
-        check_momentum(self.optimizer, self.plan.strategy, self.settings.length.momentum)
+        self._connect(*self._prepare(strategy))
 
+    def _prepare(self, strategy: Strategy) -> tuple[torch.dtype, torch.device]:
+        """Cover the model, and make the plan; return the dtype to compute in, and the device.
+
+        Raises:
+            ValueError: a choice or a layer cannot work.
+        """
+        dtype, device = self._cover(self._coverage)
+        self.plan = self._planned(strategy, self._team.size, dtype)
+        check_joins(self._team.link, self.plan.strategy.refresh.curvature_ranks)
+        groups_of(self.layers, self.optimizer)
+        check_momentum(self.optimizer, *self._momentum)
+        return dtype, device
+
+    def _connect(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compare ranks, make the communicators, and build the parts of a step.
+
+        Collective over: world.
+
+        Raises:
+            UserError: ranks disagree.
+        """
+        team, model = self._team, self.model
         self._check_agreement(team.trains)
         broadcast(team.trains, [*model.parameters(), *model.buffers()])
         per_node = self.plan.strategy.transport.ranks_per_node
@@ -218,9 +240,11 @@ class Assembly:
         replicas = self.replicas
         replicas.combine()
         factors.state_dict()  # settles; with reduce_at="bases", averages move to their owners
+        with taking_up():
+            prepared = self._prepare(self.plan.strategy)
         self.detach()
         self.grid.free()
-        self._assemble(self.plan.strategy)
+        self._connect(*prepared)
         self.factors.take_over(factors)
         self.directions.take_over(directions)
         self.replicas.take_over(replicas)
@@ -294,14 +318,13 @@ class Assembly:
                 or cannot be read.
         """
         with together(self.grid.world, "loading state", untrusted=True):
-            state = of_rank(state, self.replicas.first)
+            state = self.replicas.copy_in(state)
             found = needed_state(self.model, self.optimizer, self._stepped, state)
             names = self._own_names(state)
-            check_loaded_momentum(found, state, self.settings.length.momentum)
+            check_loaded_momentum(found, state, *self._momentum)
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}
             kept = fitting(state, own | self.replicas.needed(state.keys()), rounded=True)
-            kept |= {n: kept[n].clone() for n, value in own.items() if _alias(kept[n], value)}
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()
@@ -317,8 +340,3 @@ class Assembly:
         if state.get(f"{OWN}solver") == self.plan.all_solvers:
             return names
         return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
-
-
-def _alias(one: Any, other: Any) -> bool:
-    """Return whether two tensors share memory, as in the state of the trainer itself."""
-    return torch.is_tensor(one) and torch.is_tensor(other) and one.data_ptr() == other.data_ptr()

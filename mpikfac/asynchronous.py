@@ -37,8 +37,6 @@ from mpikfac.engine import (
     group_settings,
     load_model_state,
     model_state,
-    needed_state,
-    of_rank,
     on_host,
     spans,
 )
@@ -306,16 +304,15 @@ class Asynchronous(DataParallel):
             UserError: see `KFAC.load_state_dict`.
         """
         with together(self._ranks, "loading state", untrusted=True):
-            state = of_rank(state, 0)
-            found = needed_state(self.model, self.optimizer, self._stepped, state)
-            self.steps = int(found["trainer/steps"])
-            version = found[VERSION] = int(state.get(VERSION, self.steps))
+            state, found = self._needed(state)
+            steps = int(found["trainer/steps"])
+            version = found[VERSION] = int(state.get(VERSION, steps))
         load_model_state(self.model, self.optimizer, {}, found)
         for server in range(self._link.remote_size if self._ranks.rank == 0 else 0):
             send_items(self._link, found, server, LOAD)
             self._link.recv(source=server, tag=LOAD)
         self._ranks.Barrier()  # a push before the servers have loaded the state would be lost
-        self.version, self._taken, self.intact = version, 0, True
+        self.steps, self.version, self._taken, self.intact = steps, version, 0, True
         self._sums.flat.zero_()
         self._keep_numbers()
         self.gradients.keep()

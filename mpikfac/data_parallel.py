@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -30,10 +31,10 @@ from mpikfac.engine import (
     model_state,
     needed_state,
     of_copies,
-    of_rank,
+    taking_up,
 )
 from mpikfac.hybrid import split_of
-from mpikfac.layers import Votes, find_uncovered, take_model
+from mpikfac.layers import Other, Votes, find_uncovered, take_model
 from mpikfac.plan import Strategy, plan_for
 from mpikfac.trace import Trace
 
@@ -83,9 +84,17 @@ class DataParallel:
         take_model(model, self)
 
     def _assemble(self) -> None:
-        """Find the trained parameters and make the plan.
+        """Find the trained parameters, make the plan, and join the ranks.
 
         Collective over: world.
+        """
+        self._connect(*self._prepare())
+
+    def _prepare(self) -> tuple[list[Other], torch.dtype, torch.device]:
+        """Make the plan; return what is trained, the dtype to compute in, and the device.
+
+        Raises:
+            ValueError: a choice or a parameter cannot work.
         """
         model, comm = self.model, self._comm
         blocks = find_uncovered(model)
@@ -101,10 +110,21 @@ class DataParallel:
             [], comm.size, self._strategy, shapes, itemsize=size, means=means, split=split
         )
         check_momentum(self.optimizer, self._strategy)
+        return blocks, dtype, device
+
+    def _connect(self, blocks: list[Other], dtype: torch.dtype, device: torch.device) -> None:
+        """Compare ranks, make the communicators, and build the parts of a step.
+
+        Collective over: world.
+
+        Raises:
+            UserError: ranks disagree.
+        """
+        model, comm = self.model, self._comm
         agree(comm, describe(model, self.optimizer) | {"plan": self.plan.digest()})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
-        self.grid = Grid(comm, 1, self.trace, per_node, split.distribution)
+        self.grid = Grid(comm, 1, self.trace, per_node, self.plan.split.distribution)
         site = Site(
             self.plan.of(comm.rank), self.grid, self.trace, dtype, device, self.nonfinite, Flags()
         )
@@ -146,6 +166,7 @@ class DataParallel:
             ValueError: see `KFAC.step`.
             UserError: see `KFAC.step`.
         """
+        check_momentum(self.optimizer, self._strategy)
         scaler = self.gradients.checked(scaler)
         alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
@@ -203,9 +224,11 @@ class DataParallel:
         """Take up other trained parameters of the model."""
         self.combine()
         replicas, stepped = self.replicas, self._stepped
+        with taking_up():
+            prepared = self._prepare()
         self.detach()
         self.grid.free()
-        self._assemble()
+        self._connect(*prepared)
         self.replicas.take_over(replicas)
         hand_over_state(self.grid.world, self.model, self.optimizer, stepped, self._stepped)
 
@@ -250,6 +273,17 @@ class DataParallel:
         """Return the names of a complete state that `names` lack."""
         return missing_state(self.model, names) | self.replicas.complete(names).difference(names)
 
+    def _needed(self, state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, Any]]:
+        """Return the state of the rank's copy of the model, and the items of it to load.
+
+        Raises:
+            ValueError: an item is missing or has another form, or the momentum is not the run's.
+        """
+        state = self.replicas.copy_in(state)
+        found = needed_state(self.model, self.optimizer, self._stepped, state)
+        check_loaded_momentum(found, state, self._strategy)
+        return state, found
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the rank's part of `state`; on all ranks, or on none.
 
@@ -259,9 +293,7 @@ class DataParallel:
             UserError: see `KFAC.load_state_dict`.
         """
         with together(self.gradients.grid.world, "loading state", untrusted=True):
-            state = of_rank(state, self.replicas.first)
-            found = needed_state(self.model, self.optimizer, self._stepped, state)
-            check_loaded_momentum(found, state)
+            state, found = self._needed(state)
             kept = fitting(state, self.replicas.needed(state.keys()), rounded=True)
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()

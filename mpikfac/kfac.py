@@ -21,6 +21,7 @@ from mpikfac.assembly import Assembly
 from mpikfac.comm import Comm, Team, agree
 from mpikfac.engine import (
     Cautions,
+    check_momentum,
     check_optimizer,
     check_plain,
     check_synchronous,
@@ -33,7 +34,6 @@ from mpikfac.numerics import (
     Batch,
     Criterion,
     Loss,
-    all_finite,
     check_outputs,
     without_autocast,
 )
@@ -202,8 +202,9 @@ class KFAC(Assembly):
                 `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
                 `parts`; a gradient that was changed after `overlap` had sent the gradient; a
                 converted or moved model; a negative `max_norm`; `inputs` and `loss` without
-                `Length("quadratic")`, or the reverse.
-            UserError: ranks disagree on the model, learning rates or settings.
+                `Length("quadratic")`, or the reverse; a second momentum, also from a scheduler.
+            UserError: ranks disagree on the model, learning rates or settings; or a change of the
+                trained parameters cannot be taken up.
         """
         scaler, batch = self._checked(scaler), self._batch(inputs, loss)
         alone = self.replicas.begin_step(self.steps, mean_loss)
@@ -338,6 +339,7 @@ class KFAC(Assembly):
                 "with update='owner', overlap=True or parts gradients are not the caller's; "
                 "call step()"
             )
+        check_momentum(self.optimizer, *self._momentum)
         if self.gradients.look(self._in_force()):
             raise ValueError(
                 "the trained parameters have changed, and precondition() cannot take up a change; "
@@ -345,7 +347,7 @@ class KFAC(Assembly):
             )
         self.gradients.read()
         if scaler is not None and scaler.is_enabled():
-            if not all_finite(self.gradients.arena.flat):  # nor on any other rank
+            if not self.gradients.finite:  # nor on any other rank
                 self._skip()
                 self._end()
                 return
@@ -507,7 +509,8 @@ class KFAC(Assembly):
             self.directions.predict()
 
     def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
-        """Return the scaler if a step can use the scaler; None for a disabled scaler."""
+        """Return the scaler if a step can use optimizer and scaler; None for a disabled scaler."""
+        check_momentum(self.optimizer, *self._momentum)
         scaler = self.gradients.checked(scaler)
         if scaler is not None and self.plan.strategy.exchange.of_copies:
             raise ValueError(

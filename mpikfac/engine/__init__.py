@@ -4,14 +4,7 @@ from __future__ import annotations
 
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.cautions import Cautions
-from mpikfac.engine.copies import Replicas, of_copies, of_rank
-from mpikfac.engine.decomposers import Curvature, check_joins, serve
-from mpikfac.engine.directions import Directions
-from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.nonfinite import Flags, Nonfinite
-from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
-from mpikfac.engine.site import Part, Site
-from mpikfac.engine.state import (
+from mpikfac.engine.checks import (
     check_loaded_momentum,
     check_momentum,
     check_optimizer,
@@ -19,15 +12,25 @@ from mpikfac.engine.state import (
     check_synchronous,
     common_type,
     describe,
+    groups_of,
+    report_others,
+    taking_up,
+)
+from mpikfac.engine.copies import Replicas, of_copies
+from mpikfac.engine.decomposers import Curvature, check_joins, serve
+from mpikfac.engine.directions import Directions
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.nonfinite import Flags, Nonfinite
+from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
+from mpikfac.engine.site import Part, Site
+from mpikfac.engine.state import (
     fitting,
     group_settings,
-    groups_of,
     hand_over_state,
     load_model_state,
     missing_state,
     model_state,
     needed_state,
-    report_others,
 )
 from mpikfac.engine.statistics import Factors, Recorder, Scales
 
@@ -63,10 +66,10 @@ __all__ = [
     "model_state",
     "needed_state",
     "of_copies",
-    "of_rank",
     "on_host",
     "report_others",
     "serve",
     "serve_updates",
     "spans",
+    "taking_up",
 ]

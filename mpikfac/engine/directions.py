@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.bases import Bases
+from mpikfac.engine.checks import groups_of
 from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.site import Part, take_over
-from mpikfac.engine.state import MOMENTUM, groups_of
+from mpikfac.engine.state import MOMENTUM
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer
 from mpikfac.numerics import (
@@ -120,7 +121,7 @@ class Directions(Part):
             if self.settings.length.source == "orthogonal":
                 self._orthogonalise()
             if self._jobs and self.settings.length.grafted:
-                self._graft()
+                self._graft(gradients)
             self._step_beside(gradients)
 
     def publish(self) -> None:
@@ -159,7 +160,8 @@ class Directions(Part):
 
     def predict(self) -> None:
         """Predict by K-FAC's quadratic model how the step changes the loss."""
-        self.expected = self.scale * self._along_gradient(2) / 2 - self._along_gradient(1)
+        slope = self._along_gradient(1) / self.gradients.shortened
+        self.expected = self.scale * self._along_gradient(2) / 2 - slope
 
     def descend(self, model: nn.Module, batch: Batch, weight: float, step: int) -> None:
         """Make the gradients the step at the minimum of the batch's damped quadratic model.
@@ -183,11 +185,12 @@ class Directions(Part):
             gradients = gradients_of(parameters)  # of all ranks
             slopes = inner_products(directions, [gradients])[:, 0].cpu()
             found, curvatures = self._measured(model, batch, weight, directions)
-            self._compare(found[0].item(), slopes[0].item())
+            of_loss = slopes / self.gradients.shortened.cpu()  # before a bound on the norm
+            self._compare(found[0].item(), of_loss[0].item())
             lengths = inner_products(directions, directions).cpu()
             curvatures += self.settings.at("damping", step) * lengths
             multiples = lowest(slopes, curvatures)
-            self.expected.fill_(multiples @ (curvatures @ multiples / 2 - slopes))
+            self.expected.fill_(multiples @ (curvatures @ multiples / 2 - of_loss))
             for name, gradient in gradients.items():
                 terms = [x * v[name] for x, v in zip(multiples.tolist(), directions) if name in v]
                 gradient.copy_(torch.stack(terms).sum(0))
@@ -295,17 +298,20 @@ class Directions(Part):
         if matrices := [job.direction for job in self._jobs if job.matrix]:
             torch._foreach_copy_(matrices, orthogonalised(matrices))
 
-    def _graft(self) -> None:
+    def _graft(self, means: Mapping[str, Tensor]) -> None:
         """Give directions the lengths of grafting [Agarwal et al. 2020]; zeros stay zeros.
 
         The gradient replaces a direction that is not finite, see `check`.
+
+        Args:
+            means: the gradients with momentum, by name; empty without momentum.
         """
         directions = [job.direction for job in self._jobs]
-        gradients = [job.gradient for job in self._jobs]
+        gradients = [means.get(job.name, job.gradient) for job in self._jobs]
         own, of_gradients = norms(directions), norms(gradients)
         usable = own.isfinite()
-        for job, sound in zip(self._jobs, usable):
-            torch.where(sound, job.direction, job.gradient, out=job.direction)
+        for direction, gradient, sound in zip(directions, gradients, usable):
+            torch.where(sound, direction, gradient, out=direction)
         own = torch.where(usable, own, of_gradients)
         lengths = of_gradients
         if self._adam_of_layers:

@@ -14,8 +14,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
+from mpikfac.engine.checks import Block
 from mpikfac.engine.site import Site
-from mpikfac.engine.state import Block
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, Parts, all_finite, copy_all, end_step, not_finite
 from mpikfac.plan import RankPlan, check_count, check_size, lay_out
@@ -284,6 +284,11 @@ class Gradients:
                     whole = part.narrow(one.dim, start, stop - start)
                     yield Cut(member, self.slices[name], whole)
 
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are finite; running statistics and votes do not count."""
+        return not not_finite({b.name: self.arena[b.name] for b in self.blocks if b.parameters})
+
     def weigh(self, examples: int) -> float:
         """Weigh the rank's gradients and running statistics by the number of examples.
 
@@ -351,6 +356,7 @@ class Gradients:
         if self.owner_updates:
             square = square.new_tensor(summed(self.grid.world, [float(square)])[0])
         scale = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        self.shortened = scale.clamp(min=torch.finfo(scale.dtype).tiny)
         for slot in self.slots:
             if slot.block.parameters:
                 self.arena[slot.block.name].mul_(scale)
@@ -439,7 +445,7 @@ class Gradients:
         Raises:
             UserError: a gradient was not finite for too many steps in a row.
         """
-        self.broken = ()
+        self.broken, self.shortened = (), self.arena.flat.new_ones(())
         numbers = [self.arena.flat.sum(0, keepdim=True)]
         if not self.owner_updates:
             numbers.append(self.votes.counted(self.arena[self.votes.name]))

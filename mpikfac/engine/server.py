@@ -35,13 +35,8 @@ from mpikfac.comm import (
     send_items,
     tells_of_loss,
 )
-from mpikfac.engine.state import (
-    check_optimizer,
-    common_type,
-    describe,
-    load_model_state,
-    model_state,
-)
+from mpikfac.engine.checks import check_optimizer, common_type, describe
+from mpikfac.engine.state import load_model_state, model_state
 from mpikfac.layers import Statistic, find_uncovered
 from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import Asynchrony, Layout, lay_out

@@ -5,22 +5,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import mpikfac
-from mpikfac.comm import SUMMABLE, Comm, handed_over
-from mpikfac.layers import Layer, Other, in_words
-from mpikfac.plan import Strategy
+from mpikfac.comm import Comm, handed_over
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
@@ -127,6 +121,8 @@ def fitting(
 ) -> dict[str, Any]:
     """Return the items named in `like`, if dtypes and shapes agree, and numbers match numbers.
 
+    A tensor that shares memory with `like`, as in the state of the trainer itself, becomes a copy.
+
     Args:
         rounded: real numbers may have a different real dtype.
 
@@ -138,12 +134,19 @@ def fitting(
         if name not in state:
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
         found[name] = state[name]
+        if _alias(found[name], expected):
+            found[name] = found[name].clone()
         if _form(found[name], rounded) != _form(expected, rounded):
             form = _form(found[name])
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
         if isinstance(found[name], float) and not math.isfinite(found[name]):
             raise ValueError(f"item {name!r} must be a finite number; it is {found[name]}")
     return found
+
+
+def _alias(one: Any, other: Any) -> bool:
+    """Return whether two tensors share memory."""
+    return torch.is_tensor(one) and torch.is_tensor(other) and one.data_ptr() == other.data_ptr()
 
 
 def _form(value: object, rounded: bool = False) -> str:
@@ -173,16 +176,22 @@ def load_model_state(
     for name, parameter in stepped.items():
         prefix, pieces = f"optimizer/state/{name}/", {}
         for key in (key for key in state if key.startswith(prefix)):
-            pieces[key.removeprefix(prefix)] = _placed(state[key], parameter)
+            pieces[key.removeprefix(prefix)] = _placed(state[key], parameter, optimizer)
         if pieces:
             optimizer.state[parameter] = _in_lists(pieces)
 
 
-def _placed(value: Any, parameter: nn.Parameter) -> Any:
-    """Return a copy on the parameter's device; counts of steps stay on the host, to be read."""
+def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
+    """Return a copy on the parameter's device.
+
+    Counts of steps stay on the host, to be read, unless a fused or captured step reads the counts.
+    """
     if not torch.is_tensor(value):
         return value
-    return value.to(parameter.device if value.dim() else value.device, copy=True)
+    groups = optimizer.param_groups
+    read_there = any(group.get("fused") or group.get("capturable") for group in groups)
+    on_device = value.dim() or read_there
+    return value.to(parameter.device if on_device else value.device, copy=True)
 
 
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:
@@ -223,7 +232,7 @@ def hand_over_state(
     received: dict[str, dict[str, Any]] = defaultdict(dict)
     for item, value in handed_over(comm, held, wanted).items():
         name, _, key = item.rpartition("/")
-        received[name][key] = _placed(value, after[name])
+        received[name][key] = _placed(value, after[name], optimizer)
     for name, pieces in received.items():
         optimizer.state[after[name]] |= _in_lists(pieces)
     for name in before.keys() - after.keys():
@@ -241,207 +250,3 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
             number = value.item() if torch.is_tensor(value) and not value.dim() else value
             if isinstance(number, (int, float)):
                 yield f"{index}/{key}", number
-
-
-Block = Layer | Other
-LIBRARY = Path(__file__).parents[1]
-
-log = logging.getLogger("mpikfac")
-
-
-def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
-    """Return the dtype to compute in, and the device, of tensors with a common dtype and device.
-
-    The dtype is the dtype of the tensors, but float32 for bfloat16, whose digits are too few for
-    sums.
-
-    Raises:
-        ValueError: nothing is trained, or a tensor differs from the first tensor.
-    """
-    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
-    if not tensors:
-        raise ValueError("the model has no parameter that requires a gradient")
-    name, first = tensors[0]
-    dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
-    if dtype not in SUMMABLE:
-        allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
-        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
-    for other, tensor in tensors:
-        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-            raise ValueError(
-                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
-                f"{first.device}; all trained parameters and buffers must share both"
-            )
-    return dtype, first.device
-
-
-def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
-    """Return versions, model and optimizer in short, for ranks to compare."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]
-    groups = [
-        [names.get(id(p), "a parameter of another model") for p in group["params"]]
-        for group in optimizer.param_groups
-    ]
-    numbers = dict(group_settings(optimizer))
-    return {
-        "mpikfac version": mpikfac.__version__,
-        "mpikfac's code": _digest([path.read_bytes() for path in sorted(LIBRARY.rglob("*.py"))]),
-        "torch version": torch.__version__,
-        "model": _digest(shapes),
-        "optimizer": f"{type(optimizer).__name__} {numbers}",
-        "optimizer's parameters": _digest(groups),
-    }
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Return if an averaged gradient is enough for a step of the optimizer.
-
-    Raises:
-        ValueError: the object is no optimizer, or the optimizer needs a closure.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
-
-
-def check_synchronous(strategy: Strategy) -> None:
-    """Return if all ranks step the model together.
-
-    Raises:
-        ValueError: clients send updates to servers.
-    """
-    if strategy.exchange.asynchronous:
-        raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
-
-
-def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float = 0.0) -> None:
-    """Return if a momentum is taken once: before the sums, before K-FAC, or by the optimizer.
-
-    Args:
-        of_gradients: the momentum of averaged gradients, before K-FAC preconditions gradients.
-
-    Raises:
-        ValueError: two momenta are given.
-    """
-    top = strategy.transport.wires.top_momentum
-    if top and of_gradients:
-        raise ValueError(
-            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out; "
-            "the training program takes momentum=0"
-        )
-    name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
-    when = "are added up" if top else "are preconditioned"
-    for group in optimizer.param_groups:
-        own = group.get("momentum", group.get("betas", (0.0,))[0])
-        if asked and own:
-            raise ValueError(
-                f"{name}={asked} needs an optimizer without momentum, not with {own}: the "
-                f"momentum is taken before gradients {when}"
-            )
-
-
-def check_loaded_momentum(
-    items: Mapping[str, Any], names: Collection[str], of_gradients: float = 0.0
-) -> None:
-    """Return if a state and the settings give a momentum to the gradients or to the optimizer.
-
-    Args:
-        items: the items of model and optimizer that are loaded.
-        names: names of all items of the state.
-
-    Raises:
-        ValueError: the momentum would be taken twice, or never.
-    """
-    if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
-        raise ValueError(
-            "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and Length(momentum=...) as before, in the training program "
-            "kfac.momentum_of=gradients"
-        )
-    for name, value in items.items():
-        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
-        if of_group and of_gradients and value:
-            raise ValueError(
-                f"item {name!r} must be 0 with Length(momentum={of_gradients}); it is {value}: go "
-                "on without Length(momentum), in the training program kfac.momentum_of=directions"
-            )
-
-
-def check_plain(optimizer: Optimizer) -> None:
-    """Return if a step of the optimizer subtracts the gradients as they are.
-
-    Raises:
-        ValueError: the optimizer changes gradients.
-    """
-    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
-    for group in optimizer.param_groups:
-        own = {name: group.get(name) for name in plain}
-        if type(optimizer) is not torch.optim.SGD or own != plain:
-            numbers = ", ".join(f"{n}={v:g}" for n, v in own.items() if v not in (None, plain[n]))
-            raise ValueError(
-                f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
-                f"weight_decay=0): length='quadratic' gives length and momentum of a step"
-            )
-
-
-def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
-    """Return the optimizer's parameter groups of every layer's weight and bias.
-
-    Raises:
-        ValueError: a weight or a bias is in no group.
-    """
-    group_of = {
-        id(parameter): index
-        for index, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-    }
-    groups = {}
-    for layer in layers:
-        if any(id(parameter) not in group_of for parameter in layer.parameters):
-            raise ValueError(
-                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
-                f"give it to the optimizer or add it to skip"
-            )
-        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
-    return groups
-
-
-def report_others(
-    model: nn.Module,
-    layers: Iterable[Layer],
-    others: Iterable[Other],
-    optimizer: Optimizer,
-    offers: Iterable[str] = (),
-) -> None:
-    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained.
-
-    Warn if K-FAC covers less than half of the weights.
-    """
-    others = list(others)
-    covered = sum(p.numel() for layer in layers for p in layer.parameters)
-    every = covered + sum(p.numel() for other in others for p in other.parameters)
-    if 2 * covered < every:
-        log.warning(
-            "K-FAC covers %d of %d weights; the rest is trained first-order", covered, every
-        )
-    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    parameters = [other for other in others if other.parameters]
-    names = [other.name for other in parameters if id(other.tensor) in stepped]
-    words = in_words(model, names) or "none"
-    log.info("trained first-order, as no layer covers them: %s", words)
-    for offer in offers:
-        log.warning("%s", offer)
-    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
-    if forgotten:
-        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
-
-
-def _tensors(block: Block) -> Sequence[Tensor]:
-    return block.parameters if isinstance(block, Layer) else [block.tensor]

@@ -33,5 +33,6 @@ def end_step(scaler: GradScaler, finite: bool, device: torch.device) -> None:
     """
     number = torch.zeros(1, device=device, requires_grad=True)
     number.grad = torch.full_like(number, 0.0 if finite else torch.nan)
+    scaler.scale(number.detach())  # a scaler without a scale so far, of a rank without a loss
     scaler.unscale_(torch.optim.SGD([number]))
     scaler.update()

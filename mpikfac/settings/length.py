@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpikfac.plan import one_of
+from mpikfac.plan import check_fraction, one_of
 from mpikfac.settings.schedule import Schedule, in_force
 
 Source = Literal["orthogonal", "adam", "sgd", "own", "quadratic"]
@@ -69,8 +69,7 @@ class Length:
         self._check_momentum()
 
     def _check_momentum(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum={self.momentum!r} must be at least 0 and less than 1")
+        check_fraction("momentum", self.momentum)
         if self.momentum and not self.by_adam:
             raise ValueError(
                 f"momentum={self.momentum!r} of gradients needs length='orthogonal' or 'adam', "

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from mpikfac import Asynchronous, DataParallel, Strategy
+from mpikfac import Asynchronous, DataParallel, Strategy, UserError
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -310,6 +310,24 @@ def test_a_state_goes_to_and_from_synchronous_training(comm, servers):
         assert (trainer.steps, trainer.version) == (4, 4)
 
     on_both(comm, other, problem.sgd(other), strategy, second)
+
+
+def test_a_state_that_does_not_fit_changes_nothing(comm):
+    """Oracle: the number of steps, and the line, on the ranks that hold the whole state, too."""
+    if comm.size < 3:
+        pytest.skip("one client cannot differ from itself")
+    model = network()
+
+    def train(trainer, ranks):
+        whole = dict(trainer.state_dict()) | {"trainer/steps": 77}
+        lacking = {name: value for name, value in whole.items() if name != "model/0.weight"}
+        with pytest.raises(UserError, match="loading state"):
+            trainer.load_state_dict(lacking if ranks.rank else whole)
+        assert trainer.steps == 0
+        with pytest.raises(UserError, match="the state has momenta of gradients"):
+            trainer.load_state_dict(whole | {"kfac/momentum/0": torch.zeros(1)})
+
+    on_both(comm, model, problem.sgd(model), UPDATES, train)
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(comm):

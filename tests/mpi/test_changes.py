@@ -170,6 +170,42 @@ def test_precondition_refuses_a_changed_model(comm):
         kfac.precondition()
 
 
+@pytest.mark.parametrize("make", [DataParallel, mpikfac.KFAC])
+def test_a_change_that_cannot_be_taken_up_is_named(comm, make):
+    """Oracle: the line, at the end of the step; the communicators are in use still."""
+    model = network()
+    model[0].requires_grad_(False)
+    trainer = make(model, sgd(model), comm)
+    model[0].requires_grad_(True)
+    model[0].float()
+    x, y = batch(0, comm)
+    F.cross_entropy(model[1:](model[0](x.float()).double()), y).backward()
+    with pytest.raises(UserError, match="changed, and the change cannot be taken up: 2"):
+        trainer.step()
+    trainer.close()
+
+
+def test_a_layer_that_was_frozen_at_the_checkpoint_is_named(comm):
+    """Oracle: the line with the remedy, and the load after the remedy."""
+    model = network()
+    freeze(model, None, 0)
+    state = problem.whole_state(trained_once(model, comm), comm)
+    with pytest.raises(UserError, match=r"no factor '2.A'; a layer that was frozen"):
+        trained_once(network(), comm).load_state_dict(state)
+    other = network()
+    freeze(other, None, 0)
+    trained_once(other, comm).load_state_dict(state)
+
+
+def trained_once(model, comm):
+    """Return K-FAC after a step."""
+    kfac = mpikfac.KFAC(model, sgd(model), comm)
+    x, y = batch(0, comm)
+    F.cross_entropy(model(x), y).backward()
+    kfac.step()
+    return kfac
+
+
 def test_labels_of_the_model_leave_frozen_layers_alone(comm):
     """Oracle: the weights of the layer that was frozen between two steps."""
     model = network()

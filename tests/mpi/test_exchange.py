@@ -586,6 +586,43 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     assert torch.equal(*ends)
 
 
+@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
+@pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
+def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
+    """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
+
+    def make(choices):
+        if kind == "K-FAC":
+            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
+        model = problem.network()
+        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+
+    first = make({"exchanged": "weights", "exchange_every": 2})
+    problem.run(first, comm, range(4))
+    second = make(later)
+    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
+    ends = comm.allgather(problem.run(second, comm, range(4, 6)))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
+def test_a_trainer_loads_its_own_state(comm, kind):
+    """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
+    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    if kind == "K-FAC":
+        trainer = kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
+    else:
+        model = problem.network()
+        trainer = DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+    problem.run(trainer, comm, range(4))
+    before = copy.deepcopy(trainer.state_dict())
+    assert any(value.any() for name, value in before.items() if name.startswith("exchange/mom"))
+    trainer.load_state_dict(trainer.state_dict())
+    for name, value in trainer.state_dict().items():
+        same = torch.equal(value, before[name]) if torch.is_tensor(value) else value == before[name]
+        assert same, name
+
+
 @pytest.mark.skipif(mpikfac.world().size == 1, reason="one rank cannot differ from itself")
 def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
     """Oracle: the message on all ranks."""

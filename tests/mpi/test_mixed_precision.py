@@ -135,6 +135,35 @@ def test_a_power_of_two_changes_nothing(comm, strategy):
     assert_equal(everything(scaled), everything(plain))
 
 
+@pytest.mark.parametrize("spoil", ["variance", "votes"])
+def test_numbers_of_one_rank_skip_no_step_of_all_ranks(comm, spoil):
+    """Oracle: all ranks take the step that the scaler takes; only gradients count."""
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).to(problem.DEVICE)
+    kfac = mpikfac.KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), comm)
+    inputs, scale = torch.randn(8, 4).to(problem.DEVICE), scaler()
+    if comm.rank == comm.size - 1:
+        inputs[0, 0] = 1e25 if spoil == "variance" else 1.0
+        kfac.votes[0] = math.nan if spoil == "votes" else 0.0
+    scale.scale(model(inputs).square().mean()).backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)  # an average over ranks
+    scale.unscale_(kfac.optimizer)
+    kfac.precondition(scale)
+    assert comm.allgather(bool(kfac.factors.started)) == [True] * comm.size
+
+
+def test_a_rank_without_a_loss_follows_the_scale(comm):
+    """Oracle: the scaler's state of rank 0, which alone has examples."""
+    model = problem.network()
+    baseline = mpikfac.DataParallel(model, problem.sgd(model), comm)
+    scale = scaler()
+    if comm.rank == 0:
+        images, labels = problem.shards(0, 1)[0]
+        scale.scale(F.cross_entropy(model(images), labels)).backward()
+    baseline.step(scale, examples=len(images) if comm.rank == 0 else 0)
+    assert comm.allgather(scale.get_scale()) == [2.0**10] * comm.size
+
+
 @pytest.mark.skipif(RANKS < 2, reason="rank 0 steps the only layer")
 def test_a_rank_that_steps_nothing_would_not_know(comm):
     """Oracle: the message, on all ranks; nothing is sent."""

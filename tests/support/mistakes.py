@@ -53,7 +53,7 @@ TABLE = (
     Mistake(
         "length: uncovered parameters keep the gradient",
         "engine/directions.py",
-        "self._step_beside()",
+        "self._step_beside(gradients)",
         "pass",
         "tests/unit/test_step_length.py",
     ),

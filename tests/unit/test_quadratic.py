@@ -243,6 +243,20 @@ def test_curvatures_may_come_from_a_part_of_the_batch(comm, part):
     torch.testing.assert_close(flat(model.parameters()), expected)
 
 
+@pytest.mark.parametrize("norm", [0.001, 100.0])
+def test_the_prediction_knows_a_bound_on_the_gradient(comm, norm, caplog):
+    """Oracle: the slope of the loss along the step, by autograd, and the dense matrix."""
+    model, x = tanh_net().double(), torch.randn(6, 4).double()
+    loss = functools.partial(F.cross_entropy, target=labels())
+    gradient, matrix = dense(model, x, loss)
+    before, kfac = flat(model.parameters()), trainer(comm, model)
+    take_step(kfac, x, loss, max_norm=norm)
+    step = flat(model.parameters()) - before
+    curvature = step @ matrix @ step + DAMPING * step @ step
+    torch.testing.assert_close(kfac.directions.expected[0], gradient @ step + curvature / 2)
+    assert "has slope" not in caplog.text
+
+
 @pytest.mark.parametrize("norm", [0.01, 100.0])
 def test_a_bound_on_the_gradient_shortens_the_step(comm, norm):
     """Oracle: the step without a bound, times the bound over the gradient's norm."""

@@ -163,7 +163,7 @@ def test_uncovered_parameters_take_adams_step_with_momentum(comm):
 
 def test_a_momentum_has_needs(comm):
     """Oracle: the words of the error."""
-    with pytest.raises(ValueError, match=r"momentum=1.5 must be at least 0 and less than 1"):
+    with pytest.raises(ValueError, match=r"momentum=1.5 must be a number from 0 to below 1"):
         mpikfac.Length(momentum=1.5)
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
         mpikfac.Length("sgd", momentum=0.9)
@@ -180,6 +180,7 @@ def test_a_momentum_has_needs(comm):
         mpikfac.KFAC(model, plain, comm, top, length=length)
     kfac = mpikfac.KFAC(model, plain, comm, length=length)
     state = kfac.state_dict() | {"optimizer/groups/0/momentum": 0.5}
+    state_of_optimizer = {n: v for n, v in state.items() if not n.startswith("kfac/")}
     with pytest.raises(
         mpikfac.UserError, match=r"must be 0 with Length\(momentum=0.9\); it is 0.5"
     ):
@@ -188,6 +189,45 @@ def test_a_momentum_has_needs(comm):
     for other in (mpikfac.KFAC(model, plain, comm), mpikfac.DataParallel(model, plain, comm)):
         with pytest.raises(mpikfac.UserError, match=r"the state has momenta of gradients"):
             other.load_state_dict(kfac.state_dict())
+    for other in (mpikfac.KFAC, mpikfac.DataParallel):
+        with pytest.raises(mpikfac.UserError, match=r"must be 0 with top_momentum=0.9; it is 0.5"):
+            other(model, plain, comm, top).load_state_dict(state_of_optimizer)
+
+
+@pytest.mark.parametrize("call", ["step", "precondition"])
+def test_a_scheduler_gives_no_second_momentum(comm, call):
+    """Oracle: the line; the weights stay."""
+    model = problem.network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, length=mpikfac.Length(momentum=0.9))
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    images, labels = problem.batch(0)
+    F.cross_entropy(model(images), labels).backward()
+    before = problem.state(model)
+    with pytest.raises(ValueError, match=r"needs an optimizer without momentum, not with 0.95"):
+        getattr(kfac, call)()
+    assert torch.equal(problem.state(model), before)
+
+
+@pytest.mark.parametrize("length", ["adam", "orthogonal"])
+def test_a_layer_without_bases_keeps_the_momentum(comm, length):
+    """Oracle: Nesterov's mean of the gradients by hand, along which the layer steps."""
+    model, beta = nn.Linear(4, 3, bias=False), 0.8
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, length=mpikfac.Length(length, momentum=beta))
+    mean = torch.zeros(3, 4)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().sum().backward()
+        gradient = model.weight.grad.clone()
+        mean = beta * mean + (1 - beta) * gradient
+        if step == 2:
+            kfac.bases.arena.flat.fill_(math.nan)  # as after decompositions that failed
+        before = model.weight.detach().clone()
+        kfac.step()
+    direction = beta * mean + (1 - beta) * gradient
+    cosine = F.cosine_similarity((before - model.weight).flatten(), direction.flatten(), dim=0)
+    assert cosine.item() == pytest.approx(1, abs=1e-5)
 
 
 @pytest.mark.parametrize("length", ["adam", "orthogonal"])

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from mpikfac.engine.copies.replicas import Replicas, of_copies, of_rank
+from mpikfac.engine.copies.replicas import Replicas, of_copies
 
-__all__ = ["Replicas", "of_copies", "of_rank"]
+__all__ = ["Replicas", "of_copies"]

@@ -26,8 +26,6 @@ class Replicas(Part):
     Attributes:
         differ: whether copies may differ between ranks.
         heard: whether votes are of all ranks.
-        first: the first of the ranks that step the rank's copy; the state of the copy is the state
-            of the first rank, also after a run with other nodes.
     """
 
     differ = False
@@ -38,7 +36,6 @@ class Replicas(Part):
         self.site, self.exchange = site, site.plan.strategy.exchange
         self.rule = merge_of(site, gradients)
         self._votes = gradients.votes
-        self.first = site.plan.first
         self._combiner, rank = site.grid.combiner, site.plan.rank
         self._combiner.prepare(site.plan.combined, rank, site.dtype)
         self.keep()
@@ -150,6 +147,16 @@ class Replicas(Part):
         memory = {name for rank in ranks for name in self._memory(rank)}
         wholes = [whole for whole in (self._kept().keys(), memory) if whole & set(names)]
         return set().union(*wholes)
+
+    def copy_in(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state of the rank's copy of the model; of rank 0's copy if copies are alike.
+
+        The state of a copy is the state of the first of the ranks that step the copy, also after a
+        run with other nodes.
+        """
+        steps = state.get("trainer/steps")
+        alone = isinstance(steps, int) and self.exchange.alone(steps)
+        return of_rank(state, self.site.plan.first if alone else 0)
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
         """Return the items among `names`."""

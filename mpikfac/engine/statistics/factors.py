@@ -295,8 +295,20 @@ class Factors(Part):
         return {item for one in factors for item in (_item(one), f"weights/{one.name}")}
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:
-        """Return the items to load from a state with `names`, with values of the expected kind."""
-        return self.items(self._taken(names))
+        """Return the items to load from a state with `names`, with values of the expected kind.
+
+        Raises:
+            ValueError: the state has nothing of a factor.
+        """
+        taken = self._taken(names)
+        for factor in taken:
+            items = self.items([factor])
+            if items and not items.keys() & set(names):
+                raise ValueError(
+                    f"the state has no factor {factor.name!r}; a layer that was frozen when the "
+                    f"state was saved has to be frozen before K-FAC is made"
+                )
+        return self.items(taken)
 
     def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `forget`.

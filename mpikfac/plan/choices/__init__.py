@@ -7,6 +7,7 @@ from mpikfac.plan.choices.catalogue import NAMED, Named, named
 from mpikfac.plan.choices.checks import (
     check_count,
     check_divides,
+    check_fraction,
     check_size,
     divisors,
     one_of,
@@ -48,6 +49,7 @@ __all__ = [
     "check",
     "check_count",
     "check_divides",
+    "check_fraction",
     "check_size",
     "divisors",
     "named",

@@ -55,6 +55,16 @@ def check_share(name: str, value: Any) -> None:
         raise ValueError(f"{name}={value!r} must be a number from 0 to 1")
 
 
+def check_fraction(name: str, value: Any) -> None:
+    """Return if `value` is a number from 0 to below 1, as a momentum is.
+
+    Raises:
+        ValueError: the value is not; the text calls the value `name`.
+    """
+    if type(value) not in (int, float) or not 0 <= value < 1:
+        raise ValueError(f"{name}={value!r} must be a number from 0 to below 1")
+
+
 def check_size(name: str, value: Any) -> None:
     """Return if `value` is a finite number of at least 0.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from mpikfac.plan.choices.checks import check_count, check_share, check_size, one_of
+from mpikfac.plan.choices.checks import check_count, check_fraction, check_share, check_size, one_of
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class Outer:
     def __post_init__(self) -> None:
         if not self.outer_lr > 0:
             raise ValueError(f"outer_lr={self.outer_lr!r} must be above 0")
-        if not 0 <= self.outer_momentum < 1:
-            raise ValueError(f"outer_momentum={self.outer_momentum!r} must be from 0 to below 1")
+        check_fraction("outer_momentum", self.outer_momentum)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,14 @@ import math
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-from mpikfac.plan.choices.checks import check_count, check_divides, check_size, divisors, one_of
+from mpikfac.plan.choices.checks import (
+    check_count,
+    check_divides,
+    check_fraction,
+    check_size,
+    divisors,
+    one_of,
+)
 from mpikfac.plan.choices.combinations import STRATEGY, check
 from mpikfac.plan.choices.exchange import Exchange
 
@@ -54,8 +61,7 @@ class Wires:
         one_of("gradient_wire", self.gradient_wire, (None, *GRADIENT_WIRES))
         if not 0 < self.top_share <= 1:
             raise ValueError(f"top_share={self.top_share} must be above 0 and at most 1")
-        if not 0 <= self.top_momentum < 1:
-            raise ValueError(f"top_momentum={self.top_momentum} must be from 0 to below 1")
+        check_fraction("top_momentum", self.top_momentum)
         check_count("power_rank", self.power_rank, 1)
 
 
