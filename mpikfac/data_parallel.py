@@ -167,7 +167,7 @@ class DataParallel:
             UserError: see `KFAC.step`.
         """
         check_momentum(self.optimizer, self._strategy)
-        scaler = self.gradients.checked(scaler)
+        scaler = self.gradients.checked(scaler, self.optimizer)
         alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
             self.gradients.look(self._in_force())

@@ -21,6 +21,7 @@ from mpikfac.assembly import Assembly
 from mpikfac.comm import Comm, Team, agree
 from mpikfac.engine import (
     Cautions,
+    check_kind,
     check_momentum,
     check_optimizer,
     check_plain,
@@ -115,6 +116,9 @@ class KFAC(Assembly):
         trace: Trace | None = None,
     ) -> None:
         check_optimizer(optimizer)
+        check_kind("length", length, Length)
+        check_kind("estimator", estimator, Estimator)
+        check_kind("coverage", coverage, Coverage)
         if strategy is not None:
             check_synchronous(strategy)
         length, estimator = length or Length(), estimator or Estimator()
@@ -511,7 +515,7 @@ class KFAC(Assembly):
     def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
         """Return the scaler if a step can use optimizer and scaler; None for a disabled scaler."""
         check_momentum(self.optimizer, *self._momentum)
-        scaler = self.gradients.checked(scaler)
+        scaler = self.gradients.checked(scaler, self.optimizer)
         if scaler is not None and self.plan.strategy.exchange.of_copies:
             raise ValueError(
                 "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mpikfac.engine.bases import Bases
 from mpikfac.engine.cautions import Cautions
 from mpikfac.engine.checks import (
+    check_kind,
     check_loaded_momentum,
     check_momentum,
     check_optimizer,
@@ -50,6 +51,7 @@ __all__ = [
     "Scales",
     "Site",
     "check_joins",
+    "check_kind",
     "check_loaded_momentum",
     "check_momentum",
     "check_optimizer",

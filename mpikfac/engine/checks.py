@@ -84,6 +84,16 @@ def check_optimizer(optimizer: Optimizer) -> None:
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Return if `value` is an object of a kind, or None.
+
+    Raises:
+        ValueError: the value is another, such as a text in the place of a `Length`.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be None or mpikfac.{kind.__name__}(...)")
+
+
 def check_synchronous(strategy: Strategy) -> None:
     """Return if all ranks step the model together.
 
@@ -139,7 +149,7 @@ def check_loaded_momentum(
         raise ValueError(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
             "KFAC and Length(momentum=...) as before, in the training program "
-            "kfac.momentum_of=gradients"
+            "kfac.momentum_of=gradients and momentum above 0"
         )
     top = strategy.transport.wires.top_momentum
     given = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"

@@ -17,7 +17,15 @@ from mpikfac.comm import summed
 from mpikfac.engine.checks import Block
 from mpikfac.engine.site import Site
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
-from mpikfac.numerics import Arena, Parts, all_finite, copy_all, end_step, not_finite
+from mpikfac.numerics import (
+    Arena,
+    Parts,
+    all_finite,
+    copy_all,
+    end_step,
+    is_unscaled,
+    not_finite,
+)
 from mpikfac.plan import RankPlan, check_count, check_size, lay_out
 
 
@@ -367,18 +375,24 @@ class Gradients:
         mine = not self.owner_updates or self.plan.updaters[name] == self.plan.rank
         return mine and name not in self.broken
 
-    def checked(self, scaler: GradScaler | None) -> GradScaler | None:
+    def checked(self, scaler: GradScaler | None, optimizer: Optimizer) -> GradScaler | None:
         """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
         Raises:
-            ValueError: the communicators are freed, gradients are sent before the scale can be
-                taken out, or a rank without blocks to step would not know the steps to skip.
+            ValueError: the communicators are freed, gradients have no scale any more or are sent
+                before the scale can be taken out, or a rank without blocks to step would not know
+                the steps to skip.
         """
         self.grid.check_open()
         if not (scaler is None or hasattr(scaler, "is_enabled")):
             raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
         if scaler is None or not scaler.is_enabled():
             return None
+        if is_unscaled(scaler, optimizer):
+            raise ValueError(
+                "step(scaler) takes the scale out of gradients, and scaler.unscale_ has done so "
+                "before; leave out scaler.unscale_, and clip by step(max_norm=...)"
+            )
         if self.plan.strategy.transport.overlap:
             raise ValueError(
                 "with overlap=True gradients are sent before their scale can be taken out; "

@@ -182,12 +182,15 @@ def load_model_state(
 
 
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
-    """Return a copy on the parameter's device.
+    """Return a copy on the parameter's device, and with the parameter's layout in memory.
 
-    Counts of steps stay on the host, to be read, unless a fused or captured step reads the counts.
+    The order of sums, and so the rounding, depends on the layout. Counts of steps stay on the host,
+    to be read, unless a fused or captured step reads the counts.
     """
     if not torch.is_tensor(value):
         return value
+    if value.dim() and value.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     groups = optimizer.param_groups
     read_there = any(group.get("fused") or group.get("capturable") for group in groups)
     on_device = value.dim() or read_there

@@ -40,7 +40,7 @@ from mpikfac.numerics.moments import (
     with_count,
 )
 from mpikfac.numerics.orthogonal import orthogonalised
-from mpikfac.numerics.precision import end_step, without_autocast
+from mpikfac.numerics.precision import end_step, is_unscaled, without_autocast
 from mpikfac.numerics.products import (
     Side,
     from_left,
@@ -96,6 +96,7 @@ __all__ = [
     "from_left",
     "from_right",
     "inner_products",
+    "is_unscaled",
     "linear_input_sum",
     "linear_input_vector",
     "linear_output_sum",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,6 +24,13 @@ def without_autocast(function: Callable[P, R]) -> Callable[P, R]:
             return function(*args, **kwargs)
 
     return called
+
+
+def is_unscaled(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether `scaler.unscale_(optimizer)` was called since the last update of the scale."""
+    states: Any = getattr(scaler, "_per_optimizer_states", {})  # torch has no public question
+    stage = states.get(id(optimizer), {}).get("stage")
+    return getattr(stage, "name", "") == "UNSCALED"
 
 
 def end_step(scaler: GradScaler, finite: bool, device: torch.device) -> None:

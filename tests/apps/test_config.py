@@ -161,6 +161,14 @@ BAD = {
     "a usual name": ("--batch_size=1", "unknown key batch_size; did you mean batch?"),
     "a usual name in a file": ("learning_rate: 1\n", "line 1: unknown key learning_rate; did you"),
     "a name without its group": ("--damping=1", "unknown key damping; did you mean kfac.damping?"),
+    "a name spelled alike in its group": (
+        "--kfac.momentum=gradients",
+        "unknown key kfac.momentum; did you mean kfac.momentum_of?",
+    ),
+    "a name spelled alike without its group": (
+        "--momentum_off=gradients",
+        "unknown key momentum_off; did you mean kfac.momentum_of?",
+    ),
     "a name with hyphens": ("--weight-decay=1", "key weight-decay; did you mean weight_decay?"),
     "no test": ("--data.test_images=0", "data.test_images=0 must be a whole number >= 1"),
     "unused data": ("--data.path=x", "data.path=x needs data.name=cifar10 or cifar100 or p"),
@@ -244,7 +252,7 @@ BAD = {
     ),
     "momentum of gradients and a clip": (
         "--kfac.momentum_of=gradients --kfac.kl_clip=0.001",
-        "momentum=0.9 of gradients needs length='orthogonal' or 'adam', not 'own'",
+        "needs kfac.length=orthogonal or adam, and no bound, not kfac.kl_clip; leave out",
     ),
     "falling epochs": (
         "--schedule=step --decay_epochs=[7,3]",
@@ -363,6 +371,9 @@ def test_momentum_of_gradients_is_a_setting_of_kfac():
     assert (group["momentum"], group["lr"]) == (0, 0.0075)
     (group,) = make_optimizer(parse([of_gradients, "--optimizer=sgd"], 1), model).param_groups
     assert (group["momentum"], group["lr"]) == (0.9, 0.1)
+    for chosen, filled in (("", "gradients"), ("--kfac.kl_clip=1", "directions")):
+        assert parse(chosen.split(), 1).kfac.momentum_of == filled
+    assert parse(["--optimizer=sgd"], 1).kfac.momentum_of is None
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

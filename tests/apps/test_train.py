@@ -188,6 +188,21 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     assert any(name.startswith("kfac/momentum/") for name in state)
 
 
+@pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
+def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
+    """Oracle: the numbers of the options in the last checkpoint, and the lines of the log."""
+    chosen = (f"--optimizer={optimizer}", "--kfac.momentum_of=directions")
+    assert train.main(arguments(tmp_path, *chosen, "--max_steps=4")) == 0
+    other = ("--weight_decay=1", "--momentum=0.5", "--max_steps=6", "--resume=auto")
+    assert train.main(arguments(tmp_path, *chosen, *other)) == 0
+    state = read_checkpoint(mpikfac.checkpoint.latest_checkpoint(tmp_path / "checkpoints"))
+    assert state["optimizer/groups/0/weight_decay"] == 1
+    assert state["optimizer/groups/0/momentum"] == 0.5
+    text = (tmp_path / "log.txt").read_text()
+    assert "from here on weight_decay=1; the checkpoint has 0.0005" in text
+    assert "from here on momentum=0.5; the checkpoint has 0.9" in text
+
+
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")

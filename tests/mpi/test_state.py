@@ -257,6 +257,23 @@ def test_a_damaged_file_changes_nothing_on_any_rank(comm, tmp_path, kind):
     assert torch.equal(problem.state(second.model), before)
 
 
+def test_the_optimizers_state_keeps_the_layout_of_weights(comm):
+    """Oracle: strides before the load; a norm rounds by the order of a tensor in memory."""
+    first, second = (trainer(comm, optimizer=problem.adam) for _ in range(2))
+    for one in (first, second):
+        one.model.to(memory_format=torch.channels_last)
+    problem.run(first, comm, range(2))
+    second.load_state_dict({n: copied(v) for n, v in whole_state(comm, first).items()})
+    pairs = zip(first.optimizer.state.values(), second.optimizer.state.values(), strict=True)
+    for before, after in pairs:
+        assert [v.stride() for v in after.values()] == [v.stride() for v in before.values()]
+
+
+def copied(value):
+    """Return a tensor as a checkpoint gives a tensor, with all numbers in order."""
+    return value.clone(memory_format=torch.contiguous_format) if torch.is_tensor(value) else value
+
+
 def test_a_batch_that_is_discarded_after_loading_leaves_what_was_loaded(comm):
     """Oracle: the saved running statistics."""
     first, second = trainer(comm), trainer(comm)

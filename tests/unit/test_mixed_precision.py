@@ -404,6 +404,22 @@ def test_a_scaler_that_is_not_enabled_changes_nothing(comm):
     assert_equal(*states)
 
 
+@pytest.mark.parametrize("kind", [mpikfac.KFAC, mpikfac.DataParallel])
+def test_a_scale_is_taken_out_once(comm, kind):
+    """Oracle: the line; the next step, as the line says, is taken."""
+    model, scale = network(), scaler()
+    one = kind(model, problem.sgd_all(model), comm)
+    images, labels = batch(0)
+    scale.scale(F.cross_entropy(model(images), labels)).backward()
+    scale.unscale_(one.optimizer)
+    with pytest.raises(ValueError, match=r"leave out scaler.unscale_, and clip by step\(max_norm"):
+        one.step(scale)
+    scale.update()
+    one.discard()
+    learn(one, 1, scale)
+    assert one.steps == 1
+
+
 def test_scaled_gradients_cannot_be_sent_early(comm):
     """Oracle: the message; nothing has been sent."""
     kfac = trainer(comm, network(), strategy=Strategy().changed(overlap=True))

@@ -163,8 +163,11 @@ def test_uncovered_parameters_take_adams_step_with_momentum(comm):
 
 def test_a_momentum_has_needs(comm):
     """Oracle: the words of the error."""
-    with pytest.raises(ValueError, match=r"momentum=1.5 must be a number from 0 to below 1"):
-        mpikfac.Length(momentum=1.5)
+    for wrong in (1.5, "0.9", lambda step: 0.9):
+        with pytest.raises(ValueError, match="must be a number from 0 to below 1"):
+            mpikfac.Length(momentum=wrong)
+    with pytest.raises(ValueError, match=r"length='adam' must be None or mpikfac.Length"):
+        mpikfac.KFAC(problem.network(), problem.sgd(problem.network()), comm, length="adam")
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
         mpikfac.Length("sgd", momentum=0.9)
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs no kl_clip"):

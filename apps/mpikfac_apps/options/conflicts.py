@@ -256,6 +256,13 @@ def _check_momentum(options: Options) -> None:
             f"nesterov=true needs optimizer=sgd or kfac, and momentum > 0, not "
             f"{options.optimizer} and {options.momentum}"
         )
+    length = options.kfac.length
+    if options.momentum_of_gradients and (length.bound or not length.by_adam):
+        given = f"kfac.{length.bound}" if length.bound else f"kfac.length={length.source}"
+        raise ValueError(
+            f"kfac.momentum_of=gradients needs kfac.length=orthogonal or adam, and no bound, not "
+            f"{given}; leave out {given} or kfac.momentum_of"
+        )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
             "nesterov=true needs kfac.momentum_of=directions, not gradients: the momentum of "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -90,14 +91,22 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
 def unknown(key: str, known: Collection[str]) -> str:
     """Return the message about an unknown key, with a known key of the same meaning or spelling."""
     plain = key.replace("-", "_").lower()
-    alike = [name for name in known if name.rpartition(".")[2] == plain.rpartition(".")[2]]
-    meant = [name for name in known if name == SYNONYMS.get(plain)]
-    close = get_close_matches(plain, known, n=1, cutoff=0.8)
-    if found := meant or alike or close:
-        return f"unknown key {key}; did you mean {' or '.join(found)}?"
-    group = key.rpartition(".")[0]
+    group, _, last = plain.rpartition(".")
     inside = [name for name in known if name.rpartition(".")[0] == group]
+    alike = [name for name in known if name.rpartition(".")[2] == last]
+    meant = [name for name in known if name == SYNONYMS.get(plain)]
+    spelled = get_close_matches(plain, inside, n=1, cutoff=0.8) if group else []
+    if found := meant or spelled or alike or _near(last, known):
+        return f"unknown key {key}; did you mean {' or '.join(found)}?"
     return f"unknown key {key}; known are {', '.join(inside or known)}"
+
+
+def _near(last: str, known: Collection[str]) -> list[str]:
+    """Return the keys whose last part is spelled most like `last`."""
+    by_last = defaultdict(list)
+    for name in known:
+        by_last[name.rpartition(".")[2]].append(name)
+    return [n for part in get_close_matches(last, by_last, n=1, cutoff=0.8) for n in by_last[part]]
 
 
 def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

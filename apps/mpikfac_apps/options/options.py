@@ -365,6 +365,6 @@ BASIC = (
     *("epochs", "max_steps", "lr", "warmup_epochs", "schedule", "momentum", "weight_decay", "seed"),
     *("run_dir", "resume", "checkpoint_minutes", "max_time", "log_every", "trace_steps", "device"),
     *("strategy", "workers", "kfac.damping", "kfac.factor_every", "kfac.basis_every"),
-    *("kfac.solver", "kfac.kl_clip"),
+    *("kfac.relative_damping", "kfac.solver", "kfac.length", "kfac.momentum_of"),
 )
 """The options that a newcomer needs: `--help` shows these options."""

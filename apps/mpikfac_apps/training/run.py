@@ -35,7 +35,13 @@ from mpikfac_apps.training.metrics import (
     told_staleness,
 )
 from mpikfac_apps.training.parts import trainers
-from mpikfac_apps.training.parts.optimizers import AVERAGED, Average, Frozen
+from mpikfac_apps.training.parts.optimizers import (
+    AVERAGED,
+    Average,
+    Frozen,
+    decays_and_momenta,
+    follow_options,
+)
 from mpikfac_apps.training.parts.problem import Problem, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
@@ -409,7 +415,9 @@ class Run(Problem):
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         doing = f"reading checkpoint {checkpoint.path}"
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
+            asked = decays_and_momenta(self.optimizer)
             self.trainer.load_state_dict(checkpoint)
+            follow_options(self.optimizer, asked)
             limit = "max_steps" if self.steps == self.options.max_steps else "epochs"
             checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps, limit)
             if self.average and AVERAGED in items:

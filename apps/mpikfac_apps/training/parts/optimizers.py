@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from mpikfac.engine import fitting
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
+
+log = logging.getLogger("mpikfac.train")
 
 AVERAGED = "run/averaged"  # item of a checkpoint: steps in the average
 
@@ -58,7 +61,7 @@ def _soap(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
     betas = options.momentum, 0.95
     soap = SOAP(model.parameters(), options.rate, betas, weight_decay=options.weight_decay)
-    soap.register_step_post_hook(_in_rows)
+    soap.register_step_post_hook(_lay_out)
     return soap
 
 
@@ -74,11 +77,13 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(parameters, lr, (beta, 0.999), weight_decay=decay, adam_debias=True)
 
 
-def _in_rows(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Lay the state out as a checkpoint does: the layout of a matrix changes rounding."""
-    for state in optimizer.state.values():
+def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Lay the state out as after a restart: the layout of a matrix changes rounding."""
+    for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if torch.is_tensor(value):
+            if torch.is_tensor(value) and value.shape == parameter.shape:
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            elif torch.is_tensor(value):
                 state[key] = value.contiguous()
             elif isinstance(value, list):  # of matrices; an empty list stands for no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
@@ -94,6 +99,22 @@ def hidden_matrices(model: nn.Module) -> list[Tensor]:
     layers = [module for module in model.modules() if isinstance(module, kinds)]
     entries = {layer.weight: isinstance(layer, nn.Embedding) for layer in layers}  # once if shared
     return [weight for weight in list(entries)[1:-1] if not entries[weight]]
+
+
+def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
+    """Return weight decay and momentum of each parameter group; some groups have one of both."""
+    names = "weight_decay", "momentum"
+    return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
+
+
+def follow_options(optimizer: torch.optim.Optimizer, asked: Sequence[dict[str, float]]) -> None:
+    """Give parameter groups the numbers that options ask for, after the load of a checkpoint."""
+    changes = set()
+    for group, wanted in zip(optimizer.param_groups, asked):
+        changes |= {(n, group[n], value) for n, value in wanted.items() if group[n] != value}
+        group.update(wanted)
+    for name, before, after in sorted(changes):
+        log.info("from here on %s=%g; the checkpoint has %g", name, after, before)
 
 
 class Frozen:

@@ -11,6 +11,7 @@ from torch import nn
 import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
     differences,
@@ -77,6 +78,17 @@ def split_layers(
         return mpikfac.split_layers(model, comm, distribution, trace)
 
 
+def in_words(options: Options) -> str:
+    """Return the numbers of a run with K-FAC that matter most."""
+    kfac = options.kfac
+    relative = "relative " * kfac.damping.is_relative
+    return (
+        f"learning rate {options.rate:g}, momentum {options.momentum:g} of {kfac.momentum_of}, "
+        f"weight decay {options.weight_decay:g}, length {kfac.length.source}, "
+        f"{relative}damping {kfac.damping.number}"
+    )
+
+
 def make_trainer(
     problem: Problem,
     team: mpikfac.comm.Team,
@@ -102,5 +114,6 @@ def make_trainer(
         shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
         log.info("strategy %s: %s", name, differences(strategy))
+        log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
         return mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
