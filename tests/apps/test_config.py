@@ -372,8 +372,8 @@ def test_momentum_of_gradients_is_a_setting_of_kfac():
     (group,) = make_optimizer(parse([of_gradients, "--optimizer=sgd"], 1), model).param_groups
     assert (group["momentum"], group["lr"]) == (0.9, 0.1)
     for chosen, filled in (("", "gradients"), ("--kfac.kl_clip=1", "directions")):
-        assert parse(chosen.split(), 1).kfac.momentum_of == filled
-    assert parse(["--optimizer=sgd"], 1).kfac.momentum_of is None
+        assert resolved(parse(chosen.split(), 1), 1)["kfac"]["momentum_of"] == filled
+    assert resolved(parse(["--optimizer=sgd"], 1), 1)["kfac"]["momentum_of"] is None
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

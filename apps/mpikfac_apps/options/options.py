@@ -344,6 +344,11 @@ class Options:
         return usual or self.kfac.momentum_of == "gradients"
 
     @property
+    def momentum_of(self) -> str:
+        """What K-FAC's momentum is of: "gradients" or "directions"."""
+        return "gradients" if self.momentum_of_gradients else "directions"
+
+    @property
     def quadratic(self) -> bool:
         """Whether a quadratic model gives length and momentum of steps."""
         return self.optimizer == "kfac" and self.kfac.length.source == "quadratic"

@@ -42,21 +42,13 @@ def parse(argv: Sequence[str] | None, ranks: int) -> Options:
 
 
 def of_run(options: Options) -> KfacOptions:
-    """Return the settings of K-FAC, with what other options say of momentum and positions.
-
-    Of a run with K-FAC, `momentum_of` is filled in.
-    """
+    """Return the settings of K-FAC, with what other options say of momentum and positions."""
     estimator, length = options.kfac.estimator, options.kfac.length
     if network(options.model).task.inputs == "tokens" and estimator.loss_positions == 1:
         estimator = dataclasses.replace(estimator, loss_positions=pixels(options.data) or 1)
-    momentum_of = options.kfac.momentum_of
     if options.momentum_of_gradients:
-        momentum_of, length = "gradients", dataclasses.replace(length, momentum=options.momentum)
-    elif options.optimizer == "kfac":
-        momentum_of = "directions"
-    return dataclasses.replace(
-        options.kfac, estimator=estimator, length=length, momentum_of=momentum_of
-    )
+        length = dataclasses.replace(length, momentum=options.momentum)
+    return dataclasses.replace(options.kfac, estimator=estimator, length=length)
 
 
 def resolved(options: Options, ranks: int) -> dict[str, Any]:
@@ -69,6 +61,8 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
         ranks: the ranks that train.
     """
     values = flat(options) | {"batch_per_rank": None}
+    if options.optimizer == "kfac":
+        values["kfac.momentum_of"] = options.momentum_of
     if options.distribution.strategy != "auto":
         strategy, settings = make_strategy(options.distribution, options.kfac, ranks)
         if options.optimizer != "kfac":

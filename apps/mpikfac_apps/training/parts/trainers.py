@@ -83,7 +83,7 @@ def in_words(options: Options) -> str:
     kfac = options.kfac
     relative = "relative " * kfac.damping.is_relative
     return (
-        f"learning rate {options.rate:g}, momentum {options.momentum:g} of {kfac.momentum_of}, "
+        f"learning rate {options.rate:g}, momentum {options.momentum:g} of {options.momentum_of}, "
         f"weight decay {options.weight_decay:g}, length {kfac.length.source}, "
         f"{relative}damping {kfac.damping.number}"
     )
