@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
@@ -387,3 +388,12 @@ def test_a_projection_that_is_recorded_wrongly_is_seen(file, monkeypatch, capsys
     monkeypatch.setattr(ProjectionLayer, "watch", wrong)
     assert check.main([f"{file()}:attends", "--input", "3,4"]) == 1
     assert "WRONG: A" in capsys.readouterr().out
+
+
+def test_layers_without_dense_solves_are_no_news(caplog):
+    """Oracle: the log, which has warnings again after the comparison."""
+    log = logging.getLogger("mpikfac")
+    with comparison.without_warnings():
+        log.warning("K-FAC covers few weights")
+    log.warning("a word to the user")
+    assert caplog.messages == ["a word to the user"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Container, Mapping, Sequence
+import logging
+from collections.abc import Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -110,21 +112,34 @@ def one_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*asked.coverage.skip, *others(asked, model, names)]
     coverage = dataclasses.replace(asked.coverage, skip=skip)
-    kfac = mpikfac.KFAC(
-        model,
-        optimizer,
-        comm,
-        damping=DAMPING,
-        solver=solver,
-        length=mpikfac.Length("own"),
-        coverage=coverage,
-    )
+    with without_warnings():  # of the layers that are left out here
+        kfac = mpikfac.KFAC(
+            model,
+            optimizer,
+            comm,
+            damping=DAMPING,
+            solver=solver,
+            length=mpikfac.Length("own"),
+            coverage=coverage,
+        )
     loss(model, batch).backward()
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     factors = {layer.name: recorded(kfac.factors.averages, layer.shape) for layer in kfac.layers}
     return Step(factors, gradients, directions)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Inside, the library logs errors only."""
+    log = logging.getLogger("mpikfac")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]:
