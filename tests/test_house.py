@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import mpikfac
+from support.mistakes import TABLE
 
 ROOT = Path(__file__).parent.parent
 LIBRARY = sorted((ROOT / "mpikfac").rglob("*.py"))
@@ -178,3 +179,9 @@ def test_functions_are_short(path):
     for function in functions(parse(path)):
         body = function.body[ast.get_docstring(function) is not None :]
         assert not body or body[-1].end_lineno - body[0].lineno < 50, function.name
+
+
+@pytest.mark.parametrize("mistake", TABLE, ids=lambda mistake: mistake.what)
+def test_a_mistake_can_be_planted(mistake):
+    """Oracle: the file, which has the right line once."""
+    assert (ROOT / "mpikfac" / mistake.file).read_text().count(mistake.old) == 1

@@ -87,6 +87,7 @@ class Gradients:
         others: parameters and running statistics without a covering layer.
         broken: names of blocks with NaN or infinity in the average, among blocks stepped by the
             rank; the step does not change broken blocks.
+        shortened: the multiplier of `clip` in the step, 1 without a bound, `[]`.
     """
 
     others: Sequence[Other] = ()
@@ -102,6 +103,7 @@ class Gradients:
         self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
         self.broken: Collection[str] = ()
         self.arena = site.arena(site.plan.layouts.gradients)
+        self.shortened = self.arena.flat.new_ones(())
         self.parts = Parts(self.arena, site.plan.parts)
         self.statistics = [block for block in others if isinstance(block, Statistic)]
         self._counts = Counts(self.statistics if self.parts else [])

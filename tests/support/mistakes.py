@@ -51,6 +51,21 @@ TABLE = (
         "tests/unit/test_kfac.py",
     ),
     Mistake(
+        "prediction: the slope is of the gradient after a bound on the norm",
+        "engine/directions.py",
+        "slope = self._along_gradient(1) / self.gradients.shortened",
+        "slope = self._along_gradient(1)",
+        "tests/unit/test_adaptation.py",
+    ),
+    Mistake(
+        "state: ranks that average gradients take copies of their own",
+        "engine/copies/replicas.py",
+        "self.site.plan.first if alone else 0",
+        "self.site.plan.first",
+        "tests/mpi/test_exchange.py",
+        2,
+    ),
+    Mistake(
         "length: uncovered parameters keep the gradient",
         "engine/directions.py",
         "self._step_beside(gradients)",

@@ -82,7 +82,8 @@ def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             if torch.is_tensor(value) and value.shape == parameter.shape:
-                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+                if value.stride() != parameter.stride():
+                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
             elif torch.is_tensor(value):
                 state[key] = value.contiguous()
             elif isinstance(value, list):  # of matrices; an empty list stands for no matrix
