@@ -153,7 +153,7 @@ ALLOWED = {
         "lock.py: read_text",
         "jobs.py: read_text",
     ),
-    *("state.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
+    *("checks.py: read_bytes", "page.py: read_text", "machine.py: read_text"),
     *("cli.py: os.open", "cli.py: os.fdopen", "watchdog.py: os.open", "reports.py: os.open"),
     *("text.py: os.open", "cache.py: os.open", "datasets.py: np.load", "worker.py: mmap.mmap"),
     *("export.py: torch.save", "export.py: np.savez", "weights.py: torch.load"),

@@ -14,7 +14,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
-from mpikfac import KFAC, Coverage, DataParallel, Estimator, Length
+from mpikfac import KFAC, Coverage, DataParallel, Estimator, Length, UserError
 
 COMM = mpikfac.world()
 EXAMPLES = 8
@@ -271,7 +271,7 @@ def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
     learn(kfac)
     change(kfac.model[0])
     if refused:
-        with pytest.raises(ValueError, match="layer '0': the weight is computed in every pass"):
+        with pytest.raises(UserError, match="cannot be taken up: layer '0': the weight is computed"):
             learn(kfac)
     else:
         learn(kfac)
