@@ -271,7 +271,7 @@ def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
     learn(kfac)
     change(kfac.model[0])
     if refused:
-        with pytest.raises(UserError, match="cannot be taken up: layer '0': the weight is computed"):
+        with pytest.raises(UserError, match="taken up: layer '0': the weight is computed"):
             learn(kfac)
     else:
         learn(kfac)

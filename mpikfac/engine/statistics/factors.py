@@ -305,8 +305,8 @@ class Factors(Part):
             items = self.items([factor])
             if items and not items.keys() & set(names):
                 raise ValueError(
-                    f"the state has no factor {factor.name!r}; a layer that was frozen when the "
-                    f"state was saved has to be frozen before K-FAC is made"
+                    f"item 'kfac/{next(iter(items))}' is missing; if its layer was frozen when the "
+                    f"state was saved, freeze the layer before K-FAC is made"
                 )
         return self.items(taken)
 
