@@ -95,17 +95,6 @@ class Assembly:
 
     # -- parts -----------------------------------------------------------------------------------
 
-    def _assemble(self, strategy: Strategy) -> None:
-        """Cover the model, make the plan, and build the parts of a step.
-
-        Collective over: world.
-
-        Raises:
-            ValueError: a choice or a layer cannot work; raised before any communication.
-            UserError: ranks disagree.
-        """
-        self._connect(*self._prepare(strategy))
-
     def _prepare(self, strategy: Strategy) -> tuple[torch.dtype, torch.device]:
         """Cover the model, and make the plan; return the dtype to compute in, and the device.
 

@@ -80,15 +80,8 @@ class DataParallel:
         self._comm, self._strategy = Team(comm).trains, (strategy or Strategy()).first_order()
         self.nonfinite = Nonfinite(comm.rank)
         self._votes: Votes | None = None
-        self._assemble()
-        take_model(model, self)
-
-    def _assemble(self) -> None:
-        """Find the trained parameters, make the plan, and join the ranks.
-
-        Collective over: world.
-        """
         self._connect(*self._prepare())
+        take_model(model, self)
 
     def _prepare(self) -> tuple[list[Other], torch.dtype, torch.device]:
         """Make the plan; return what is trained, the dtype to compute in, and the device.

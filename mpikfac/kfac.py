@@ -132,7 +132,7 @@ class KFAC(Assembly):
         settings = Settings(damping, factor_every, basis_every, estimator.decay, length)
         trace = trace or Trace()
         super().__init__(model, optimizer, team, solvers, settings, estimator, coverage, trace)
-        self._assemble(strategy or Strategy.comm_opt(team.size))
+        self._connect(*self._prepare(strategy or Strategy.comm_opt(team.size)))
         self._begin(0)
         take_model(model, self)
         self._cautions = Cautions()

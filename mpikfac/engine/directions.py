@@ -185,7 +185,7 @@ class Directions(Part):
             gradients = gradients_of(parameters)  # of all ranks
             slopes = inner_products(directions, [gradients])[:, 0].cpu()
             found, curvatures = self._measured(model, batch, weight, directions)
-            of_loss = slopes / self.gradients.shortened.cpu()  # before a bound on the norm
+            of_loss = slopes / float(self.gradients.shortened)  # before a bound on the norm
             self._compare(found[0].item(), of_loss[0].item())
             lengths = inner_products(directions, directions).cpu()
             curvatures += self.settings.at("damping", step) * lengths

@@ -87,7 +87,7 @@ class Gradients:
         others: parameters and running statistics without a covering layer.
         broken: names of blocks with NaN or infinity in the average, among blocks stepped by the
             rank; the step does not change broken blocks.
-        shortened: the multiplier of `clip` in the step, 1 without a bound, `[]`.
+        shortened: the multiplier of `clip` in the step, `[]`; 1.0 without a bound.
     """
 
     others: Sequence[Other] = ()
@@ -103,7 +103,7 @@ class Gradients:
         self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
         self.broken: Collection[str] = ()
         self.arena = site.arena(site.plan.layouts.gradients)
-        self.shortened = self.arena.flat.new_ones(())
+        self.shortened: Tensor | float = 1.0
         self.parts = Parts(self.arena, site.plan.parts)
         self.statistics = [block for block in others if isinstance(block, Statistic)]
         self._counts = Counts(self.statistics if self.parts else [])
@@ -461,7 +461,7 @@ class Gradients:
         Raises:
             UserError: a gradient was not finite for too many steps in a row.
         """
-        self.broken, self.shortened = (), self.arena.flat.new_ones(())
+        self.broken, self.shortened = (), 1.0
         numbers = [self.arena.flat.sum(0, keepdim=True)]
         if not self.owner_updates:
             numbers.append(self.votes.counted(self.arena[self.votes.name]))

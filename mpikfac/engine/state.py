@@ -184,17 +184,26 @@ def load_model_state(
 def _placed(value: Any, parameter: nn.Parameter, optimizer: Optimizer) -> Any:
     """Return a copy on the parameter's device, and with the parameter's layout in memory.
 
-    The order of sums, and so the rounding, depends on the layout. Counts of steps stay on the host,
-    to be read, unless a fused or captured step reads the counts.
+    Counts of steps stay on the host, to be read, unless a fused or captured step reads the counts.
     """
     if not torch.is_tensor(value):
         return value
-    if value.dim() and value.shape == parameter.shape:
-        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
     groups = optimizer.param_groups
     read_there = any(group.get("fused") or group.get("capturable") for group in groups)
     on_device = value.dim() or read_there
-    return value.to(parameter.device if on_device else value.device, copy=True)
+    return laid_out(value.to(parameter.device if on_device else value.device, copy=True), parameter)
+
+
+def laid_out(value: Tensor, parameter: Tensor) -> Tensor:
+    """Return a value of a parameter's shape in the parameter's layout in memory, others in rows.
+
+    The order of sums, and so the rounding, depends on the layout.
+    """
+    if value.shape != parameter.shape:
+        return value.contiguous()
+    if value.stride() == parameter.stride():
+        return value
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | float]:

@@ -497,6 +497,14 @@ def kfac_of(comm, strategy, **settings):
     return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
 
 
+def trainer_of(comm, kind, choices):
+    """Return K-FAC or the baseline, with choices of the strategy."""
+    if kind == "K-FAC":
+        return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
+    model = problem.network()
+    return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+
+
 def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
     """Oracle: a copy of the model on the rank, whose step is preconditioned by dense solves.
 
@@ -569,18 +577,11 @@ WAYS = {
 def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
     """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
     choices = {"exchanged": "weights", "exchange_every": 2} | WAYS[way]
-
-    def make():
-        if kind == "K-FAC":
-            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-        model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
-
-    first = make()
+    first = trainer_of(comm, kind, choices)
     problem.run(first, comm, range(5))
     first.combine()
     state = copy.deepcopy(problem.whole_state(first, comm))
-    second = make()
+    second = trainer_of(comm, kind, choices)
     second.load_state_dict(state)
     ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
     assert torch.equal(*ends)
@@ -590,16 +591,9 @@ def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
 @pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
 def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
     """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
-
-    def make(choices):
-        if kind == "K-FAC":
-            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-        model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
-
-    first = make({"exchanged": "weights", "exchange_every": 2})
+    first = trainer_of(comm, kind, {"exchanged": "weights", "exchange_every": 2})
     problem.run(first, comm, range(4))
-    second = make(later)
+    second = trainer_of(comm, kind, later)
     second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
     ends = comm.allgather(problem.run(second, comm, range(4, 6)))
     assert all(torch.equal(end, ends[0]) for end in ends)
@@ -609,11 +603,7 @@ def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
 def test_a_trainer_loads_its_own_state(comm, kind):
     """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
     choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
-    if kind == "K-FAC":
-        trainer = kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-    else:
-        model = problem.network()
-        trainer = DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
+    trainer = trainer_of(comm, kind, choices)
     problem.run(trainer, comm, range(4))
     before = copy.deepcopy(trainer.state_dict())
     assert any(value.any() for name, value in before.items() if name.startswith("exchange/mom"))

@@ -112,7 +112,7 @@ def one_step(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     skip = [*asked.coverage.skip, *others(asked, model, names)]
     coverage = dataclasses.replace(asked.coverage, skip=skip)
-    with without_warnings():  # of the layers that are left out here
+    with without_warnings():  # K-FAC would warn of the layers that are left out on purpose
         kfac = mpikfac.KFAC(
             model,
             optimizer,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from mpikfac.engine import fitting
+from mpikfac.engine import fitting, laid_out
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
 
@@ -78,14 +78,11 @@ def _by_layer(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _lay_out(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Lay the state out as after a restart: the layout of a matrix changes rounding."""
+    """Lay the state out as after a restart, so that a resumed run rounds alike."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
-            if torch.is_tensor(value) and value.shape == parameter.shape:
-                if value.stride() != parameter.stride():
-                    state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            elif torch.is_tensor(value):
-                state[key] = value.contiguous()
+            if torch.is_tensor(value):
+                state[key] = laid_out(value, parameter)
             elif isinstance(value, list):  # of matrices; an empty list stands for no matrix
                 state[key] = [m.contiguous() if torch.is_tensor(m) else m for m in value]
 
