@@ -353,7 +353,8 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
     mpirun = tmp_path / "mpirun"
     ends = f'trap "sleep 2; echo > {tmp_path}/ended; exit 143" TERM'
-    mpirun.write_text(f"#!/bin/sh\n{ends}\necho $$ > {tmp_path}/pid\nwhile :; do sleep 0.1; done\n")
+    lives = f"echo $$ > {tmp_path}/pid\nfor _ in $(seq 300); do sleep 0.1; done\n"
+    mpirun.write_text(f"#!/bin/sh\n{ends}\n{lives}")
     mpirun.chmod(0o755)
     environment = os.environ | {"MPIRUN": str(mpirun), "MPIRUN_FLAGS": ""}
     interrupt(file, tmp_path / "place", environment, once=tmp_path / "pid")
@@ -361,6 +362,30 @@ def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(t
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
     (cell,) = spec.read(file).cells
     assert jobs.result(tmp_path / "place" / "cells" / cell.directory) is None
+
+
+def test_an_interruption_while_a_job_starts_ends_the_job(tmp_path, monkeypatch):
+    """Oracle: the launcher's own last word; the interruption comes before Popen returns."""
+    launcher(
+        tmp_path,
+        monkeypatch,
+        f'#!/bin/sh\ntrap "echo > {tmp_path}/ended; exit 143" TERM\n'
+        f"echo > {tmp_path}/started\nfor _ in $(seq 300); do sleep 0.1; done\n",
+    )
+    (cell,) = spec.read(written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})).cells
+    real = subprocess.Popen
+
+    def interrupted(*words, **options):
+        job = real(*words, **options)
+        while not (tmp_path / "started").exists():
+            time.sleep(0.02)
+        signal.raise_signal(signal.SIGINT)
+        return job
+
+    monkeypatch.setattr(jobs.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        jobs.run(cell, tmp_path / "place", "mpirun")
+    assert (tmp_path / "ended").exists()
 
 
 def interrupt(file, place, environment, once):

@@ -11,10 +11,12 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -130,26 +132,45 @@ def _job(words: list[str], output: Path, watch: Callable[[], None]) -> int:
     defaults = {"OMP_NUM_THREADS": "1"}  # else every rank would start a thread per core
     if os.geteuid() == 0:  # Open MPI asks for two variables
         defaults |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    queued = words[0] == "sbatch"
-    with (
-        files.writing(output) as file,
-        subprocess.Popen(
-            words,
-            env=defaults | dict(os.environ),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE if queued else file,
-            stderr=file,
-            text=True,
-            start_new_session=queued,  # or Ctrl-C ends sbatch without a number
-        ) as job,
-    ):
+    queued, job = words[0] == "sbatch", None
+    with files.writing(output) as file, ExitStack() as on_exit:
         try:
+            with _interruptions_later():
+                job = subprocess.Popen(
+                    words,
+                    env=defaults | dict(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if queued else file,
+                    stderr=file,
+                    text=True,
+                    start_new_session=queued,  # or Ctrl-C ends sbatch without a number
+                )
+            on_exit.enter_context(job)
             while (code := _ended(job)) is None:
                 watch()
             return code
         except BaseException:
-            _end(job)
+            if job:
+                _end(job)
             raise
+
+
+@contextmanager
+def _interruptions_later() -> Iterator[None]:
+    """Raise a KeyboardInterrupt of the block at the end of the block.
+
+    An interruption within `Popen` would leave a started job that nobody knows.
+    """
+    came: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda n, _: came.append(n)) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def _ended(job: subprocess.Popen[str]) -> int | None:
