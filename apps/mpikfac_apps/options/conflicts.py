@@ -39,7 +39,9 @@ def check_conflicts(options: Options, ranks: int) -> None:
     _check_split(options, ranks)
     _check_frozen(options, ranks)
     if options.resume not in ("never", "auto") and not Path(options.resume).is_dir():
-        raise ValueError(f"resume={options.resume} must be never, auto or a checkpoint's directory")
+        raise ValueError(
+            f"resume={options.resume} must be never, auto, or the directory of a checkpoint or run"
+        )
     if options.optimizer in PACKAGED and not importlib.util.find_spec("pytorch_optimizer"):
         raise ValueError(
             f"optimizer={options.optimizer} needs the package pytorch_optimizer, which is not "

@@ -250,7 +250,8 @@ class Options:
         seed: the seed of initial weights, of the order of images and of augmentation.
         run_dir: the directory for configuration, log, metrics and checkpoints.
         resume: the checkpoint from which the run continues. "never": no checkpoint; "auto": the
-            newest checkpoint in run_dir, or none if none exists; or the path of a checkpoint.
+            newest checkpoint in run_dir, or none if none exists; or the directory of a checkpoint
+            or of another run, whose newest checkpoint is taken.
         checkpoint_minutes: the minutes between checkpoints, which are written in the background;
             null for none. The end of a run always writes a checkpoint.
         checkpoint_every: the number of steps between further checkpoints; null for none.

@@ -14,6 +14,7 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac_apps.cli import checkpoint_at
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.guard.watchdog import LONGER
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
@@ -135,7 +136,9 @@ def open_checkpoint(
     if options.resume == "never":
         return None
     if options.resume != "auto":
-        return mpikfac.load_checkpoint(comm, options.resume)
+        with mpikfac.comm.together(comm, f"resume={options.resume}"):
+            path = checkpoint_at(Path(options.resume)) if comm.rank == 0 else None
+        return mpikfac.load_checkpoint(comm, comm.bcast(path))
     found = mpikfac.find_checkpoint(comm, root(options))
     if found is None:
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
