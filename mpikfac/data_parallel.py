@@ -31,7 +31,9 @@ from mpikfac.engine import (
     model_state,
     needed_state,
     of_copies,
+    reduce_scaled,
     taking_up,
+    usable_scaler,
 )
 from mpikfac.hybrid import split_of
 from mpikfac.layers import Other, Votes, find_uncovered, take_model
@@ -160,7 +162,8 @@ class DataParallel:
             UserError: see `KFAC.step`.
         """
         check_momentum(self.optimizer, self._strategy)
-        scaler = self.gradients.checked(scaler, self.optimizer)
+        self.gradients.grid.check_open()
+        scaler = usable_scaler(self.gradients, scaler, self.optimizer)
         alone = self.replicas.begin_step(self.steps, mean_loss)
         if not self.gradients.parts:
             self.gradients.look(self._in_force())
@@ -169,7 +172,7 @@ class DataParallel:
             self.gradients.weigh(examples)
         if scaler is None:
             self.gradients.reduce(alone)
-        elif not self.gradients.reduce_scaled(scaler, alone=alone):
+        elif not reduce_scaled(self.gradients, scaler, alone=alone):
             self._skip()
             self._end()
             return

@@ -27,7 +27,9 @@ from mpikfac.engine import (
     check_plain,
     check_synchronous,
     group_settings,
+    reduce_scaled,
     report_others,
+    usable_scaler,
 )
 from mpikfac.layers import Coverage, offers, take_model
 from mpikfac.numerics import (
@@ -447,7 +449,8 @@ class KFAC(Assembly):
 
     def _reduce_scaled(self, scaler: GradScaler, alone: bool) -> bool:
         """Average gradients of a scaled loss, before anything else; return whether to go on."""
-        return self.gradients.reduce_scaled(scaler, self._unscale_statistics(scaler), alone)
+        finite = self._unscale_statistics(scaler)
+        return reduce_scaled(self.gradients, scaler, finite, alone)
 
     def _unscale_statistics(self, scaler: GradScaler) -> bool:
         """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
@@ -515,7 +518,8 @@ class KFAC(Assembly):
     def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
         """Return the scaler if a step can use optimizer and scaler; None for a disabled scaler."""
         check_momentum(self.optimizer, *self._momentum)
-        scaler = self.gradients.checked(scaler, self.optimizer)
+        self.grid.check_open()
+        scaler = usable_scaler(self.gradients, scaler, self.optimizer)
         if scaler is not None and self.plan.strategy.exchange.of_copies:
             raise ValueError(
                 "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "

@@ -20,7 +20,7 @@ from mpikfac.engine.checks import (
 from mpikfac.engine.copies import Replicas, of_copies
 from mpikfac.engine.decomposers import Curvature, check_joins, serve
 from mpikfac.engine.directions import Directions
-from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.gradients import Gradients, reduce_scaled, usable_scaler
 from mpikfac.engine.nonfinite import Flags, Nonfinite
 from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
 from mpikfac.engine.site import Part, Site
@@ -71,9 +71,11 @@ __all__ = [
     "needed_state",
     "of_copies",
     "on_host",
+    "reduce_scaled",
     "report_others",
     "serve",
     "serve_updates",
     "spans",
     "taking_up",
+    "usable_scaler",
 ]

@@ -286,7 +286,10 @@ BAD = {
         "basis_every=4 must be a multiple of stagger=5",
     ),
     "long warm-up": ("--warmup_epochs=10", "warmup_epochs=10.0 must be less than epochs=10"),
-    "resume": ("--resume=yes", "resume=yes must be never, auto, or the directory of a checkpoint or run"),
+    "resume": (
+        "--resume=yes",
+        "resume=yes must be never, auto, or the directory of a checkpoint or run",
+    ),
     "missing file": ("--config=none.yaml", "config=none.yaml cannot be read: No such file"),
     "directory for a file": (
         "--config=.",

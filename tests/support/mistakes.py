@@ -89,7 +89,7 @@ TABLE = (
     # -- sums
     Mistake(
         "reduce: the sum of gradients is not divided by the number of ranks",
-        "engine/gradients.py",
+        "engine/gradients/slots.py",
         "arena.flat /= plan.grid.count",
         "pass",
         "tests/mpi/test_training.py",
@@ -515,7 +515,7 @@ TABLE = (
     # -- copies of the model, and robust rules
     Mistake(
         "exchange: ranks average gradients between two exchanges of weights",
-        "engine/gradients.py",
+        "engine/gradients/gradients.py",
         "self._in_node, self.arena.flat)\n            return\n",
         "self._in_node, self.arena.flat)\n",
         "tests/mpi/test_exchange.py",

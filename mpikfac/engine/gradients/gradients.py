@@ -3,74 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
 from mpikfac.engine.checks import Block
+from mpikfac.engine.gradients.slices import Slices
+from mpikfac.engine.gradients.slots import Slot, share_out, slots_in
 from mpikfac.engine.site import Site
 from mpikfac.layers import SKIP, Counts, Layer, Other, Statistic, Trained, Votes
-from mpikfac.numerics import (
-    Arena,
-    Parts,
-    all_finite,
-    copy_all,
-    end_step,
-    is_unscaled,
-    not_finite,
-)
-from mpikfac.plan import RankPlan, check_count, check_size, lay_out
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A layer or an uncovered block, bound to a place in an arena.
-
-    Attributes:
-        parts: views of the arena, shaped as the block's parameters.
-        steps: whether the rank's optimizer steps the block.
-    """
-
-    block: Block
-    parts: Sequence[Tensor]
-    steps: bool
-
-
-@dataclass(frozen=True)
-class Cut:
-    """A slice of the gradient of a split layer, in both arenas.
-
-    Attributes:
-        member: the member of a group that makes the slice.
-        packed: the slice in the arena of slices.
-        whole: the slice in the arena of gradients.
-    """
-
-    member: int
-    packed: Tensor
-    whole: Tensor
-
-
-def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
-    """Return slots of the `blocks` with a place in the arena."""
-    steps = site.plan.steps
-    found = (b for b in blocks if b.name in arena)
-    return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in found]
-
-
-def share_out(arena: Arena, plan: RankPlan) -> None:
-    """Divide by the number of ranks what messages add up; a rule takes numbers as they are."""
-    if plan.strategy.exchange.robust.combine == "mean":
-        arena.flat /= plan.grid.count
-    else:
-        torch._foreach_div_([arena[name] for name in plan.means], plan.grid.count)
+from mpikfac.numerics import Parts, copy_all, not_finite
+from mpikfac.plan import check_count, check_size, lay_out
 
 
 def _version(gradient: Tensor | None) -> int:
@@ -111,9 +59,7 @@ class Gradients:
         self.of_others = slots_in(self.arena, others, site)
         self._to_reduce = site.plan.reduce_gradients()
         self._in_node = site.plan.reduce_in_node()
-        self.slices = site.arena(site.plan.layouts.slices)
-        self._of_slices = site.plan.reduce_slices()
-        self._cuts = list(self._found_cuts(model))
+        self._slices = Slices(site, model, self.slots)
         self._to_publish = site.plan.publish_weights()
         # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
         changing = self.arena.layout if site.plan.publishes_changes else lay_out([])
@@ -263,36 +209,7 @@ class Gradients:
             return
         share_out(self.arena, self.plan)
         self.grid.exchange(self._to_reduce, self.arena.flat)
-        self._reduce_slices()
-
-    def _reduce_slices(self) -> None:
-        """Average gradients of split layers, of which each rank of a group has made a slice.
-
-        Collective over: world.
-        """
-        if not self._of_slices:
-            return
-        stage, own = "reduce gradients", self.plan.member
-        with self.site.trace.stage(stage):
-            copy_all((cut.packed, cut.whole) for cut in self._cuts if cut.member == own)
-        self.grid.exchange(self._of_slices, self.slices.flat)
-        with self.site.trace.stage(stage):
-            copy_all((cut.whole, cut.packed) for cut in self._cuts)
-
-    def _found_cuts(self, model: nn.Module) -> Iterator[Cut]:
-        """Yield all slices of gradients of split layers."""
-        split = self.plan.in_slices
-        ways = split.distribution.ways
-        sliced = {parameter.name: parameter for parameter in split.parameters}
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        for slot in self.slots:
-            for part, parameter in zip(slot.parts, slot.block.parameters):
-                if (one := sliced.get(names.get(id(parameter), ""))) is None:
-                    continue
-                for member in range(ways):
-                    (start, stop), (name, _) = one.span(member, ways), one.slice_of(member, ways)
-                    whole = part.narrow(one.dim, start, stop - start)
-                    yield Cut(member, self.slices[name], whole)
+        self._slices.reduce()
 
     @property
     def finite(self) -> bool:
@@ -376,65 +293,6 @@ class Gradients:
         name = slot.block.name
         mine = not self.owner_updates or self.plan.updaters[name] == self.plan.rank
         return mine and name not in self.broken
-
-    def checked(self, scaler: GradScaler | None, optimizer: Optimizer) -> GradScaler | None:
-        """Return the scaler if a step can use the scaler; None for a disabled scaler.
-
-        Raises:
-            ValueError: the communicators are freed, gradients have no scale any more or are sent
-                before the scale can be taken out, or a rank without blocks to step would not know
-                the steps to skip.
-        """
-        self.grid.check_open()
-        if not (scaler is None or hasattr(scaler, "is_enabled")):
-            raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
-        if scaler is None or not scaler.is_enabled():
-            return None
-        if is_unscaled(scaler, optimizer):
-            raise ValueError(
-                "step(scaler) takes the scale out of gradients, and scaler.unscale_ has done so "
-                "before; leave out scaler.unscale_, and clip by step(max_norm=...)"
-            )
-        if self.plan.strategy.transport.overlap:
-            raise ValueError(
-                "with overlap=True gradients are sent before their scale can be taken out; "
-                "step(scaler) needs overlap=False"
-            )
-        counts = self.arena.layout.counts()
-        if self.owner_updates and 0 in counts:
-            raise ValueError(
-                f"with update='owner' rank {counts.index(0)} of {len(counts)} has nothing to "
-                f"step, so it would not know of steps to skip; step(scaler) needs update='everyone'"
-            )
-        return scaler
-
-    def reduce_scaled(self, scaler: GradScaler, finite: bool = True, alone: bool = False) -> bool:
-        """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
-
-        A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
-        every part of the sum tells all ranks. The scaler hears the same on all ranks, or with
-        `alone` on each rank the rank's own.
-
-        Collective over: as `reduce`.
-        """
-        collected, scale = self.parts.collected, scaler.get_scale()
-        for block in self.blocks:
-            if block.parameters:
-                collected[..., self.arena.span(block.name)] /= scale
-        if not (finite and all_finite(collected)):
-            self._spoil(collected)
-        self.reduce(alone)
-        flat = self.arena.flat
-        mine = self.arena.segment(self.plan.rank) if self.owner_updates else flat
-        usable = bool(mine.isfinite().all())
-        end_step(scaler, usable, flat.device)
-        return usable
-
-    def _spoil(self, collected: Tensor) -> None:
-        """Fill everything to send with NaN; of the votes, only the last entry."""
-        for block in self.blocks:
-            values = collected[..., self.arena.span(block.name)]
-            (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)
 
     def skip(self) -> None:
         """Leave all as before the reduced batch; only the votes are taken.
