@@ -99,7 +99,8 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
         groups.setdefault((row["variant"], row["ranks"]), []).append(row)
     if all(len(group) == 1 for group in groups.values()):
         return []
-    averaged = ("step_seconds", measure.key, "epochs_to_target", "seconds_to_target")
+    to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
+    averaged = ("step_seconds", measure.key, *to_target)
     found = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
@@ -114,6 +115,7 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
 
 def columns(measure: Measure, target: float | None) -> list[Column]:
     """Return the columns of the table of cells."""
+    aim = measure.text(target)
     return [
         Column("cell", _name),
         Column("numbers", lambda row: str(row["numbers"])),
@@ -127,7 +129,8 @@ def columns(measure: Measure, target: float | None) -> list[Column]:
         column("MiB sent per step", "sent_bytes_per_step", brief_mib),
         column("MiB held", "held_bytes", brief_mib),
         column(f"test {measure.name}", measure.key, measure.text),
-        Column(f"s to {measure.text(target)}", _reached, "seconds_to_target"),
+        column(f"steps to {aim}", "steps_to_target", lambda steps: f"{steps:,.0f}"),
+        Column(f"s to {aim}", _reached, "seconds_to_target"),
     ]
 
 
@@ -140,6 +143,7 @@ def columns_of_means(measure: Measure, target: float | None) -> list[Column]:
         Column("seeds", lambda row: f"{row['complete']} of {row['seeds']}", "complete"),
         _averaged("ms per step", "step_seconds", ms),
         _averaged(f"test {measure.name}", measure.key, measure.text),
+        _averaged(f"steps to {aim}", "steps_to_target", lambda mean: f"{mean:,.0f}"),
         _averaged(f"epochs to {aim}", "epochs_to_target", lambda mean: f"{mean:.1f}"),
         _averaged(f"s to {aim}", "seconds_to_target", lambda mean: f"{mean:.1f}"),
     ]
