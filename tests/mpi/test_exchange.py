@@ -1,48 +1,31 @@
-"""Ranks that exchange weights in the place of gradients, with first-order steps and with K-FAC."""
+"""Ranks that exchange weights in the place of gradients: each rule of an exchange in numpy."""
 
 from __future__ import annotations
 
 import collections
 import copy
-import dataclasses
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
-from mpikfac.numerics import BY_COORDINATE, by_vector
-from mpikfac.plan import NAMED, Robust
 from support import problem
-
-RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
-PER_NODE = 2 if mpikfac.world().size == 4 else 1
-
-
-def quadratic(rank):
-    """Return matrix and target of a rank's loss `|A w - b|^2 / 2`."""
-    random = np.random.default_rng(rank)
-    return random.normal(size=(8, SIZE)), random.normal(size=8)
-
-
-def trained(comm, strategy, steps, nesterov=False):
-    """Return the weights after each step of SGD on the ranks' losses."""
-    model = nn.Linear(SIZE, 1, bias=False).double()
-    nn.init.ones_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
-    trainer = DataParallel(model.to(problem.DEVICE), optimizer, comm, strategy)
-    matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(comm.rank))
-    weights = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = (model(matrix)[:, 0] - target).square().sum() / 2
-        loss.backward()
-        trainer.step(mean_loss=loss)
-        weights.append(model.weight.detach().cpu().numpy()[0].copy())
-    return weights
+from support.copies import (
+    DILOCO,
+    ELASTIC,
+    LEADER,
+    MOMENTUM,
+    PER_NODE,
+    RATE,
+    SIZE,
+    STREAM,
+    kfac_of,
+    quadratic,
+    trained,
+)
 
 
 def within(nodes, numbers):
@@ -77,7 +60,6 @@ def expected(ranks, steps, every, begin=0, outer_lr=1.0, outer_momentum=0.0, nod
     return found
 
 
-DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
 RULES = {
     "local SGD": {"exchange_every": 3},
     "post-local SGD": {"exchange_every": 2, "exchange_from": 3},
@@ -96,9 +78,6 @@ def test_each_step_follows_the_rule(comm, name):
     right = expected(comm.size, 9, every, begin, **given)
     for found, of_ranks in zip(trained(comm, strategy, 9), right):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-12, atol=1e-13)
-
-
-LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
 
 
 @pytest.mark.parametrize("per_node", mpikfac.plan.divisors(mpikfac.world().size))
@@ -237,12 +216,6 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
     assert torch.equal(problem.state(model), copies[-1])
 
 
-ELASTIC = {
-    **{"merge": "elastic", "exchange_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
-    **{"pull_growth": 0.1, "average_decay": 0.6, "outer_lr": 0.9},
-}
-
-
 def elastic(
     ranks, steps, begin=0, outer_lr=0.9, rho=0.2, gamma=0.05, growth=0.1, decay=0.6, copies=None
 ):
@@ -374,9 +347,6 @@ def test_the_ranks_of_a_node_go_on_with_one_momentum(comm, kind):
     assert not torch.equal(states[0], states[2])
 
 
-STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
-
-
 def streamed(ranks, steps, every=4, late=3, share=0.3, outer_lr=0.7, outer_momentum=0.9, begin=0):
     """Return the weights of all ranks after each step: Streaming DiLoCo in numpy.
 
@@ -489,328 +459,3 @@ def nbytes(rule):
     """Return the bytes of a rule's arenas, also of arenas in lists."""
     found = [one for v in vars(rule).values() for one in (v if isinstance(v, list) else [v])]
     return sum(one.flat.nbytes for one in found if isinstance(one, mpikfac.numerics.Arena))
-
-
-def kfac_of(comm, strategy, **settings):
-    model = problem.network()
-    chosen = {**problem.SETTINGS, "length": "own", **settings}
-    return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
-
-
-def trainer_of(comm, kind, choices):
-    """Return K-FAC or the baseline, with choices of the strategy."""
-    if kind == "K-FAC":
-        return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-    model = problem.network()
-    return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
-
-
-def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
-    """Oracle: a copy of the model on the rank, whose step is preconditioned by dense solves.
-
-    Factors are averaged over ranks at each step; gradients are not.
-    """
-    ranks = comm.size
-    strategy = Strategy.comm_opt(ranks, exchanged="weights", exchange_every=2)
-    settings = {"factor_every": 1, "basis_every": 1, "kl_clip": None}
-    kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
-    optimizer = problem.sgd(alone)
-    for step in range(4):
-        for model in (kfac.model, alone):
-            model.zero_grad()
-            images, labels = problem.shards(step, ranks)[comm.rank]
-            F.cross_entropy(model(images), labels).backward()
-        kfac.step()
-        for layer in kfac.layers:
-            module = alone.get_submodule(layer.name)
-            precondition(module, *factors_of(kfac, layer), damping=problem.SETTINGS["damping"])
-        optimizer.step()
-        if step % 2:
-            average(comm, alone)
-        torch.testing.assert_close(problem.state(kfac.model), problem.state(alone))
-
-
-def factors_of(kfac, layer):
-    """Return both averages of a layer as matrices."""
-    whole = kfac.factors.whole()
-    return [mpikfac.numerics.unfold_triangle(whole[f"{layer.name}.{side}"]) for side in "AG"]
-
-
-def precondition(module, a, g, damping):
-    """Set a module's gradient to the solution of `(G (x) A + damping I) x = gradient`."""
-    bias = [module.bias.grad[:, None]] if module.bias is not None else []
-    weight = module.weight.grad
-    matrix = torch.cat([weight.flatten(1), *bias], 1)
-    curvature = torch.kron(g, a) + damping * torch.eye(matrix.numel()).to(a)
-    solved = torch.linalg.solve(curvature, matrix.flatten()).view(matrix.shape)
-    count = weight[0].numel()
-    weight.copy_(solved[:, :count].reshape(weight.shape))
-    if bias:
-        module.bias.grad.copy_(solved[:, -1])
-
-
-def average(comm, model):
-    """Average the parameters over ranks."""
-    for parameter in model.parameters():
-        every = comm.allgather(parameter.detach().cpu())
-        parameter.data.copy_(torch.stack(every).mean(0))
-
-
-WAYS = {
-    "DiLoCo": DILOCO,
-    "LSGD": {"merge": "leader"},
-    "Parle": ELASTIC | {"exchange_every": 2},
-    "stream": STREAM,
-    "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
-    "LSGD of nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, "merge": "leader"},
-    "Parle of nodes": ELASTIC
-    | {"copies_of": "node", "ranks_per_node": PER_NODE, "exchange_every": 2},
-    "DASO": {
-        **{"copies_of": "node", "ranks_per_node": PER_NODE},
-        **{"exchange_every": 3, "lateness": 2, "local_share": None},
-    },
-}
-
-
-@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
-    """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
-    choices = {"exchanged": "weights", "exchange_every": 2} | WAYS[way]
-    first = trainer_of(comm, kind, choices)
-    problem.run(first, comm, range(5))
-    first.combine()
-    state = copy.deepcopy(problem.whole_state(first, comm))
-    second = trainer_of(comm, kind, choices)
-    second.load_state_dict(state)
-    ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
-    assert torch.equal(*ends)
-
-
-@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
-@pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
-def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
-    """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
-    first = trainer_of(comm, kind, {"exchanged": "weights", "exchange_every": 2})
-    problem.run(first, comm, range(4))
-    second = trainer_of(comm, kind, later)
-    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
-    ends = comm.allgather(problem.run(second, comm, range(4, 6)))
-    assert all(torch.equal(end, ends[0]) for end in ends)
-
-
-@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
-def test_a_trainer_loads_its_own_state(comm, kind):
-    """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
-    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
-    trainer = trainer_of(comm, kind, choices)
-    problem.run(trainer, comm, range(4))
-    before = copy.deepcopy(trainer.state_dict())
-    assert any(value.any() for name, value in before.items() if name.startswith("exchange/mom"))
-    trainer.load_state_dict(trainer.state_dict())
-    for name, value in trainer.state_dict().items():
-        same = torch.equal(value, before[name]) if torch.is_tensor(value) else value == before[name]
-        assert same, name
-
-
-@pytest.mark.skipif(mpikfac.world().size == 1, reason="one rank cannot differ from itself")
-def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
-    """Oracle: the message on all ranks."""
-    model = problem.network()
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=3)
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
-    trainer.optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
-    problem.run(trainer, comm, [0, 1])
-    with pytest.raises(mpikfac.UserError, match="ranks disagree on"):
-        problem.run(trainer, comm, [2])
-
-
-MEANS = [n for n, way in NAMED.items() if not {"exchanged", "combine"} & way.choices.keys()]
-
-
-@pytest.mark.parametrize("name", MEANS)
-def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
-    """Oracle: plain averages of gradients; choices about factors have no effect."""
-    strategy, _ = mpikfac.named(name, comm.size, **({"workers": 1} if name == "hybrid" else {}))
-    wires = strategy.transport.wires
-    models = [problem.network() for _ in range(2)]
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-    ends = [
-        problem.run(DataParallel(model, optimizer, comm, chosen), comm)
-        for model, optimizer, chosen in zip(models, optimizers, (strategy, None))
-    ]
-    if wires.gradient_wire is None:
-        torch.testing.assert_close(*ends)
-    assert all(end.isfinite().all() for end in ends)
-
-
-def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
-    """Oracle: K-FAC takes the strategy; the baseline has the numbers of plain averages."""
-    strategy = Strategy(reduction="owners").changed(sums="alltoall")
-    ends = []
-    for chosen in (strategy, None):
-        model = problem.network()
-        ends.append(problem.run(DataParallel(model, problem.sgd(model), comm, chosen), comm))
-    torch.testing.assert_close(*ends)
-
-
-REMEMBERING = {
-    "centred-clip": {"clip_radius": 0.1},
-    "safeguard": {"long_window": 5, "short_window": 2, "safe_noise": 0.01, "safe_factor": 1.1},
-}
-
-
-@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
-@pytest.mark.parametrize("rule", REMEMBERING)
-def test_a_rule_remembers_earlier_steps_after_a_checkpoint(comm, rule, kind):
-    """Oracle: the run that was not interrupted; a run without the memory ends elsewhere."""
-    choices = {"combine": rule, **REMEMBERING[rule]}
-
-    def make():
-        if kind == "K-FAC":
-            return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
-        model = problem.network()
-        return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
-
-    first, second, third = make(), make(), make()
-    problem.run(first, comm, range(3))
-    state = copy.deepcopy(problem.whole_state(first, comm))
-    second.load_state_dict(state)
-    third.load_state_dict({n: v for n, v in state.items() if not n.startswith("exchange/rule")})
-    ends = [problem.run(trainer, comm, range(3, 7)) for trainer in (first, second, third)]
-    assert torch.equal(*ends[:2])
-    if comm.size > 2:
-        assert not torch.equal(ends[0], ends[2])
-
-
-def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
-    """Oracle: the names; a state of five ranks fits no test's number of ranks."""
-    model = problem.network()
-    strategy = Strategy.mem_opt(combine="safeguard")
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
-    problem.run(trainer, comm, [0])
-    state = copy.deepcopy(problem.whole_state(trainer, comm))
-    assert not trainer.missing(state)
-    other = {name.replace(f" of {comm.size}/", " of 5/"): v for name, v in state.items()}
-    trainer.load_state_dict(other)
-    assert not any(kept.any() for kept in trainer.replicas.state_dict().values())
-
-
-def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
-    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
-    kfac = kfac_of(comm, strategy)
-    with pytest.raises(ValueError, match="call step"):
-        kfac.precondition()
-
-
-def test_copies_are_no_state_of_the_run(comm):
-    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=4)
-    model = problem.network()
-    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
-    problem.run(trainer, comm, [0])
-    with pytest.raises(ValueError, match="call combine"):
-        trainer.state_dict()
-    trainer.combine()
-    states = comm.allgather(problem.state(model).cpu())
-    assert trainer.state_dict() and all(torch.equal(states[0], other) for other in states)
-
-
-# -- robust rules ---------------------------------------------------------------------------------
-
-ROBUST = [
-    Robust("median"),
-    Robust("geometric-median"),
-    Robust("centred-clip", clip_radius=2.0),
-    Robust("safeguard", long_window=4, short_window=2, safe_factor=1.1),
-    Robust("trimmed-mean", liars=1),
-    Robust("krum", liars=0),
-]
-ROBUST = [rule for rule in ROBUST if rule.combine != "krum" or mpikfac.world().size >= 3]
-ROBUST = [rule for rule in ROBUST if rule.liars == 0 or mpikfac.world().size >= 3]
-
-
-def on_one_process(rule, ranks, size=SIZE):
-    """Return a function from the vectors of all ranks to what the rule makes of the vectors."""
-    if rule.combine in BY_COORDINATE:
-        return lambda rows: BY_COORDINATE[rule.combine](torch.from_numpy(rows), rule).numpy()
-    combiner = by_vector(rule, ranks, torch.zeros(size, dtype=torch.float64, device="cpu"))
-
-    def combined(vectors):
-        parts = torch.from_numpy(vectors)
-        rows = combiner.rows(parts)
-        return combiner.combine(rows @ rows.mT, parts).numpy()
-
-    return combined
-
-
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
-def test_gradients_are_combined_by_the_rule(comm, rule):
-    """Oracle: the rule, which tests/unit/test_robust.py checks, of all gradients on one process."""
-    ranks = comm.size
-    strategy = Strategy.mem_opt(**dataclasses.asdict(rule))
-    w, v, combined = np.ones(SIZE), np.zeros(SIZE), on_one_process(rule, ranks)
-    for found in trained(comm, strategy, 6):
-        losses = [quadratic(rank) for rank in range(ranks)]
-        g = np.array([a.T @ (a @ w - b) for a, b in losses])
-        v = MOMENTUM * v + (combined(g) if ranks > 1 else g[0])
-        w = w - RATE * v
-        np.testing.assert_allclose(found, w, rtol=1e-11, atol=1e-11)
-
-
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
-def test_messages_of_a_rule_are_the_plans(comm, rule):
-    """Oracle: the plan, message by message."""
-    model = problem.network()
-    trainer = DataParallel(
-        model,
-        problem.sgd_all(model),
-        comm,
-        Strategy.mem_opt(**dataclasses.asdict(rule)),
-        mpikfac.Trace(events=True),
-    )
-    problem.run(trainer, comm, [0])
-    planned = trainer.plan.of(comm.rank).reduce_gradients()
-    events = [(e.name, e.over, e.bytes) for e in trainer.trace.events if e.over]
-    assert events == [(m.stage, m.over, m.bytes) for m in planned]
-
-
-@pytest.mark.skipif(mpikfac.world().size < 3, reason="two ranks cannot tell which of them is wrong")
-@pytest.mark.parametrize("wrong", [-100.0, np.nan])
-def test_a_wrong_rank_does_not_lead_training_astray(comm, wrong):
-    """Oracle: K-FAC whose ranks all have the right gradient of one batch."""
-    rule = {"combine": "median"}
-
-    def trained(strategy, wrong):
-        kfac = kfac_of(comm, strategy, kl_clip=None)
-        for step in range(4):
-            images, labels = problem.shards(step, 1)[0]
-            kfac.optimizer.zero_grad()
-            F.cross_entropy(kfac.model(images), labels).backward()
-            if comm.rank == 1:
-                for parameter in kfac.model.parameters():
-                    parameter.grad *= wrong
-            kfac.step()
-        return problem.state(kfac.model)
-
-    ranks = comm.size
-    ends = trained(Strategy.comm_opt(ranks, **rule), wrong), trained(Strategy.comm_opt(ranks), 1.0)
-    torch.testing.assert_close(*ends)
-
-
-@pytest.mark.parametrize("rule", ROBUST, ids=lambda rule: rule.combine)
-def test_running_statistics_do_not_cut_vectors_in_two(comm, rule):
-    """Oracle: the rule, of all gradients of a network with batch normalisation on one process."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
-    model.to(problem.DEVICE)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    trainer = DataParallel(model, optimizer, comm, Strategy.mem_opt(**dataclasses.asdict(rule)))
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    generator = torch.Generator().manual_seed(comm.rank)
-    inputs = torch.randn(6, 3, generator=generator, device="cpu").double()
-    model(inputs.to(problem.DEVICE)).square().sum().backward()
-    own = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu().numpy()
-    vectors = np.array(comm.allgather(own))
-    combined = on_one_process(rule, *vectors.shape)(vectors) if comm.size > 1 else own
-    trainer.step()
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
-    np.testing.assert_allclose((before - after).cpu(), combined, rtol=1e-8, atol=1e-10)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import mpikfac
-from mpikfac import Strategy
+from mpikfac import DataParallel, Strategy
 from mpikfac.plan import NAMED
 from support import problem
 
@@ -251,3 +251,32 @@ def test_a_copy_of_a_strategy_by_name_is_that_strategy(comm):
     assert strategy == Strategy(RANKS, colocate=False).changed(packing="square", fusion=1)
     assert settings == {"solver": "eigen"}
     assert mpikfac.named("late", RANKS)[0] == Strategy(RANKS).changed(reduce_at="bases")
+
+
+MEANS = [n for n, way in NAMED.items() if not {"exchanged", "combine"} & way.choices.keys()]
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_the_baseline_takes_the_strategies_of_kfac(comm, name):
+    """Oracle: plain averages of gradients; choices about factors have no effect."""
+    strategy, _ = mpikfac.named(name, comm.size, **({"workers": 1} if name == "hybrid" else {}))
+    wires = strategy.transport.wires
+    models = [problem.network() for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    ends = [
+        problem.run(DataParallel(model, optimizer, comm, chosen), comm)
+        for model, optimizer, chosen in zip(models, optimizers, (strategy, None))
+    ]
+    if wires.gradient_wire is None:
+        torch.testing.assert_close(*ends)
+    assert all(end.isfinite().all() for end in ends)
+
+
+def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
+    """Oracle: K-FAC takes the strategy; the baseline has the numbers of plain averages."""
+    strategy = Strategy(reduction="owners").changed(sums="alltoall")
+    ends = []
+    for chosen in (strategy, None):
+        model = problem.network()
+        ends.append(problem.run(DataParallel(model, problem.sgd(model), comm, chosen), comm))
+    torch.testing.assert_close(*ends)

@@ -62,7 +62,7 @@ TABLE = (
         "engine/copies/replicas.py",
         "self.site.plan.first if alone else 0",
         "self.site.plan.first",
-        "tests/mpi/test_exchange.py",
+        "tests/mpi/test_replicas.py",
         2,
     ),
     Mistake(

@@ -1,0 +1,153 @@
+"""Copies of the model on the ranks: local K-FAC, restarts, and ranks that drift apart."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import mpikfac
+from mpikfac import DataParallel, Strategy
+from support import problem
+from support.copies import DILOCO, ELASTIC, PER_NODE, STREAM, kfac_of, trainer_of
+
+
+def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
+    """Oracle: a copy of the model on the rank, whose step is preconditioned by dense solves.
+
+    Factors are averaged over ranks at each step; gradients are not.
+    """
+    ranks = comm.size
+    strategy = Strategy.comm_opt(ranks, exchanged="weights", exchange_every=2)
+    settings = {"factor_every": 1, "basis_every": 1, "kl_clip": None}
+    kfac, alone = kfac_of(comm, strategy, **settings), problem.network()
+    optimizer = problem.sgd(alone)
+    for step in range(4):
+        for model in (kfac.model, alone):
+            model.zero_grad()
+            images, labels = problem.shards(step, ranks)[comm.rank]
+            F.cross_entropy(model(images), labels).backward()
+        kfac.step()
+        for layer in kfac.layers:
+            module = alone.get_submodule(layer.name)
+            precondition(module, *factors_of(kfac, layer), damping=problem.SETTINGS["damping"])
+        optimizer.step()
+        if step % 2:
+            average(comm, alone)
+        torch.testing.assert_close(problem.state(kfac.model), problem.state(alone))
+
+
+def factors_of(kfac, layer):
+    """Return both averages of a layer as matrices."""
+    whole = kfac.factors.whole()
+    return [mpikfac.numerics.unfold_triangle(whole[f"{layer.name}.{side}"]) for side in "AG"]
+
+
+def precondition(module, a, g, damping):
+    """Set a module's gradient to the solution of `(G (x) A + damping I) x = gradient`."""
+    bias = [module.bias.grad[:, None]] if module.bias is not None else []
+    weight = module.weight.grad
+    matrix = torch.cat([weight.flatten(1), *bias], 1)
+    curvature = torch.kron(g, a) + damping * torch.eye(matrix.numel()).to(a)
+    solved = torch.linalg.solve(curvature, matrix.flatten()).view(matrix.shape)
+    count = weight[0].numel()
+    weight.copy_(solved[:, :count].reshape(weight.shape))
+    if bias:
+        module.bias.grad.copy_(solved[:, -1])
+
+
+def average(comm, model):
+    """Average the parameters over ranks."""
+    for parameter in model.parameters():
+        every = comm.allgather(parameter.detach().cpu())
+        parameter.data.copy_(torch.stack(every).mean(0))
+
+
+WAYS = {
+    "DiLoCo": DILOCO,
+    "LSGD": {"merge": "leader"},
+    "Parle": ELASTIC | {"exchange_every": 2},
+    "stream": STREAM,
+    "nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, **DILOCO},
+    "LSGD of nodes": {"copies_of": "node", "ranks_per_node": PER_NODE, "merge": "leader"},
+    "Parle of nodes": ELASTIC
+    | {"copies_of": "node", "ranks_per_node": PER_NODE, "exchange_every": 2},
+    "DASO": {
+        **{"copies_of": "node", "ranks_per_node": PER_NODE},
+        **{"exchange_every": 3, "lateness": 2, "local_share": None},
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ["first-order", "K-FAC"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loaded_state_goes_on_as_the_run(comm, kind, way):
+    """Oracle: the run that was not interrupted; each rank has a momentum of its own."""
+    choices = {"exchanged": "weights", "exchange_every": 2} | WAYS[way]
+    first = trainer_of(comm, kind, choices)
+    problem.run(first, comm, range(5))
+    first.combine()
+    state = copy.deepcopy(problem.whole_state(first, comm))
+    second = trainer_of(comm, kind, choices)
+    second.load_state_dict(state)
+    ends = [problem.run(trainer, comm, range(5, 10)) for trainer in (first, second)]
+    assert torch.equal(*ends)
+
+
+@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
+@pytest.mark.parametrize("later", [{}, {"exchanged": "weights", "exchange_from": 100}])
+def test_ranks_that_average_gradients_take_a_single_copy(comm, kind, later):
+    """Oracle: all ranks stay alike, though every rank's copy had a momentum of its own."""
+    first = trainer_of(comm, kind, {"exchanged": "weights", "exchange_every": 2})
+    problem.run(first, comm, range(4))
+    second = trainer_of(comm, kind, later)
+    second.load_state_dict(copy.deepcopy(problem.whole_state(first, comm)))
+    ends = comm.allgather(problem.run(second, comm, range(4, 6)))
+    assert all(torch.equal(end, ends[0]) for end in ends)
+
+
+@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
+def test_a_trainer_loads_its_own_state(comm, kind):
+    """Oracle: the state before; momenta of exchanges are views of what the load forgets."""
+    choices = {"exchanged": "weights", "exchange_every": 2, "outer_lr": 0.7, "outer_momentum": 0.9}
+    trainer = trainer_of(comm, kind, choices)
+    problem.run(trainer, comm, range(4))
+    before = copy.deepcopy(trainer.state_dict())
+    assert any(value.any() for name, value in before.items() if name.startswith("exchange/mom"))
+    trainer.load_state_dict(trainer.state_dict())
+    for name, value in trainer.state_dict().items():
+        same = torch.equal(value, before[name]) if torch.is_tensor(value) else value == before[name]
+        assert same, name
+
+
+@pytest.mark.skipif(mpikfac.world().size == 1, reason="one rank cannot differ from itself")
+def test_ranks_that_drift_apart_stop_together_at_the_exchange(comm):
+    """Oracle: the message on all ranks."""
+    model = problem.network()
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=3)
+    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    trainer.optimizer.param_groups[0]["lr"] += 0.1 * comm.rank
+    problem.run(trainer, comm, [0, 1])
+    with pytest.raises(mpikfac.UserError, match="ranks disagree on"):
+        problem.run(trainer, comm, [2])
+
+
+def test_gradients_of_the_caller_and_copies_of_the_ranks_exclude_each_other(comm):
+    strategy = Strategy.comm_opt(comm.size, exchanged="weights", exchange_every=2)
+    kfac = kfac_of(comm, strategy)
+    with pytest.raises(ValueError, match="call step"):
+        kfac.precondition()
+
+
+def test_copies_are_no_state_of_the_run(comm):
+    strategy = Strategy.mem_opt(exchanged="weights", exchange_every=4)
+    model = problem.network()
+    trainer = DataParallel(model, problem.sgd(model), comm, strategy)
+    problem.run(trainer, comm, [0])
+    with pytest.raises(ValueError, match="call combine"):
+        trainer.state_dict()
+    trainer.combine()
+    states = comm.allgather(problem.state(model).cpu())
+    assert trainer.state_dict() and all(torch.equal(states[0], other) for other in states)

@@ -1,0 +1,58 @@
+"""Least squares that differ by rank, and trainers whose ranks step copies of the model."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+import mpikfac
+from mpikfac import DataParallel, Strategy
+from support import problem
+
+RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
+PER_NODE = 2 if mpikfac.world().size == 4 else 1
+DILOCO = {"outer_lr": 0.7, "outer_momentum": 0.9}
+LEADER = {"merge": "leader", "exchange_every": 3, "leader_step": 0.2, "leader_pull": 0.3}
+ELASTIC = {
+    **{"merge": "elastic", "exchange_every": 4, "anchor_pull": 0.05, "mean_pull": 0.2},
+    **{"pull_growth": 0.1, "average_decay": 0.6, "outer_lr": 0.9},
+}
+STREAM = {"fragments": 2, "lateness": 3, "local_share": 0.3, "exchange_every": 4, **DILOCO}
+
+
+def quadratic(rank):
+    """Return matrix and target of a rank's loss `|A w - b|^2 / 2`."""
+    random = np.random.default_rng(rank)
+    return random.normal(size=(8, SIZE)), random.normal(size=8)
+
+
+def trained(comm, strategy, steps, nesterov=False):
+    """Return the weights after each step of SGD on the ranks' losses."""
+    model = nn.Linear(SIZE, 1, bias=False).double()
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=MOMENTUM, nesterov=nesterov)
+    trainer = DataParallel(model.to(problem.DEVICE), optimizer, comm, strategy)
+    matrix, target = (torch.tensor(part).to(problem.DEVICE) for part in quadratic(comm.rank))
+    weights = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(matrix)[:, 0] - target).square().sum() / 2
+        loss.backward()
+        trainer.step(mean_loss=loss)
+        weights.append(model.weight.detach().cpu().numpy()[0].copy())
+    return weights
+
+
+def kfac_of(comm, strategy, **settings):
+    model = problem.network()
+    chosen = {**problem.SETTINGS, "length": "own", **settings}
+    return problem.kfac(model, problem.sgd(model), comm, strategy, **chosen)
+
+
+def trainer_of(comm, kind, choices):
+    """Return K-FAC or the baseline, with choices of the strategy."""
+    if kind == "K-FAC":
+        return kfac_of(comm, Strategy.comm_opt(comm.size, **choices))
+    model = problem.network()
+    return DataParallel(model, problem.sgd(model), comm, Strategy.mem_opt(**choices))
