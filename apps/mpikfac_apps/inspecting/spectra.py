@@ -138,7 +138,8 @@ def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, pat
         panel.set(title=name, xlabel="eigenvalues, largest first (%)")
     axes[0].set_yticks(rows, [spectrum.layer for spectrum in found], fontsize=8)
     bar = figure.colorbar(image, ax=axes[:2], location="bottom", aspect=50, pad=0.02, extend="min")
-    bar.set_label("eigenvalue / largest eigenvalue of its factor (grey: zero or not finite)")
+    below = f"black: {FLOOR:g} or less, or negative; grey: the factor is 0 or not finite"
+    bar.set_label(f"eigenvalue / largest eigenvalue of its factor ({below})")
     axes[2].plot(conditions, rows, "o", markersize=4)
     infinite = [row for row in rows if conditions[row] == math.inf]
     edge = axes[2].get_yaxis_transform()
