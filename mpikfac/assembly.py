@@ -314,6 +314,8 @@ class Assembly:
             needed = {n: v for part in self._parts for n, v in part.needed(names).items()}
             own = {OWN + name: value for name, value in needed.items()}
             kept = fitting(state, own | self.replicas.needed(state.keys()), rounded=True)
+        self.gradients.recall()
+        self.factors.recall()
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()

@@ -246,7 +246,8 @@ class DataParallel:
         self.gradients.collect()
 
     def discard(self) -> None:
-        """Forget the passes since the last step, of a batch without a step."""
+        """Forget the passes since the last step; see `KFAC.discard`."""
+        self.gradients.check_unsent()
         self.gradients.discard()
 
     @property
@@ -291,6 +292,7 @@ class DataParallel:
         with together(self.gradients.grid.world, "loading state", untrusted=True):
             state, found = self._needed(state)
             kept = fitting(state, self.replicas.needed(state.keys()), rounded=True)
+        self.gradients.recall()
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.gradients.keep()
         self.gradients.discard()

@@ -429,8 +429,7 @@ class KFAC(Assembly):
         Raises:
             ValueError: with `overlap`, as the backward pass has sent the sums.
         """
-        if self.plan.strategy.transport.overlap:
-            raise ValueError("with overlap=True a batch is sent as it is made; call step()")
+        self.gradients.check_unsent()
         for part in self._parts:
             part.clear()
         self.gradients.discard()

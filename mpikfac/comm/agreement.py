@@ -87,11 +87,23 @@ def handed_over(
     for name in sorted(set().union(*(some for _, some in ranks))):
         source = next((rank for rank, (names, _) in enumerate(ranks) if name in names), None)
         if source is not None:
-            value = held[name] if comm.rank == source else None
-            value = comm.bcast(value.cpu() if torch.is_tensor(value) else value, root=source)
+            value = _passed_on(comm, held.get(name), source)
             if name in wanted:
                 found[name] = value
     return found
+
+
+def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:
+    """Return a tensor or number of the rank `source`; a tensor has no bound on its size."""
+    form = (value.shape, value.dtype) if torch.is_tensor(value) else None
+    form, number = comm.bcast((form, None if form else value), root=source)
+    if form is None:
+        return number
+    host = torch.empty(form[0], dtype=form[1], device="cpu")
+    if comm.rank == source:
+        host.copy_(value)
+    _broadcast_bytes(comm, host, source)
+    return host
 
 
 def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
@@ -101,12 +113,17 @@ def broadcast(comm: MPI.Intracomm, tensors: Sequence[Tensor]) -> None:
     """
     for tensor in tensors:
         host = tensor.detach().cpu().contiguous()
-        content = host.view(-1).view(torch.uint8).numpy()
-        for piece in pieces(content, 0, len(content), MAX_COUNT):
-            comm.Bcast(piece, root=0)
+        _broadcast_bytes(comm, host, 0)
         if comm.rank:
-            with torch.no_grad():
-                tensor.copy_(host)
+            with torch.no_grad():  # an expanded dimension has a single place for all its numbers
+                places = tuple(slice(None if stride else 1) for stride in tensor.stride())
+                tensor[places].copy_(host[places])
+
+
+def _broadcast_bytes(comm: MPI.Intracomm, host: Tensor, root: int) -> None:
+    content = host.view(-1).view(torch.uint8).numpy()
+    for piece in pieces(content, 0, len(content), MAX_COUNT):
+        comm.Bcast(piece, root=root)
 
 
 def clock_offset(comm: MPI.Intracomm) -> float:

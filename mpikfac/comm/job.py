@@ -102,7 +102,9 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
 
     Collective over: comm.
     """
-    local_rank = comm.Split_type(MPI.COMM_TYPE_SHARED).rank
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    local_rank = node.rank
+    node.Free()
     found = _maker()
     if kind == "cpu" or (kind == "auto" and found is None):
         return torch.device("cpu")

@@ -191,6 +191,8 @@ class Server:
         load_model_state(self.model, self.optimizer, self._stepped, found)
         self.version = found[VERSION]
         self._fetched = dict.fromkeys(self._clients, self.version)
+        self._steps = dict.fromkeys(self._present, -1)
+        self._meet_at = None
         self._link.send(None, dest=client, tag=LOAD)
 
     def _leave(self, client: int) -> None:

@@ -98,6 +98,14 @@ def check_layers(model: nn.Module, distribution: Distribution) -> None:
             raise ValueError(
                 f"layer {name!r} has {count} {axis}, which ways={distribution.ways} does not divide"
             )
+    for name, place in _places(model, distribution).items():
+        weight = model.get_submodule(name).weight
+        count = weight.shape[0]
+        if place.gives and count % distribution.ways:
+            raise ValueError(
+                f"layer {name!r} hands on {count} outputs to a split layer, which "
+                f"ways={distribution.ways} does not divide; leave one of both layers out"
+            )
 
 
 def _places(model: nn.Module, distribution: Distribution) -> dict[str, Place]:

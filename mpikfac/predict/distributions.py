@@ -118,7 +118,9 @@ def _places(call: LayerCall, before: Place, last: bool, ways: int) -> Iterator[P
     if before.axis is None or before.gives:
         for axis in CHANNELS if ways > 1 else ():
             if call.can_split(axis, ways):
-                yield from (Place(axis, before.gives, gives) for gives in {False, not last})
+                yield Place(axis, before.gives, False)
+                if not last and call.can_split("outputs", ways):  # slices of outputs are equal
+                    yield Place(axis, before.gives, True)
 
 
 def _rows(calls: Sequence[LayerCall]) -> list[list[LayerCall]]:

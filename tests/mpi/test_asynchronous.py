@@ -256,6 +256,26 @@ def test_a_call_makes_all_clients_meet_after_the_same_step(comm):
     on_both(comm, model, problem.sgd(model), UPDATES, train)
 
 
+def test_a_call_after_going_back_makes_all_clients_meet_at_once(comm):
+    """Oracle: two steps, as after a call without going back; 20 steps were taken back."""
+    model = network()
+
+    def train(trainer, ranks):
+        trainer.combine()
+        state = copy.deepcopy(problem.whole_state(trainer, ranks))
+        steps(trainer, ranks.rank, ranks.size, range(20))
+        trainer.combine()
+        trainer.load_state_dict(state)
+        trainer.call()
+        for step in range(20):
+            steps(trainer, ranks.rank, ranks.size, [step])
+            if trainer.combined:
+                break
+        assert step <= 2
+
+    on_both(comm, model, problem.sgd(model), UPDATES, train)
+
+
 @pytest.mark.parametrize("warm", [5, 50])
 def test_a_warm_start_is_of_one_client(comm, warm):
     """Oracle: the number of updates of each client; a meeting ends the warm start."""

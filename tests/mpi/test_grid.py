@@ -91,9 +91,11 @@ def test_owners_get_the_sum_of_their_segment(comm, pieces, primitive):
     assert torch.equal(flat[own], expected[own])
 
 
-def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch):
+@pytest.mark.parametrize("most", [2**31 - 1, 8])
+def test_owners_add_what_comes_by_alltoall_in_order_of_ranks(comm, monkeypatch, most):
     """Oracle: the same additions of float32 numbers in one process."""
     monkeypatch.setattr(primitives, "PIECE", 8)
+    monkeypatch.setattr(primitives, "MAX_COUNT", most)
     edges = bounds(*uneven(comm.size))
     generator = torch.Generator().manual_seed(0)
     given = torch.randn(comm.size, edges[-1], generator=generator, device="cpu")
@@ -140,6 +142,21 @@ def test_training_in_pieces(comm, monkeypatch, workers, reduction, update):
         monkeypatch.setattr(module, "MAX_COUNT", 500)
     monkeypatch.setattr(primitives, "PIECE", 500)
     torch.testing.assert_close(trained(), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("most", [2**31 - 1, 5])
+def test_tensors_reach_all_ranks_whatever_their_memory(comm, monkeypatch, most):
+    """Oracle: rank 0's numbers, and those of the first rank that holds a name."""
+    monkeypatch.setattr(agreement, "MAX_COUNT", most)
+    whole = torch.arange(6.0).view(2, 3) + comm.rank
+    tensors = [whole.mT, whole[:, :1].expand(2, 4), whole[0, 0].clone(), whole[:0].bool()]
+    expected = [tensor - (comm.rank if tensor.numel() else 0) for tensor in tensors[:3]]
+    agreement.broadcast(comm, tensors)
+    assert all(torch.equal(found, right) for found, right in zip(tensors, expected))
+    held = {"number": 3} if comm.rank else {"tensor": whole[:, 1].bfloat16()}
+    found = agreement.handed_over(comm, held, ["tensor", "number", "missing"])
+    assert torch.equal(found["tensor"].float(), torch.tensor([1.0, 4.0]))
+    assert found.get("number") == (3 if comm.size > 1 else None)
 
 
 REFUSED = [

@@ -172,6 +172,31 @@ def test_no_step_follows_close(comm):
         problem.run(kfac, comm, [0])
 
 
+@pytest.mark.parametrize("kind", ["K-FAC", "baseline"])
+def test_a_run_goes_back_after_a_backward_pass_that_has_sent_sums(comm, kind):
+    """Oracle: the run without the bad batch, of which one rank lacks the backward pass."""
+    strategy = Strategy().changed(overlap=True, fusion=1)
+
+    def make():
+        if kind == "K-FAC":
+            return trainer(comm, strategy, "eigen")
+        model = problem.network()
+        return DataParallel(model, problem.sgd(model), comm, strategy)
+
+    first, second = make(), make()
+    for one in (first, second):
+        problem.run(one, comm, range(4))
+    state = problem.whole_state(second, comm)
+    if comm.rank == 0:
+        images, labels = problem.shards(9, comm.size)[0]
+        F.cross_entropy(second.model(images), labels).backward()
+        with pytest.raises(ValueError, match="a batch is sent as it is made"):
+            second.discard()
+    second.load_state_dict(state)
+    ends = [problem.run(one, comm, range(4, 8)) for one in (first, second)]
+    assert torch.equal(*ends)
+
+
 @pytest.mark.parametrize("choices", [{"reduction": "owners"}, {"workers": RANKS}])
 def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     """Oracle: the uninterrupted run; at step 2 the run sends factors, and no bases."""

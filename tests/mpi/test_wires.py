@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import Strategy, Trace
 from mpikfac.comm import Grid
+from mpikfac.comm.messages import encoded
 from mpikfac.plan import NAMED, Codec, lay_out
 from mpikfac.plan.messages import gathers, sums
 from support import problem
@@ -160,8 +161,10 @@ def test_with_feedback_the_mean_of_sums_goes_to_the_exact_sum(comm, codec, segme
 @pytest.mark.skipif(RANKS == 1, reason="one rank sends nothing")
 @pytest.mark.parametrize("codec", [None, Codec("bfloat16"), *FEEDBACK], ids=str)
 @pytest.mark.parametrize("alike", [True, False])
-def test_what_is_gathered_is_equal_where_it_comes_from_too(comm, codec, alike):
+@pytest.mark.parametrize("most", [2**31 - 1, 50], ids=["whole", "in pieces"])
+def test_what_is_gathered_is_equal_where_it_comes_from_too(comm, monkeypatch, codec, alike, most):
     """Oracle: the values, to a bfloat16's or a block's rounding; with top-k, the sent values."""
+    monkeypatch.setattr(encoded, "MAX_COUNT", most)
     layout = lay_out([(f"{k}", (64 + 16 * k,))] for k in range(comm.size))
     kind = (lambda name: 0) if alike else (lambda name: name)
     messages = gathers("stage", "world", layout, kind, comm.rank, comm.size, 8, codec)

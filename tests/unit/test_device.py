@@ -54,6 +54,14 @@ def test_gpus_of_another_name_are_refused(comm, two_gpus):
         mpikfac.device(comm, "xpu")
 
 
+def test_the_communicator_of_the_node_is_freed(no_gpu):
+    """Oracle: the calls of MPI."""
+    freed = []
+    node = SimpleNamespace(rank=0, Free=lambda: freed.append(True))
+    mpikfac.device(SimpleNamespace(Split_type=lambda kind: node))
+    assert freed == [True]
+
+
 @pytest.mark.parametrize(("override", "answer"), [("1", True), ("0", False), (None, False)])
 def test_the_user_knows_better_whether_mpi_takes_device_buffers(no_gpu, override, answer):
     """Oracle: the override; without an override, no GPU means no."""

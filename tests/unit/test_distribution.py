@@ -39,9 +39,16 @@ def all_distributions(calls, ranks):
     for ways in divisors(ranks)[1:]:
         for axes in itertools.product((None, *CHANNELS), repeat=len(calls)):
             chosen = {call.name: axis for call, axis in zip(calls, axes) if axis}
-            if chosen and all(c.can_split(chosen[c.name], ways) for c in calls if c.name in chosen):
+            if chosen and all(can_run(call, chosen, ways, calls) for call in calls):
                 found.append(Distribution(ways, chosen))
     return found
+
+
+def can_run(call, chosen, ways, calls):
+    """Return whether all slices of a layer are equal, also slices of outputs that are handed on."""
+    gives = places(calls, chosen)[call.name].gives
+    axes = {chosen.get(call.name), "outputs" if gives else None} - {None}
+    return all(call.can_split(axis, ways) for axis in axes)
 
 
 def wire(calls, distribution, ranks):

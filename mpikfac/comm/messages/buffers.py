@@ -33,6 +33,19 @@ def check_summable(flat: Tensor) -> None:
         raise ValueError(f"a tensor of strides {flat.stride()} is not contiguous; copy it first")
 
 
+def check_sendable(stage: str, count: int) -> None:
+    """Check that MPI takes a message of `count` elements or bytes.
+
+    Raises:
+        ValueError: there are more.
+    """
+    if count > MAX_COUNT:
+        raise ValueError(
+            f"a message of the stage {stage!r} has {count} elements or bytes, and MPI takes at "
+            f"most {MAX_COUNT}: this way to send is for smaller models"
+        )
+
+
 def pieces(buffer: Any, start: int, stop: int, count: int) -> Iterator[Any]:
     """Yield views of the elements from `start` to `stop`, at most `count` elements per view."""
     for offset in range(start, stop, count):

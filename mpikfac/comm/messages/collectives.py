@@ -59,7 +59,11 @@ def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffe
         counts = [min(step, stop - begin) for begin, (_, stop) in zip(begins, message.spans)]
         begin, count = begins[comm.rank], counts[comm.rank]
         parts = buffers.like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
-        comm.Alltoallv([buffer, counts, begins, None], [parts, [count] * comm.size])
+        sent = [buffer, counts, begins, None]
+        if len(buffer) > MAX_COUNT:  # MPI takes no larger place
+            some = [(begin, begin + count) for begin, count in zip(begins, counts)]
+            sent = [buffers.joined(buffer, some), counts]
+        comm.Alltoallv(sent, [parts, [count] * comm.size])
         total = buffer[begin : begin + count]
         total[:] = parts[:count]
         for other in range(1, comm.size):

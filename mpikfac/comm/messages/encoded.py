@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 import torch
 from torch import Tensor
 
-from mpikfac.comm.messages.buffers import synchronize
+from mpikfac.comm.messages.buffers import MAX_COUNT, check_sendable, synchronize
 from mpikfac.comm.mpi import MPI
 from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewed
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
@@ -86,6 +86,7 @@ class Encoded:
         def deal(sent: Tensor, received: Tensor) -> None:
             comm.Alltoallv([sent, counts], [received, own])
 
+        check_sendable(message.stage, max(sum(counts), comm.size * max(counts)))
         parts = self._passed(deal, torch.cat(mine), sum(own))
         _decode(flat, message.spans[comm.rank], parts.split(own), codec)
         return sum(counts)
@@ -122,7 +123,15 @@ class Encoded:
         mine = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
 
         def gather(sent: Tensor, received: Tensor) -> None:
-            comm.Allgatherv(sent, [received, counts])
+            if len(received) <= MAX_COUNT:
+                comm.Allgatherv(sent, [received, counts])
+                return
+            for root, part in enumerate(received.split(counts)):
+                if comm.rank == root:
+                    part.copy_(sent)
+                    synchronize(part)
+                for piece in part.split(MAX_COUNT):
+                    comm.Bcast(piece, root)
 
         parts = self._passed(gather, mine, sum(counts)).split(counts)
         for span, part in zip(message.spans, parts):

@@ -77,6 +77,16 @@ class OverlappedSums:
         self._missing = Counter(self._message_of.values())
         self.ready_blocks.clear()
 
+    def drop(self, world: MPI.Intracomm) -> None:
+        """Forget a batch whose sums no step takes, on all ranks if any rank has sent a block.
+
+        Collective over: world.
+        """
+        if any(world.allgather(bool(self.ready_blocks))):
+            for block in self._message_of.keys() - self.ready_blocks:
+                self.ready(block)
+            self.wait()
+
 
 class ProgressThread:
     """Run the thread that sends overlapped sums over the world.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from mpikfac.comm.messages.buffers import check_sendable
 from mpikfac.comm.mpi import MPI
 from mpikfac.numerics import BY_COORDINATE, ByVector, Near, by_vector
 from mpikfac.plan import Message, NearMost, Robust
@@ -51,6 +52,7 @@ class Combiner:
         deal, *others, gather = messages
         starts = [start for start, _ in deal.spans]
         counts = [stop - start for start, stop in deal.spans]
+        check_sendable(deal.stage, max(sum(counts), comm.size * max(counts)))
         first, last = starts[0], starts[0] + sum(counts)
         host = flat[first:last].cpu()
         parts = host.new_empty(comm.size, counts[comm.rank])

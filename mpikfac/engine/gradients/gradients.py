@@ -119,6 +119,24 @@ class Gradients:
         self._counts.leave()
         self._take_back()
 
+    def recall(self) -> None:
+        """Forget what overlapped messages have sent of a batch without a step.
+
+        Collective over: world.
+        """
+        if self._beside is not None:
+            self._beside.drop(self.grid.world)
+            self._sent.clear()
+
+    def check_unsent(self) -> None:
+        """Check that a batch can be forgotten by this rank alone.
+
+        Raises:
+            ValueError: with `overlap`, as the backward pass has sent the sums.
+        """
+        if self.plan.strategy.transport.overlap:
+            raise ValueError("with overlap=True a batch is sent as it is made; call step()")
+
     def _take_back(self) -> None:
         for block in self.statistics:
             block.leave()

@@ -135,6 +135,15 @@ class Factors(Part):
         total, count = self.statistics[name], self.statistics[factor.counted]
         return Running(name, total, count, self.averages[name], self.weights[name])
 
+    def recall(self) -> None:
+        """Forget what overlapped messages have sent of a batch without a step.
+
+        Collective over: world.
+        """
+        self.settle()
+        if self._beside is not None:
+            self._beside.drop(self.grid.world)
+
     def forget(self) -> None:
         """Forget all averages, or start at the identity with the weight of a batch."""
         self.settle()
