@@ -182,6 +182,12 @@ def runs_of(images: str, optimizer: str, choice: dict[str, str]) -> Iterator[lis
             yield run
 
 
+def rank(images: str, optimizer: str, choice: dict[str, str]) -> tuple[int, float]:
+    """Return the number of seeds of a setting, and the mean of the seeds' ends."""
+    ends = [run[-1] for run in runs_of(images, optimizer, choice)]
+    return len(ends), statistics.mean(ends or [0.0])
+
+
 def best_budgets(images: str, optimizer: str) -> list[dict[str, str]]:
     """Return the setting with the best end of seed 0, also in a longer budget; empty if unknown."""
     ends = {
@@ -189,9 +195,12 @@ def best_budgets(images: str, optimizer: str) -> list[dict[str, str]]:
         for choice in GRIDS[images][optimizer]
         if (run := known().get(run_name(images, optimizer, choice, 0)))
     }
-    if not ends:
-        return []
-    best, longer = ends[max(ends)], LONGER[images].get(optimizer)
+    return with_longer(images, optimizer, ends[max(ends)]) if ends else []
+
+
+def with_longer(images: str, optimizer: str, best: dict[str, str]) -> list[dict[str, str]]:
+    """Return the setting, and the setting in the longer budget if there is one."""
+    longer = LONGER[images].get(optimizer)
     return [best, best | {"epochs": longer}] if longer else [best]
 
 
@@ -213,11 +222,12 @@ def compare_seconds(options: argparse.Namespace, images: str) -> None:
 
 
 def draw(path: Path) -> None:
-    """Draw mean and range over seeds of each optimizer's best known setting, by epoch."""
+    """Draw mean and range by epoch of each optimizer's best setting among those with most seeds."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for axis, images in zip(axes, GRIDS):
         for number, (optimizer, label) in enumerate(LABELS.items()):
-            for choice, style in zip(best_budgets(images, optimizer), ("-", "--")):
+            best = max(GRIDS[images][optimizer], key=lambda one: rank(images, optimizer, one))
+            for choice, style in zip(with_longer(images, optimizer, best), ("-", "--")):
                 runs = list(runs_of(images, optimizer, choice))
                 columns = [[100 * value for value in column] for column in zip(*runs)]
                 if not columns:
