@@ -143,7 +143,8 @@ def search(options: argparse.Namespace, images: str, optimizer: str) -> None:
         for choice in best_budgets(images, optimizer):
             for seed in SEEDS:
                 train(options, images, optimizer, choice, seed)
-    for choice in [*GRIDS[images][optimizer], *best_budgets(images, optimizer)[1:]]:
+    tried = GRIDS[images][optimizer]
+    for choice in (one for own in tried for one in with_longer(images, optimizer, own)):
         if runs := list(runs_of(images, optimizer, choice)):
             settings = ", ".join(f"{key} {value}" for key, value in choice.items())
             ends = ", ".join(f"{run[-1]:.2%}" for run in runs)
