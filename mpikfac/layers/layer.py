@@ -127,6 +127,8 @@ class Layer:
         if not output.requires_grad:
             return None
         x = given[0] if given else named["input"]
+        if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
+            x = x.detach().to(output.dtype)
         # A split layer may have other examples and channels than the rank's.
         watch = getattr(self.module.forward, "watch", None)
         return (x, output.register_hook) if watch is None else watch(x, output)
@@ -149,7 +151,7 @@ class Layer:
             rows = self.input_means(x) if side == "A" else self.output_totals(g)
             return squares(rows, side in self.shape.diagonal)
         if side in self.shape.diagonal:
-            return self.first_moment(side, x.square(), g.square()).view(-1, 1, 1)
+            return self.sum_of_squares(side, x, g).view(-1, 1, 1)
         return self.input_sum(x) if side == "A" else self.output_sum(g)
 
     def first_moment(self, side: str, x: Tensor, g: Tensor) -> Tensor:
@@ -157,6 +159,12 @@ class Layer:
         if side == "A" and self.shape.sharing == "reduce":
             return self.input_means(x).sum(0)
         return self.input_vector(x) if side == "A" else self.output_vector(g)
+
+    def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
+        """Return the sum of the squared elements of `a` `[inputs]`, or of `g` `[outputs]`."""
+        if side == "A":
+            return linear_input_vector(self.inputs(x).square(), self.bias)
+        return linear_output_vector(self.outputs(g).square())
 
     def input_sum(self, x: Tensor) -> Tensor:
         """Return `sum(a a^T)` `[inputs, inputs]` of a forward call's input."""

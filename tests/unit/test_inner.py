@@ -270,3 +270,34 @@ def test_frozen_weights_are_left_out():
     layers, others = mpikfac.layers.cover(model)
     assert [layer.name for layer in layers] == [names[0], names[2], names[4], "cell.ih"]
     assert [other.name for other in others] == ["attends.in_proj_bias", "cell.bias_hh"]
+
+
+class OfSeries(nn.Module):
+    """An attention or a cell over a series of vectors, and a linear layer."""
+
+    def __init__(self, cell):
+        super().__init__()
+        self.inner = nn.LSTMCell(8, 8) if cell else nn.MultiheadAttention(8, 2, batch_first=True)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if isinstance(self.inner, nn.MultiheadAttention):
+            return self.last(self.inner(x, x, x, need_weights=False)[0])
+        state = None
+        for step in range(x.shape[1]):
+            state = self.inner(x[:, step], state)
+        return self.last(state[0])
+
+
+@pytest.mark.parametrize("cell", [False, True])
+def test_an_empty_batch_counts_nothing(comm, cell):
+    """Oracle: the factors of the batch before."""
+    model = OfSeries(cell).double()
+    kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=0.1), comm, **SETTINGS)
+    model(torch.randn(4, 5, 8).double()).square().sum().backward()
+    kfac.step()
+    before = {name: average.clone() for name, average in kfac.factors.averages.items()}
+    kfac.optimizer.zero_grad()
+    model(torch.randn(0, 5, 8).double()).square().sum().backward()
+    kfac.step()
+    assert all(torch.equal(kfac.factors.averages[name], kept) for name, kept in before.items())

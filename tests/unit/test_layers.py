@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -275,3 +276,23 @@ def test_a_rank_that_differs_is_heard_among_many(ranks):
     assert all(alike([value] * ranks) for value in (0.1, 0.2, 0.3))
     if ranks > 1:
         assert not alike([0.1] * (ranks - 1) + [0.2])
+
+
+class Shifted(layers.Layer):
+    """A layer of a user, whose vectors are not the input and the gradient."""
+
+    def inputs(self, x):
+        return super().inputs(x / 3 + 1)
+
+    def outputs(self, g):
+        return super().outputs(2 * g)
+
+
+@pytest.mark.parametrize("side", ["A", "G"])
+def test_a_diagonal_is_of_the_vectors_of_a_layer_of_ones_own(side):
+    """Oracle: the diagonal of the whole factor."""
+    layer, x, g = Shifted("own", nn.Linear(5, 3)), torch.randn(7, 5), torch.randn(7, 3)
+    whole = layer.second_moment(side, x, g)
+    layer.shape = replace(layer.shape, diagonal=side)
+    found = layer.second_moment(side, x, g)
+    torch.testing.assert_close(found.flatten(), whole.diagonal())

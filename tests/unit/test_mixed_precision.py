@@ -472,3 +472,20 @@ def test_averaged_gradients_are_wrong_without_their_scale(comm):
     scale.step(kfac.optimizer)
     found, expected = problem.state(kfac.model), problem.state(plain.model)
     assert (found - expected).abs().max() > 1e-3
+
+
+def test_an_input_that_changes_in_place_counts_as_the_layer_saw_the_input(comm):
+    """Oracle: the same pass with a copy; autograd keeps a rounded copy, and so does not object."""
+    found = []
+    for same in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6))
+        kfac = trainer(comm, model)
+        x = torch.randn(8, 6)
+        with BFLOAT16:
+            loss = model(x if same else x.clone()).float().square().mean()
+        x.mul_(10)
+        loss.backward()
+        kfac.step()
+        found.append(factors(kfac))
+    torch.testing.assert_close(*found, rtol=0, atol=0)

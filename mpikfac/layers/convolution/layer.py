@@ -59,6 +59,10 @@ class ConvLayer(Layer):
         ends = [end for both in reversed(self._around) for end in both]
         return F.pad(x, ends, mode=self.module.padding_mode) if ends else x
 
+    def sum_of_squares(self, side: str, x: Tensor, g: Tensor) -> Tensor:
+        """Return the sum of the squared elements of `a` `[inputs]`, or of `g` `[outputs]`."""
+        return self.first_moment(side, x.square(), g.square())
+
     def input_sum(self, x: Tensor) -> Tensor:
         """Return `sum(a a^T)` over all patches, in the order of the weight's elements."""
         rest = (self.bias, self.rounded_to, self.shape.groups)

@@ -103,7 +103,8 @@ class Uncompiled:
 
 def of_examples(rows: Tensor, batch: int) -> Tensor:
     """Return rows `[shared * batch, n]`, the examples of a position in a row, by example."""
-    return rows.reshape(-1, batch, rows.shape[-1]).transpose(0, 1)
+    shared = rows.shape[:-1].numel() // max(1, batch)
+    return rows.reshape(shared, batch, rows.shape[-1]).transpose(0, 1)
 
 
 def saved_input(product: Node) -> Tensor:
