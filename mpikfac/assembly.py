@@ -50,6 +50,7 @@ from mpikfac.trace import Trace
 
 log = logging.getLogger("mpikfac")
 
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
 # Names of items of the state.
 OWN = "kfac/"
 OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
@@ -207,6 +208,9 @@ class Assembly:
         self.intact = not self.factors.plan.late and self.factors.settled
         due = self.settings.due("factor_every", step)
         self.recorder.recording = due or self.factors.lacking
+        # With whole intervals between factors, all beginnings take turns: no position of a batch
+        # whose examples are frames or windows of few images is left out for ever.
+        self.recorder.begin = step * GOLDEN_RATIO % 1
 
     def _leave_state(self) -> None:
         """Note a change of the state: until `_begin`, a part of the state is of a later step."""

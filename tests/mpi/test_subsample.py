@@ -80,6 +80,22 @@ def test_by_default_all_numbers_of_ranks_take_the_same_examples(comm, strategy):
         torch.testing.assert_close(factor, expected, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("every", [1, 8, 10])
+def test_all_positions_of_a_batch_of_windows_take_turns(comm, every):
+    """Oracle: the positions, each with an input of its own; the distance is a power of 2."""
+    windows, positions = 64, 8
+    model = torch.nn.Sequential(torch.nn.Linear(positions, 2, bias=False)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kfac = mpikfac.KFAC(model, optimizer, comm, factor_every=every, basis_every=every)
+    inputs = torch.eye(positions).double().repeat(windows, 1)
+    for _ in range(40 * every):
+        model(inputs).sum().backward()
+        kfac.step()
+    seen = triangles.unfold_triangle(kfac.factors.averages["0.A"]).diagonal()
+    assert seen.sum() == pytest.approx(1)
+    assert (seen > 0.05).all()
+
+
 def test_parts_of_a_batch_take_the_examples_of_the_batch(comm):
     """Oracle: one process with all parts, to the last bit."""
     strategy = Strategy().changed(parts=PARTS)

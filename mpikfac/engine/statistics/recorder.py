@@ -134,12 +134,14 @@ class Recorder(Part):
 
     Attributes:
         recording: whether passes count; changes take effect at the next forward pass.
+        begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
         paused: whether forward passes are not the batch's.
         after_call: called with the layer, inputs and output gradients as in sums, and the weight of
             a call.
     """
 
     recording = False
+    begin = 0.0
     paused = False
     after_call: Callable[[Layer, Tensor, Tensor, float], None] | None = None
     _passes = 0
@@ -350,7 +352,7 @@ class Recorder(Part):
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
         distance = sums.distance or usual_distance(len(x), vectors, self._shares, sums.order)
-        every = slice(None, None, distance)
+        every = slice(int(self.begin * min(distance, len(x))), None, distance)
         some_x, some_g = layer.prepared(x, g)[every], g[every]
         weight = len(x) / max(1, len(some_x))
         of_squares = turn.weight * weight
