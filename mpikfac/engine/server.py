@@ -36,7 +36,7 @@ from mpikfac.comm import (
     tells_of_loss,
 )
 from mpikfac.engine.checks import check_optimizer, common_type, describe
-from mpikfac.engine.state import load_model_state, model_state
+from mpikfac.engine.state import load_model_state, model_state, set_group_setting
 from mpikfac.layers import Statistic, find_uncovered
 from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import Asynchrony, Layout, lay_out
@@ -216,8 +216,7 @@ class Server:
         by 1 over the number of clients, so that statistics are means over the last updates of all.
         """
         for name, number in numbers.items():
-            index, key = name.split("/")
-            self.optimizer.param_groups[int(index)][key] = number
+            set_group_setting(self.optimizer, name, number)
         if self._host is not self._arena.flat:
             self._arena.flat.copy_(self._host)
         whole = bool(all_finite(self._arena.flat))

@@ -163,15 +163,8 @@ def load_model_state(
     """Load a `model_state`, at any number of ranks and with any strategy."""
     found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
     model.load_state_dict(found, strict=False)
-    for name, number in _numbers(optimizer, state).items():
-        index, key = name.split("/")
-        restored = state[f"optimizer/groups/{name}"]
-        flag = isinstance(number, bool)
-        group = optimizer.param_groups[int(index)]
-        if torch.is_tensor(group.get(key)):  # a rate that a compiled step reads
-            group[key].fill_(restored)
-        else:
-            group[key] = bool(restored) if flag else restored
+    for name in _numbers(optimizer, state):
+        set_group_setting(optimizer, name, state[f"optimizer/groups/{name}"])
     optimizer.state.clear()
     for name, parameter in stepped.items():
         prefix, pieces = f"optimizer/state/{name}/", {}
@@ -216,7 +209,8 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
     for index, group in enumerate(optimizer.param_groups):
         prefix = f"optimizer/groups/{index}/"
         keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        added = sorted(keys - group.keys())  # a set has another order on each rank
+        # Sorted: a set has another order on each rank.
+        added = sorted(key for key in keys if "." not in key and key not in group)
         numbers |= {f"{index}/{key}": 0 for key in added}
     return {key: value for key, value in numbers.items() if f"optimizer/groups/{key}" in state}
 
@@ -256,9 +250,32 @@ def _tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
-    """Yield index and key ("0/lr") and value of every number in the parameter groups."""
+    """Yield index and key ("0/lr") and value of every number in the parameter groups.
+
+    The key of a number in a tuple has the place in the tuple ("0/betas.1").
+    """
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
-            number = value.item() if torch.is_tensor(value) and not value.dim() else value
-            if isinstance(number, (int, float)):
-                yield f"{index}/{key}", number
+            places = enumerate(value) if isinstance(value, tuple) else ()
+            numbers = {f"{key}.{place}": one for place, one in places} or {key: value}
+            for name, one in numbers.items():
+                number = one.item() if torch.is_tensor(one) and not one.dim() else one
+                if isinstance(number, (int, float)):
+                    yield f"{index}/{name}", number
+
+
+def set_group_setting(optimizer: Optimizer, name: str, number: int | float) -> None:
+    """Set the number of the name, as `group_settings` gives names."""
+    index, key = name.split("/")
+    group, (key, _, place) = optimizer.param_groups[int(index)], key.partition(".")
+    present = group[key][int(place)] if place else group.get(key)
+    if torch.is_tensor(present):  # a rate that a compiled step reads
+        present.fill_(number)
+        return
+    value = bool(number) if isinstance(present, bool) else number
+    if not place:
+        group[key] = value
+        return
+    values = list(group[key])
+    values[int(place)] = value
+    group[key] = tuple(values)

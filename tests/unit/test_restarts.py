@@ -180,3 +180,27 @@ def test_what_a_layer_does_not_have_cannot_be_kept(comm, case):
     covers = {**mpikfac.KINDS, **mpikfac.NORMS}
     with pytest.raises(ValueError, match=f"the rule makes {message}"):
         trainer(comm, model, covers=covers, rule=rule, solver="ekfac")
+
+
+def test_momenta_that_a_scheduler_moves_are_part_of_the_state(comm):
+    """Oracle: the uninterrupted run; the scheduler moves the first number of a tuple."""
+
+    def make():
+        model = problem.network()
+        adam = torch.optim.AdamW(model.parameters(), lr=0.01)
+        kfac = problem.kfac(model, adam, comm, **problem.SETTINGS)
+        return kfac, torch.optim.lr_scheduler.OneCycleLR(adam, max_lr=0.01, total_steps=20)
+
+    def run(kfac, schedule, steps):
+        for step in steps:
+            problem.run(kfac, comm, [step])
+            schedule.step()
+        return problem.state(kfac.model)
+
+    (first, schedule), (second, later) = make(), make()
+    run(first, schedule, range(5))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    later.load_state_dict(schedule.state_dict())
+    assert second.optimizer.param_groups[0]["betas"] == first.optimizer.param_groups[0]["betas"]
+    ends = [run(first, schedule, range(5, 8)), run(second, later, range(5, 8))]
+    assert torch.equal(*ends)
