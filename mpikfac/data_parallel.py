@@ -73,7 +73,7 @@ class DataParallel:
         strategy: Strategy | None = None,
         trace: Trace | None = None,
     ) -> None:
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
         if strategy is not None:
             check_synchronous(strategy)
         self.model, self._optimizer = model, optimizer

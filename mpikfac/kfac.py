@@ -117,7 +117,7 @@ class KFAC(Assembly):
         coverage: Coverage | None = None,
         trace: Trace | None = None,
     ) -> None:
-        check_optimizer(optimizer)
+        check_optimizer(optimizer, model)
         check_kind("length", length, Length)
         check_kind("estimator", estimator, Estimator)
         check_kind("coverage", coverage, Coverage)

@@ -72,16 +72,25 @@ def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
     }
 
 
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Return if an averaged gradient is enough for a step of the optimizer.
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Return if averaged gradients of the model are enough for a step of the optimizer.
 
     Raises:
-        ValueError: the object is no optimizer, or the optimizer needs a closure.
+        ValueError: the object is no optimizer, the optimizer needs a closure, or steps parameters
+            that are not the model's.
     """
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
+    own = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if foreign := [tuple(p.shape) for p in stepped if id(p) not in own]:
+        raise ValueError(
+            f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
+            f"of shape {foreign[0]}), which every rank would step alone; put their module, such as "
+            f"a loss with weights, into the model"
+        )
 
 
 def check_kind(name: str, value: object, kind: type) -> None:

@@ -69,7 +69,7 @@ def serve_updates(
         ValueError: the rank is no server, or the optimizer needs a closure.
         UserError: servers and clients disagree on the model.
     """
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, model)
     if team.comm is not None or team.link is None:
         raise ValueError("serve_updates() is for ranks that split() puts aside; this rank trains")
     server = Server(model, optimizer, team.link, trace or Trace())

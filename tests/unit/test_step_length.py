@@ -166,14 +166,14 @@ def test_a_momentum_has_needs(comm):
     for wrong in (1.5, "0.9", lambda step: 0.9):
         with pytest.raises(ValueError, match="must be a number from 0 to below 1"):
             mpikfac.Length(momentum=wrong)
+    model = problem.network()
     with pytest.raises(ValueError, match=r"length='adam' must be None or mpikfac.Length"):
-        mpikfac.KFAC(problem.network(), problem.sgd(problem.network()), comm, length="adam")
+        mpikfac.KFAC(model, problem.sgd(model), comm, length="adam")
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs length='orthogonal'"):
         mpikfac.Length("sgd", momentum=0.9)
     with pytest.raises(ValueError, match=r"momentum=0.9 of gradients needs no kl_clip"):
         mpikfac.Length("adam", kl=0.001, momentum=0.9)
     length = mpikfac.Length("adam", momentum=0.9)
-    model = problem.network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     with pytest.raises(ValueError, match=r"needs an optimizer without momentum, not with 0.5"):
         mpikfac.KFAC(model, optimizer, comm, length=length)

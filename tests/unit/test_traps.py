@@ -249,6 +249,9 @@ def test_wrong_objects_are_refused_in_one_line(make):
         make(model, sgd, None)
     with pytest.raises(ValueError, match="optimizer=Sequential must be a torch.optim.Optimizer"):
         make(model, model, COMM)
+    weights = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"1 trained parameters that the model lacks .*\(3,\)"):
+        make(model, torch.optim.SGD([*model.parameters(), weights], lr=0.1), COMM)
     trained = make(model, sgd, COMM)
     with pytest.raises(ValueError, match=r"step\(\) takes a GradScaler or nothing, not function"):
         trained.step(lambda: 0.0)
@@ -257,8 +260,9 @@ def test_wrong_objects_are_refused_in_one_line(make):
 
 
 def test_true_is_no_damping():
+    model = network()
     with pytest.raises(ValueError, match="damping=True must be a finite number"):
-        KFAC(network(), torch.optim.SGD(network().parameters(), lr=0.1), COMM, damping=True)
+        KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM, damping=True)
 
 
 @pytest.mark.parametrize(
