@@ -1,6 +1,5 @@
 from . import checkpoint as checkpoint
 from . import comm as comm
-from . import hybrid as hybrid
 from . import layers as layers
 from . import numerics as numerics
 from . import plan as plan
@@ -9,23 +8,23 @@ from . import settings as settings
 from . import solvers as solvers
 from . import timeline as timeline
 from . import trace as trace
-from .asynchronous import Asynchronous as Asynchronous
 from .checkpoint import CheckpointWriter as CheckpointWriter
 from .checkpoint import find_checkpoint as find_checkpoint
 from .checkpoint import load_checkpoint as load_checkpoint
 from .checkpoint import save_checkpoint as save_checkpoint
-from .codistillation import Codistillation as Codistillation
 from .comm import device as device
 from .comm import split as split
 from .comm import world as world
-from .data_parallel import DataParallel as DataParallel
-from .engine import serve as serve
-from .engine import serve_updates as serve_updates
 from .errors import UserError as UserError
 from .errors import ending as ending
-from .hybrid import SplitLayers as SplitLayers
-from .hybrid import layer_calls as layer_calls
-from .hybrid import split_layers as split_layers
+from .extensions import Asynchronous as Asynchronous
+from .extensions import Codistillation as Codistillation
+from .extensions import SplitLayers as SplitLayers
+from .extensions import hybrid as hybrid
+from .extensions import layer_calls as layer_calls
+from .extensions import serve as serve
+from .extensions import serve_updates as serve_updates
+from .extensions import split_layers as split_layers
 from .kfac import KFAC as KFAC
 from .layers import KINDS as KINDS
 from .layers import NORMS as NORMS
@@ -50,5 +49,6 @@ from .solvers import Eigen as Eigen
 from .solvers import Inverse as Inverse
 from .solvers import make_plan as make_plan
 from .trace import Trace as Trace
+from .trainer import DataParallel as DataParallel
 
 __version__: str

@@ -1,7 +1,7 @@
-"""Distributed K-FAC: the main path of a step, from local gradients to identical new weights.
+"""Distributed K-FAC: the trainer with a preconditioner, and what only K-FAC offers a program.
 
-Read `KFAC.step` first: a line is a stage, and the stages are methods below the step, in order.
-`Assembly` makes the parts of a step, and keeps the state.
+Read `Trainer.step` (trainer.py) first, and then `Preconditioner.learn` and `Preconditioner.direct`
+(engine/curvature/preconditioner.py).
 """
 
 from __future__ import annotations
@@ -9,37 +9,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from mpikfac.assembly import Assembly
-from mpikfac.comm import Comm, Team, agree
-from mpikfac.engine import (
-    Cautions,
+from mpikfac.comm import Comm, Team
+from mpikfac.engine import Curvature, Own, Preconditioner
+from mpikfac.layers import Coverage, Layer, offers
+from mpikfac.model import (
     check_kind,
     check_momentum,
     check_optimizer,
     check_plain,
     check_synchronous,
-    group_settings,
-    reduce_scaled,
-    report_others,
-    usable_scaler,
+    report_uncovered,
 )
-from mpikfac.layers import Coverage, offers, take_model
-from mpikfac.numerics import (
-    LOSSES,
-    Batch,
-    Criterion,
-    Loss,
-    check_outputs,
-    without_autocast,
-)
+from mpikfac.numerics import LOSSES, Loss, check_outputs, without_autocast
 from mpikfac.plan import Strategy, one_of
 from mpikfac.settings import (
     FOR_VECTORS,
@@ -52,9 +40,10 @@ from mpikfac.settings import (
 )
 from mpikfac.solvers import Solver, SolverName, solvers_by_name
 from mpikfac.trace import Trace
+from mpikfac.trainer import Trainer
 
 
-class KFAC(Assembly):
+class KFAC(Trainer):
     """A torch optimizer preconditioned by distributed K-FAC.
 
     Sums, factors and directions have the model's dtype, or float32 for a model in bfloat16.
@@ -131,20 +120,20 @@ class KFAC(Assembly):
         if damping is None and next(iter(solvers.values())).form.vector:
             damping = FOR_VECTORS
         damping = damping if isinstance(damping, Damping) else Damping(damping)
-        settings = Settings(damping, factor_every, basis_every, estimator.decay, length)
-        trace = trace or Trace()
-        super().__init__(model, optimizer, team, solvers, settings, estimator, coverage, trace)
-        self._connect(*self._prepare(strategy or Strategy.comm_opt(team.size)))
-        self._begin(0)
-        take_model(model, self)
-        self._cautions = Cautions()
+        self.settings = Settings(damping, factor_every, basis_every, estimator.decay, length)
+        self.estimator = estimator
+        method = Curvature(self.settings, estimator, solvers, coverage)
+        strategy = strategy or Strategy.comm_opt(team.size)
+        super().__init__(model, optimizer, team, strategy, method, trace)
         if team.trains.rank == 0:
-            found = offers(model, self.others, coverage)
-            report_others(model, self.layers, self.others, optimizer, found)
+            uncovered = self.built.gradients.uncovered
+            ways = offers(model, uncovered, coverage)
+            report_uncovered(model, self.layers, uncovered, optimizer, ways)
 
     def __repr__(self) -> str:
         """Return the covered layers, the strategy and the number of steps in short."""
-        first_order = sum(bool(other.parameters) for other in self.others)
+        uncovered = self.built.gradients.uncovered
+        first_order = sum(bool(tensor.parameters) for tensor in uncovered)
         return (
             f"KFAC({len(self.layers)} layers covered, {first_order} tensors trained first-order, "
             f"{self.plan.grid.count} ranks, {self.plan.strategy.workers} workers per layer, "
@@ -152,113 +141,24 @@ class KFAC(Assembly):
         )
 
     @property
-    def combined(self) -> bool:
-        """Whether votes are of all ranks; False only between two exchanges of weights.
+    def preconditioner(self) -> Preconditioner:
+        """The parts of K-FAC on the rank."""
+        return cast(Preconditioner, self.built.method)
 
-        If exchanges make all copies equal, then also whether all ranks hold the same model.
-        """
-        return self.replicas.heard
+    @property
+    def layers(self) -> list[Layer]:
+        """The covered layers."""
+        return list(self.built.gradients.layers)
+
+    @property
+    def length(self) -> Own:
+        """The length of directions; `batch(inputs, loss)` is for `Length("quadratic")`."""
+        return self.preconditioner.directions.length
 
     @property
     def kl_scale(self) -> Tensor:
         """The multiplier of the last step, `[1]`, on the model's device."""
-        return self.directions.scale
-
-    # -- the main path ---------------------------------------------------------------------------
-
-    @without_autocast
-    def step(
-        self,
-        scaler: GradScaler | None = None,
-        *,
-        max_norm: float | None = None,
-        examples: int | None = None,
-        mean_loss: float | Tensor | None = None,
-        inputs: Tensor | tuple[Any, ...] | None = None,
-        loss: Criterion | None = None,
-    ) -> None:
-        """Go from local gradients to identical new weights on every rank.
-
-        A parameter without a gradient counts as a parameter with gradient 0. Parameters that were
-        frozen, unfrozen, added or replaced since the last step stay as they are in this step; from
-        the next step on, K-FAC trains the model as the model is now.
-
-        Collective over: world.
-
-        Args:
-            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss. The scale is taken
-                out of gradients and statistics before anything else. If a gradient or a statistic
-                is not finite on some rank, all ranks skip the step: the step counts in `steps`, the
-                batch is ignored, due updates wait for their next turn. Then the scale is reduced
-                or, after enough steps, grows, alike on all ranks. Do not call the scaler's
-                `unscale_`, `step` and `update`: `KFAC.step` replaces all three.
-            max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
-                is scaled before K-FAC preconditions the gradient. None for no bound.
-            examples: the number of examples of the rank's mean loss, if shards are uneven: the
-                average over ranks weighs ranks by the number. None: ranks weigh the same.
-            mean_loss: with `merge="leader"`, the mean loss of the rank's share of the batch,
-                without the factor of a scaler; other rules of exchanges take no loss.
-            inputs: with `Length("quadratic")` only: the model's argument for the rank's share of
-                the batch, or for a part of the share; or a tuple of arguments.
-            loss: with `Length("quadratic")` only: the mean loss of `inputs` as a function of the
-                model's outputs, without the factor of a scaler.
-
-        Raises:
-            ValueError: a scaler with `overlap`, with `exchanged="weights"`, or with
-                `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
-                `parts`; a gradient that was changed after `overlap` had sent the gradient; a
-                converted or moved model; a negative `max_norm`; `inputs` and `loss` without
-                `Length("quadratic")`, or the reverse; a second momentum, also from a scheduler.
-            UserError: ranks disagree on the model, learning rates or settings; or a change of the
-                trained parameters cannot be taken up.
-        """
-        scaler, batch = self._checked(scaler), self._batch(inputs, loss)
-        alone = self.replicas.begin_step(self.steps, mean_loss)
-        if not self.gradients.parts:
-            self.gradients.look(self._in_force())
-            self.gradients.read()
-        weight = 1.0 if examples is None else self.gradients.weigh(examples)
-        if scaler is not None and not self._reduce_scaled(scaler, alone):
-            self._skip()
-            self._end()
-            return
-        self._refresh_curvature()
-        if scaler is None:
-            self.gradients.reduce(alone)
-        self.gradients.check(self.steps)
-        if max_norm is not None:
-            self.gradients.clip(max_norm)
-        self._make_directions()
-        self.gradients.write(self.directions.slots)
-        self.gradients.write(self.gradients.of_others)
-        self._leave_state()
-        if batch is not None:
-            with self.recorder.pausing():
-                self.directions.descend(self.model, batch, weight, self.steps)
-        self.replicas.before_update(self.steps)
-        self.gradients.update(self.optimizer)
-        self._end()
-
-    def _end(self) -> None:
-        """End the step, and follow votes if the votes are of all ranks."""
-        self.replicas.end_step(self.steps)
-        self._begin(self.steps + 1)
-        if self.combined:
-            self._follow_votes()
-
-    def combine(self) -> None:
-        """Combine the copies of the model now, if copies may differ.
-
-        With `exchanged="weights"`, ranks hold different copies of the model between two exchanges.
-        Call `combine` before a test of the model, and before `state_dict`. Steps go on as if the
-        exchange had been due.
-
-        Collective over: world.
-
-        Raises:
-            UserError: a rank's weights are not finite.
-        """
-        self.replicas.combine()
+        return self.preconditioner.directions.scale
 
     @without_autocast
     def record(self, outputs: Tensor, loss: Loss = "cross-entropy") -> None:
@@ -284,33 +184,17 @@ class KFAC(Assembly):
             ValueError: another loss; outputs with positions and fisher="exact"; outputs without a
                 dimension of outputs, or outputs that are no logits.
         """
-        if self.estimator.of_loss or not self.recorder.recording:
+        recorder = self.preconditioner.recorder
+        if self.estimator.of_loss or not recorder.recording:
             one_of("loss", loss, LOSSES)
             return
         check_outputs(outputs, loss)
         parameters = [p for layer in self.layers for p in layer.parameters if p.requires_grad]
         for turn, gradient in self.estimator.turns(outputs, loss):
-            with self.recorder.standing_for(turn):
+            with recorder.standing_for(turn):
                 torch.autograd.grad(
                     outputs, parameters, gradient, retain_graph=True, allow_unused=True
                 )
-
-    def collect(self) -> None:
-        """Take a part of the rank's share of a batch; call after the part's backward pass.
-
-        Only with `parts=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
-        part's examples and fresh gradients, and then calls `step`.
-
-        Collective over: none.
-
-        Raises:
-            ValueError: the rank has fewer parts.
-        """
-        self.gradients.look(self._in_force())
-        self.gradients.collect()
-        if self.recorder.recording:
-            self._finish_statistics()
-            self.factors.collect()
 
     @without_autocast
     def precondition(self, scaler: GradScaler | None = None) -> None:
@@ -335,35 +219,45 @@ class KFAC(Assembly):
                 gradients; with `Length("quadratic")`, as only `step` takes the batch; or other
                 parameters are trained than before.
         """
-        transport = self.plan.strategy.transport
-        if self.plan.strategy.exchange.of_copies:
-            raise ValueError("with exchanged='weights' each rank steps a copy; call step()")
-        if self.settings.length.source == "quadratic":
-            raise ValueError("with length='quadratic', call step(inputs=..., loss=...)")
-        if self.gradients.owner_updates or transport.overlap or transport.parts is not None:
-            raise ValueError(
-                "with update='owner', overlap=True or parts gradients are not the caller's; "
-                "call step()"
-            )
-        check_momentum(self.optimizer, *self._momentum)
-        if self.gradients.look(self._in_force()):
+        self._check_preconditions()
+        method, gradients = self.preconditioner, self.built.gradients
+        numbers = method.numbers(self.steps)
+        if gradients.look(self._compared(numbers)):
             raise ValueError(
                 "the trained parameters have changed, and precondition() cannot take up a change; "
                 "make K-FAC anew, or call step()"
             )
-        self.gradients.read()
+        gradients.read()
         if scaler is not None and scaler.is_enabled():
-            if not self.gradients.finite:  # nor on any other rank
+            if not gradients.finite:  # nor on any other rank
                 self._skip()
-                self._end()
                 return
-            self._unscale_statistics(scaler)
-        self._refresh_curvature()
-        self.gradients.check(self.steps)
-        self._make_directions()
-        self.gradients.write([*self.directions.slots, *self.directions.slots_beside])
-        self.gradients.keep()
+            method.unscale(scaler)
+        method.learn(numbers)
+        gradients.check(self.steps)
+        method.make_directions(numbers)
+        gradients.write([*method.directions.slots, *self.length.uncovered])
+        gradients.keep()
         self._begin(self.steps + 1)
+
+    def _check_preconditions(self) -> None:
+        """Return if gradients are the caller's to average and to step.
+
+        Raises:
+            ValueError: they are not.
+        """
+        strategy = self.plan.strategy
+        if strategy.exchange.of_copies:
+            raise ValueError("with exchanged='weights' each rank steps a copy; call step()")
+        if self.settings.length.source == "quadratic":
+            raise ValueError("with length='quadratic', call length.batch(inputs, loss) and step()")
+        transport = strategy.transport
+        if self.built.plan.strategy.update == "owner" or transport.overlap or transport.parts:
+            raise ValueError(
+                "with update='owner', overlap=True or parts gradients are not the caller's; "
+                "call step()"
+            )
+        check_momentum(self.optimizer, strategy, self.settings.length.momentum)
 
     def adapt(self, loss_before: float, loss_after: float) -> float:
         """Return the reduction ratio of the last step, and let the damping follow the ratio.
@@ -398,7 +292,8 @@ class KFAC(Assembly):
                 f"adapt() needs damping=LevenbergMarquardt(...), "
                 f"not {self.settings.damping.number!r}"
             )
-        ratio = self.directions.reduction_ratio(loss_before, loss_after)
+        directions = self.preconditioner.directions
+        ratio = directions.reduction_ratio(loss_before, loss_after)
         if ratio is None:
             return math.nan
         adapted.follow(ratio)
@@ -420,165 +315,5 @@ class KFAC(Assembly):
         """
         if self.plan.strategy.transport.overlap:
             raise ValueError("paused() needs overlap=False, as a backward pass sends gradients")
-        with self.recorder.pausing():
+        with self.preconditioner.recorder.pausing():
             yield
-
-    def discard(self) -> None:
-        """Forget the passes since the last step, of a batch without a step.
-
-        Raises:
-            ValueError: with `overlap`, as the backward pass has sent the sums.
-        """
-        self.gradients.check_unsent()
-        for part in self._parts:
-            part.clear()
-        self.gradients.discard()
-
-    # -- the stages, in order --------------------------------------------------------------------
-
-    def _refresh_curvature(self) -> None:
-        if self.recorder.recording:
-            self._average_statistics()
-        if self._refreshes():
-            self._publish_bases()  # of the interval before, if they are not in use yet
-            self._decompose_owned()
-        if self.bases.due(self.steps):
-            self._publish_bases()
-        self.factors.discard()
-
-    def _reduce_scaled(self, scaler: GradScaler, alone: bool) -> bool:
-        """Average gradients of a scaled loss, before anything else; return whether to go on."""
-        finite = self._unscale_statistics(scaler)
-        return reduce_scaled(self.gradients, scaler, finite, alone)
-
-    def _unscale_statistics(self, scaler: GradScaler) -> bool:
-        """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
-        if not (self.recorder.recording and self.estimator.of_loss):
-            return True
-        scale = scaler.get_scale()
-        finite = self.factors.unscale(self.recorder.of_gradients, scale)
-        return self.scales.unscale(scale) and finite
-
-    def _skip(self) -> None:
-        """Leave all as before the batch."""
-        for part in self._parts:
-            part.clear()
-        self.gradients.skip()
-        self.directions.expected.zero_()
-
-    def _average_statistics(self) -> None:
-        """Average the batch's factors, and the batch's scales, over ranks and over time."""
-        if not self.factors.parts:
-            self._finish_statistics()
-            self.factors.finish()
-        decay = self.settings.at("decay", self.steps)
-        self.scales.reduce(self.factors.statistics, self.estimator.of_loss)
-        self.factors.average(decay, self.steps)
-        self._leave_state()  # only now: a sum that fails leaves averages as they were
-        self.scales.merge(decay, self.steps)
-
-    def _decompose_owned(self) -> None:
-        """Start to decompose the rank's factors, all or a share.
-
-        Factors are decomposed on the rank, at once or in the background, or on a curvature rank.
-        """
-        share = self._share()
-        damping = self.settings.at("damping", self.steps)
-        in_float32 = self.gradients.arena.flat.dtype == torch.float32
-        if in_float32 and not self.settings.damping.is_relative:
-            self._cautions.little_damping(damping, self.steps)
-        factors = self.factors.whole(share)
-        self._leave_state()  # from here on, the state has what this step has begun
-        warn = partial(self._cautions.large_factors, damping=damping, step=self.steps)
-        self.bases.decompose(factors, self.steps, damping, share, warn)
-
-    def _publish_bases(self) -> None:
-        """Send decompositions to the workers of a layer."""
-        if not self.bases.pending:
-            return
-        self._leave_state()
-        with self.trace.stage("decompose"):
-            self.trace.calls["decompositions"] += self.bases.take(self.steps)
-        self.grid.exchange(self._messages[self.bases.share], self.bases.arena.flat)
-        self.bases.refresh()
-        self.scales.restart(self.factors.weights, self.bases.share)
-
-    def _make_directions(self) -> None:
-        """Precondition gradients, send the directions to all, and bound the step."""
-        if self.settings.length.by_adam:
-            self._leave_state()  # grafting takes the gradients into averages
-        self.directions.precondition(self.steps)
-        self.directions.publish()
-        self.directions.check()
-        self.directions.clip(self.steps)
-        if self.settings.damping.adapted and self.settings.length.source != "quadratic":
-            self.directions.predict()
-
-    def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
-        """Return the scaler if a step can use optimizer and scaler; None for a disabled scaler."""
-        check_momentum(self.optimizer, *self._momentum)
-        self.grid.check_open()
-        scaler = usable_scaler(self.gradients, scaler, self.optimizer)
-        if scaler is not None and self.plan.strategy.exchange.of_copies:
-            raise ValueError(
-                "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
-                "alone, and the sums of factors need all ranks"
-            )
-        return scaler
-
-    def _batch(self, inputs: Any, loss: Criterion | None) -> Batch | None:
-        """Return the batch of a quadratic model, if the length of the step needs the model."""
-        quadratic = self.settings.length.source == "quadratic"
-        if (inputs is not None, loss is not None) != (quadratic, quadratic):
-            raise ValueError(
-                "step(inputs=..., loss=...) needs length=Length('quadratic'), and "
-                "length='quadratic' needs inputs and loss"
-            )
-        if loss is None:
-            return None
-        check_plain(self.optimizer)
-        return Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
-
-    # -- the model as it is now ------------------------------------------------------------------
-
-    def _in_force(self) -> dict[str, object]:
-        """Return the numbers of the step, which are equal on all ranks."""
-        names = ("damping", "decay", *filter(None, [self.settings.length.bound]))
-        numbers = {name: self.settings.at(name, self.steps) for name in names}
-        for name in ("factor_every", "basis_every"):  # of the next step, which needs them at once
-            numbers[name] = self.settings.interval(name, self.steps + 1)
-        return {"steps": self.steps, "optimizer": list(group_settings(self.optimizer)), **numbers}
-
-    def _follow_votes(self) -> None:
-        """Take up a change of the model on any rank.
-
-        Collective over: world.
-
-        Raises:
-            UserError: ranks disagree on the model or on the numbers of a step.
-        """
-        changed, alike = self.gradients.votes.read()
-        if not alike:
-            agree(self.grid.world, self._in_force())
-        if changed:
-            self._take_up()
-
-    def _finish_statistics(self) -> None:
-        """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
-        for name in self.recorder.finish():
-            if self.gradients.arena[name].any():
-                self._cautions.unseen(name)
-
-    # -- details of the stages -------------------------------------------------------------------
-
-    def _refreshes(self) -> bool:
-        """Return whether the step decomposes factors, all or a share."""
-        steps, stagger = self.steps, self.plan.strategy.refresh.stagger
-        return not self.bases.ready or self.settings.due("basis_every", steps, stagger)
-
-    def _share(self) -> int | None:
-        """Return the share of the layers to refresh in the step; None for all."""
-        stagger = self.plan.strategy.refresh.stagger
-        if not self.bases.ready or stagger == 1:
-            return None
-        return self.settings.turn("basis_every", self.steps, stagger)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, distributed
 
 from mpikfac.comm import world
-from mpikfac.data_parallel import DataParallel
-from mpikfac.kfac import KFAC
+from mpikfac.trainer import Trainer
 
 MODEL = "model/"  # names of items of the model in a trainer's state
 
@@ -42,11 +41,11 @@ class Optimizer(torch.optim.Optimizer):
 
     # A GradScaler then leaves gradients to `step`, and `step` refuses the scaler by name.
     _step_supports_amp_scaling = True
-    trainer: KFAC | DataParallel
+    trainer: Trainer
     _max_norm: float | None
 
-    def __init__(self, trainer: KFAC | DataParallel, *, max_norm: float | None = None) -> None:
-        if not isinstance(trainer, KFAC | DataParallel):
+    def __init__(self, trainer: Trainer, *, max_norm: float | None = None) -> None:
+        if not isinstance(trainer, Trainer):
             raise ValueError(f"trainer={type(trainer).__name__} must be a KFAC or a DataParallel")
         _check_processes()
         own = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}

@@ -34,7 +34,7 @@ from mpikfac.comm.job import (
     tells_of_loss,
     world,
 )
-from mpikfac.comm.messages import SUMMABLE
+from mpikfac.comm.messages import SUMMABLE, InOrder, Overlapped, Sender, Turns
 from mpikfac.comm.servers import (
     HOLD,
     LOAD,
@@ -61,10 +61,14 @@ __all__ = [
     "PUSH",
     "SAVE",
     "SUMMABLE",
+    "Sender",
+    "Turns",
     "Answer",
     "Comm",
     "Grid",
     "Group",
+    "InOrder",
+    "Overlapped",
     "Request",
     "Team",
     "agree",

@@ -1,81 +1,35 @@
-"""The parts of K-FAC on a rank, in the order of a step; "the rank" is the rank that runs code."""
+"""The parts of a trainer on a rank, in the order of a step; "the rank" is the rank that runs code."""
 
 from __future__ import annotations
 
-from mpikfac.engine.bases import Bases
-from mpikfac.engine.cautions import Cautions
-from mpikfac.engine.checks import (
-    check_kind,
-    check_loaded_momentum,
-    check_momentum,
-    check_optimizer,
-    check_plain,
-    check_synchronous,
-    common_type,
-    describe,
-    groups_of,
-    report_others,
-    taking_up,
-)
-from mpikfac.engine.copies import Replicas, of_copies
-from mpikfac.engine.decomposers import Curvature, check_joins, serve
-from mpikfac.engine.directions import Directions
-from mpikfac.engine.gradients import Gradients, reduce_scaled, usable_scaler
-from mpikfac.engine.nonfinite import Flags, Nonfinite
-from mpikfac.engine.server import VERSION, on_host, serve_updates, spans
-from mpikfac.engine.site import Part, Site
-from mpikfac.engine.state import (
-    fitting,
-    group_settings,
-    hand_over_state,
-    laid_out,
-    load_model_state,
-    missing_state,
-    model_state,
-    needed_state,
-)
-from mpikfac.engine.statistics import Factors, Recorder, Scales
-
-__all__ = [
-    "VERSION",
-    "Bases",
-    "Cautions",
-    "Curvature",
-    "Directions",
-    "Factors",
-    "Flags",
-    "Gradients",
-    "Nonfinite",
-    "Part",
-    "Recorder",
-    "Replicas",
-    "Scales",
-    "Site",
-    "check_joins",
-    "check_kind",
-    "check_loaded_momentum",
-    "check_momentum",
-    "check_optimizer",
-    "check_plain",
-    "check_synchronous",
-    "common_type",
-    "describe",
-    "fitting",
-    "group_settings",
-    "groups_of",
-    "hand_over_state",
-    "laid_out",
-    "load_model_state",
-    "missing_state",
-    "model_state",
-    "needed_state",
-    "of_copies",
-    "on_host",
-    "reduce_scaled",
-    "report_others",
-    "serve",
-    "serve_updates",
-    "spans",
-    "taking_up",
-    "usable_scaler",
-]
+from mpikfac.engine.curvature import AtOnce as AtOnce
+from mpikfac.engine.curvature import Bases as Bases
+from mpikfac.engine.curvature import Curvature as Curvature
+from mpikfac.engine.curvature import Decomposed as Decomposed
+from mpikfac.engine.curvature import Directions as Directions
+from mpikfac.engine.curvature import Factors as Factors
+from mpikfac.engine.curvature import Own as Own
+from mpikfac.engine.curvature import PlannedDirection as PlannedDirection
+from mpikfac.engine.curvature import Preconditioner as Preconditioner
+from mpikfac.engine.curvature import Ready as Ready
+from mpikfac.engine.curvature import Recorder as Recorder
+from mpikfac.engine.curvature import Request as Request
+from mpikfac.engine.curvature import Running as Running
+from mpikfac.engine.curvature import leave_out_broken as leave_out_broken
+from mpikfac.engine.curvature import merge as merge
+from mpikfac.engine.extension import OneModel as OneModel
+from mpikfac.engine.extension import attached as attached
+from mpikfac.engine.gradients import Gradients as Gradients
+from mpikfac.engine.method import FirstOrder as FirstOrder
+from mpikfac.engine.method import Method as Method
+from mpikfac.engine.nonfinite import Flags as Flags
+from mpikfac.engine.nonfinite import Nonfinite as Nonfinite
+from mpikfac.engine.part import Item as Item
+from mpikfac.engine.part import Part as Part
+from mpikfac.engine.scaled import average_scaled as average_scaled
+from mpikfac.engine.scaled import usable_scaler as usable_scaler
+from mpikfac.engine.site import Site as Site
+from mpikfac.engine.slots import Slot as Slot
+from mpikfac.engine.slots import divided_by_ranks as divided_by_ranks
+from mpikfac.engine.slots import slots_in as slots_in
+from mpikfac.engine.update import Everyone as Everyone

@@ -9,7 +9,7 @@ from mpikfac.layers.kinds import KINDS, NORMS, Kinds, covered_base, maker_of, of
 from mpikfac.layers.layer import Attached, Layer, NotCovered
 from mpikfac.layers.normalization import NormLayer
 from mpikfac.layers.refusals import Refused
-from mpikfac.layers.trained import Trained, take_model, trainer_of
+from mpikfac.layers.trained import Hook, Trained, take_model, trainer_of
 from mpikfac.layers.transposed import TransposedLayer
 from mpikfac.layers.uncovered import SKIP, VOTES, Counts, Other, Statistic, Votes, in_words
 
@@ -23,6 +23,7 @@ __all__ = [
     "Counts",
     "Coverage",
     "EmbeddingLayer",
+    "Hook",
     "Kinds",
     "Layer",
     "NormLayer",

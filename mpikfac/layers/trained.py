@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
@@ -35,6 +36,24 @@ def trainer_of(model: nn.Module) -> Trainer | None:
     """Return the trainer of the model; None if there is none."""
     found = TRAINERS.get(model)
     return None if found is None else found()
+
+
+class Hook:
+    """A hook of a trainer on a model; in a copied or saved model the hook does nothing."""
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self._function = function
+
+    def __call__(self, *arguments: Any) -> None:
+        """Call the trainer's function."""
+        self._function(*arguments)
+
+    def __reduce__(self) -> Any:
+        return partial, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing, in the place of a hook."""
 
 
 class Trained:

@@ -48,14 +48,6 @@ from mpikfac.numerics.products import (
     of_coordinates,
     product,
 )
-from mpikfac.numerics.quadratic import (
-    Batch,
-    Criterion,
-    Direction,
-    inner_products,
-    lowest,
-    slopes_and_curvatures,
-)
 from mpikfac.numerics.steps import AdamSteps, elastic_step, nesterov
 from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
 
@@ -67,11 +59,8 @@ __all__ = [
     "NORMALIZATIONS",
     "AdamSteps",
     "Arena",
-    "Batch",
     "ByVector",
     "Copies",
-    "Criterion",
-    "Direction",
     "Fisher",
     "Loss",
     "Near",
@@ -95,13 +84,11 @@ __all__ = [
     "factor_scales",
     "from_left",
     "from_right",
-    "inner_products",
     "is_unscaled",
     "linear_input_sum",
     "linear_input_vector",
     "linear_output_sum",
     "linear_output_vector",
-    "lowest",
     "matrix_in",
     "nesterov",
     "not_finite",
@@ -111,7 +98,6 @@ __all__ = [
     "product",
     "renewed",
     "sampled",
-    "slopes_and_curvatures",
     "squares",
     "triangle_trace",
     "unfold_triangle",

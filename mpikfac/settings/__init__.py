@@ -7,7 +7,7 @@ from mpikfac.settings.damping import FOR_VECTORS, Damping, LevenbergMarquardt
 from mpikfac.settings.estimator import Estimator, Turn, usual_distance
 from mpikfac.settings.length import Length, Source
 from mpikfac.settings.schedule import Schedule
-from mpikfac.settings.settings import Settings
+from mpikfac.settings.settings import Numbers, Settings
 
 __all__ = [
     "FOR_VECTORS",
@@ -16,6 +16,7 @@ __all__ = [
     "Estimator",
     "Length",
     "LevenbergMarquardt",
+    "Numbers",
     "Schedule",
     "Settings",
     "Source",

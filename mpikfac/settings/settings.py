@@ -11,6 +11,31 @@ from mpikfac.settings.schedule import Schedule, evaluate, every, in_force
 
 
 @dataclass(frozen=True)
+class Numbers:
+    """The numbers in force at a step; a first-order step has no numbers but the step.
+
+    Attributes:
+        step: completed steps before the step.
+        damping: of directions and decompositions.
+        decay: of running averages.
+        bound: on the step; None for no bound.
+        refreshes: whether a refresh of decompositions begins, or a turn of a refresh.
+        turn: the turn of the refresh that `step` belongs to; None without turns.
+        factor_every: the interval between factors at the next step, which needs it at once.
+        basis_every: the interval between decompositions at the next step.
+    """
+
+    step: int
+    damping: float = math.nan
+    decay: float = math.nan
+    bound: float | None = None
+    refreshes: bool = False
+    turn: int | None = None
+    factor_every: int = 0
+    basis_every: int = 0
+
+
+@dataclass(frozen=True)
 class Settings:
     """The numbers of K-FAC, plain or as schedules; `KFAC` says what the numbers mean.
 
@@ -30,9 +55,25 @@ class Settings:
         for name in ("factor_every", "basis_every"):
             self.due(name, 0)
 
-    def at(self, name: str, step: int) -> float:
-        """Return the damping, the decay or a bound on the step that is in force at `step`."""
-        below = 1.0 if name == "decay" else math.inf
+    def at(self, step: int, stagger: int = 1) -> Numbers:
+        """Return the numbers in force at `step`, with refreshes in `stagger` turns.
+
+        Raises:
+            ValueError: a number is out of its bounds.
+        """
+        bound = self.length.bound
+        return Numbers(
+            step,
+            self._in_force("damping", step),
+            self._in_force("decay", step, below=1.0),
+            self._in_force(bound, step) if bound else None,
+            self.due("basis_every", step, stagger),
+            self._turn(step, stagger) if stagger > 1 else None,
+            self._between("factor_every", step + 1, 1),
+            self._between("basis_every", step + 1, 1),
+        )
+
+    def _in_force(self, name: str, step: int, below: float = math.inf) -> float:
         setting = self._numbers()[name]
         assert setting is not None, f"nothing sets {name}"
         return in_force(name, setting, step, below)
@@ -47,13 +88,9 @@ class Settings:
             return every(getattr(self, name), step, name)
         return step % self._between(name, step, turns) == 0
 
-    def interval(self, name: str, step: int) -> int:
-        """Return an interval in steps that is in force at `step`."""
-        return self._between(name, step, 1)
-
-    def turn(self, name: str, step: int, turns: int) -> int:
-        """Return the number, from 0 on, of the turn of an interval that `step` belongs to."""
-        return step // self._between(name, step, turns) % turns
+    def _turn(self, step: int, turns: int) -> int:
+        """Return the number, from 0 on, of the turn of a refresh that `step` belongs to."""
+        return step // self._between("basis_every", step, turns) % turns
 
     def _between(self, name: str, step: int, turns: int) -> int:
         """Return the steps from one turn to the next."""
@@ -64,9 +101,9 @@ class Settings:
 
     def described(self) -> dict[str, object]:
         """Return the settings by name, for ranks to compare; schedules by their value at step 0."""
-        values = self._numbers()
-        found = {n: ("scheduled", v(0)) if callable(v) else v for n, v in values.items()}
-        return found | {
+        numbers = self._numbers().items()
+        values = {n: ("scheduled", v(0)) if callable(v) else v for n, v in numbers}
+        return values | {
             "relative": self.damping.is_relative,
             "adapted": self.damping.adapted,
             "length": self.length.source,

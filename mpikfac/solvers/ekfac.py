@@ -32,9 +32,10 @@ AS_THEY_ARE = Combination(
 class Ekfac(Eigen):
     """Eigenbases, with eigenvalues of `G (x) A` estimated from gradients of single examples.
 
-    `engine.statistics.scales` keeps the estimates.
+    `part` keeps the estimates.
     """
 
+    part: ClassVar[str] = "mpikfac.extensions.scales:Scales"
     form: ClassVar[Form] = Form(
         "ekfac",
         {"vectors": 2, "values": 1},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,11 @@ class Solver:
 
     Attributes:
         dtype: decompositions are kept, sent and multiplied in this dtype; None for the model's.
+        part: the place of a class ("package.module:Class") that keeps a state of the solver's own
+            beside the decompositions, made with the `Bases`; "" for none.
     """
 
+    part: ClassVar[str] = ""
     dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from mpikfac.comm.messages.collectives import (
 from mpikfac.comm.messages.encoded import Encoded
 from mpikfac.comm.messages.overlap import OverlappedSums, ProgressThread
 from mpikfac.comm.messages.robust import Combiner
+from mpikfac.comm.messages.senders import InOrder, Overlapped, Sender, Turns
 
 __all__ = [
     "COPIES",
@@ -23,6 +24,10 @@ __all__ = [
     "Buffers",
     "Combiner",
     "Encoded",
+    "InOrder",
+    "Overlapped",
+    "Sender",
+    "Turns",
     "OverlappedSums",
     "ProgressThread",
     "check_summable",

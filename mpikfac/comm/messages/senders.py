@@ -1,0 +1,182 @@
+"""Senders: objects that add up an arena over ranks, at once, part by part, or overlapped.
+
+The choices of a strategy select the sender; those who fill an arena call every sender alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mpikfac.numerics import Arena, Parts
+from mpikfac.plan import Message
+
+if TYPE_CHECKING:
+    from mpikfac.comm.grid import Grid
+
+Turns = Mapping[int | None, Sequence[Message]]
+"""The messages of an arena, by turn of a refresh; None for all layers."""
+
+
+class Sender:
+    """Send an arena's sums when the step asks.
+
+    Attributes:
+        arena: the numbers of the rank, and after `add_up` the sums, or the means.
+        early: whether blocks leave as soon as they are ready, in the backward pass.
+        in_parts: whether a batch comes part by part, by `collect`.
+        alone: whether the present sums are those of the rank's copy of the model alone.
+    """
+
+    early = False
+    in_parts = False
+
+    def __init__(
+        self, grid: Grid, arena: Arena, messages: Turns, divided: Sequence[Tensor] = ()
+    ) -> None:
+        """Take an arena whose content may change until `add_up`.
+
+        Args:
+            divided: the views of the arena whose sums become means over ranks.
+        """
+        self.grid, self.arena, self.messages = grid, arena, messages
+        self.divided = list(divided)
+        self.alone = False
+
+    @property
+    def collected(self) -> Tensor:
+        """The numbers of the rank's batch so far, `[..., size of the arena]`."""
+        return self.arena.flat
+
+    def ready(self, *names: str) -> None:
+        """Mark blocks as complete.
+
+        Collective over: none.
+        """
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether a block need not be marked as complete any more."""
+        return True
+
+    def collect(self) -> None:
+        """Keep the content of the arena as a part of the rank's batch.
+
+        Raises:
+            ValueError: the batch has no parts.
+        """
+        raise ValueError("collect() was called more than 0 times before step()")
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Add up the arena over ranks.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: parts of the batch are missing.
+        """
+        if self.divided:
+            torch._foreach_div_(self.divided, self.grid.world.size)
+        self.grid.exchange(self.messages[turn], self.arena.flat)
+
+    def clear(self) -> None:
+        """Forget the parts of a batch.
+
+        Collective over: none.
+        """
+
+    def drop(self) -> None:
+        """Forget what was sent of a batch that no step takes.
+
+        Collective over: world.
+        """
+
+
+class Overlapped(Sender):
+    """Send blocks during the computation, each as soon as the block is ready."""
+
+    early = True
+
+    def __init__(
+        self,
+        grid: Grid,
+        arena: Arena,
+        messages: Turns,
+        divided: Sequence[Tensor] = (),
+        urgency: int = 0,
+    ) -> None:
+        """Start a thread that sends; `urgency` orders messages of several arenas."""
+        super().__init__(grid, arena, messages, divided)
+        self._sums = grid.overlapped(messages[None], arena.layout, arena.flat, urgency)
+
+    def is_ready(self, name: str) -> bool:
+        """Return whether a block was marked as ready since the last `add_up`."""
+        return name in self._sums.ready_blocks
+
+    def ready(self, *names: str) -> None:
+        """Send blocks; values must not change until `add_up`.
+
+        Raises:
+            RuntimeError: a block was ready before.
+        """
+        for name in names:
+            if self.divided:
+                self.arena[name] /= self.grid.world.size
+            self._sums.ready(name)
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Wait for the sums; all blocks have to be ready."""
+        self._sums.wait()
+
+    def drop(self) -> None:
+        """Forget what was sent of a batch that no step takes."""
+        self._sums.drop(self.grid.world)
+
+
+class InOrder(Sender):
+    """Add up the parts of a batch in the order of parts, whatever rank has made a part."""
+
+    in_parts = True
+
+    def __init__(
+        self,
+        grid: Grid,
+        arena: Arena,
+        messages: Turns,
+        divided: Sequence[Tensor] = (),
+        *,
+        count: int,
+        stage: str,
+    ) -> None:
+        """Make room for the `count` parts of the rank's batch."""
+        super().__init__(grid, arena, messages, divided)
+        self._parts, self._stage = Parts(arena, count), stage
+
+    @property
+    def collected(self) -> Tensor:
+        """The parts so far, `[parts, size of the arena]`."""
+        return self._parts.collected
+
+    def collect(self) -> None:
+        """Keep the content of the arena as the next part.
+
+        Raises:
+            ValueError: all parts are there.
+        """
+        self._parts.add()
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Add up all parts of all ranks, in order.
+
+        Raises:
+            ValueError: parts are missing.
+        """
+        self.grid.sum_in_order(self._parts.take(), self.arena.flat, self._stage)
+        if self.divided:
+            torch._foreach_div_(self.divided, len(self._parts) * self.grid.world.size)
+
+    def clear(self) -> None:
+        """Forget the parts of a batch."""
+        self._parts.clear()

@@ -1,0 +1,19 @@
+"""The preconditioner of K-FAC on a rank, from hooks to directions."""
+
+from __future__ import annotations
+
+from mpikfac.engine.curvature.bases import Bases as Bases
+from mpikfac.engine.curvature.decomposers import AtOnce as AtOnce
+from mpikfac.engine.curvature.decomposers import Decomposed as Decomposed
+from mpikfac.engine.curvature.decomposers import Ready as Ready
+from mpikfac.engine.curvature.decomposers import Request as Request
+from mpikfac.engine.curvature.directions import Directions as Directions
+from mpikfac.engine.curvature.factors import Factors as Factors
+from mpikfac.engine.curvature.lengths import Own as Own
+from mpikfac.engine.curvature.lengths import PlannedDirection as PlannedDirection
+from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
+from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
+from mpikfac.engine.curvature.recorder import Recorder as Recorder
+from mpikfac.engine.curvature.running import Running as Running
+from mpikfac.engine.curvature.running import leave_out_broken as leave_out_broken
+from mpikfac.engine.curvature.running import merge as merge

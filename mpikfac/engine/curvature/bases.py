@@ -1,0 +1,259 @@
+"""Decompositions of factors: made by owners, sent to workers, applied to gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.engine.curvature.decomposers import (
+    AtOnce,
+    Decomposed,
+    Decomposition,
+    Ready,
+    Request,
+)
+from mpikfac.engine.curvature.rounding import COARSE, HARMLESS, Warn, damping_added, errors_of
+from mpikfac.engine.part import Item, Part
+from mpikfac.engine.site import Site
+from mpikfac.numerics import Arena, copy_all
+from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.solvers import Held, Solver
+
+SOLVER, DUE = "solver", "due"
+BASES, DECOMPOSITIONS = "bases/", "decompositions/"
+Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
+
+
+class Bases(Part):
+    """The decompositions that the rank makes and holds, to multiply gradients by.
+
+    Attributes:
+        solvers: the solvers of layers by name, the run's solver first.
+        arena: blocks of decompositions; a segment per worker of the column.
+        scales: estimates of the products of eigenvalues `[outputs, inputs]`, by layer; written by
+            a solver's own part alone.
+        held: the decompositions of every layer to precondition on the rank, by layer.
+        solver_of: the solver of every layer to precondition on the rank.
+        ready: whether the rank has decompositions.
+        turn: of the refresh to be published next; None for all layers.
+        decomposer: decomposes the rank's factors.
+    """
+
+    MARK = SOLVER
+
+    def __init__(
+        self,
+        site: Site,
+        solvers: Mapping[str, Solver],
+        relative: bool = False,
+        decomposer: Decomposer = AtOnce,
+    ) -> None:
+        """Make arenas of zeros; decompositions are computed in the dtype of sums.
+
+        Args:
+            relative: damping is relative to mean eigenvalues.
+            decomposer: makes the decomposer of the rank's factors.
+        """
+        super().__init__(site)
+        self.solvers, self.relative = solvers, relative
+        layouts, run = self.plan.layouts, next(iter(solvers.values()), None)
+        self.arena = site.arena(layouts.bases, run.dtype if run else None)
+        self.denominators = site.arena(layouts.denominators)
+        self.scales = site.arena(layouts.scales)
+        self._decompositions = [self._bound(factor) for factor in self.plan.decomposed()]
+        self._factor_of = {
+            block.name: d.factor.name for d in self._decompositions for block in d.factor.blocks
+        }
+        self.held = {layer.name: self._hold(layer) for layer in self.plan.preconditioned}
+        self.solver_of = {x.name: solvers[x.solver.name] for x in self.plan.preconditioned}
+        self._messages = {turn: self.plan.publish_bases(turn) for turn in self.plan.shares}
+        self.decomposer = decomposer(site, self.arena, self._factor_of)
+        self.ready = False
+        self.turn: int | None = None
+        self._pending: Ready | None = None
+        self._due = 0
+        self._damping = math.nan  # equal to no damping
+
+    def _bound(self, factor: Factor) -> Decomposition:
+        (layer,) = (layer for layer in self.plan.layers if layer.name == factor.layer)
+        blocks = {block.kind: self.arena[block.name] for block in factor.blocks}
+        side, opposite = layer.side(factor.side), layer.side("G" if factor.side == "A" else "A")
+        return Decomposition(factor, self.solvers[factor.solver.name], blocks, side, opposite)
+
+    def _hold(self, layer: PlannedLayer) -> Held:
+        a, g = ({kind: self._side(layer, s, kind) for kind in layer.solver.blocks} for s in "AG")
+        return Held(a, g, self.denominators.get(layer.name), self.scales.get(layer.name))
+
+    def _side(self, layer: PlannedLayer, side: str, kind: str) -> list[Tensor]:
+        """Return the block of a kind of every factor of a side."""
+        blocks = [self.arena[b.name] for f in layer.side(side) for b in f.blocks if b.kind == kind]
+        if side in layer.shape.diagonal:
+            return [block.view(*layer.shape.gradient[:-2], -1) for block in blocks]
+        return blocks
+
+    def forget(self) -> None:
+        """Forget all decompositions, also unfinished decompositions."""
+        self.ready, self.turn = False, None
+        self._pending, self._due = None, 0
+        self._damping = math.nan
+
+    # -- from factors to decompositions ----------------------------------------------------------
+
+    def decompose(
+        self,
+        factors: Mapping[str, Tensor],
+        step: int,
+        damping: float,
+        turn: int | None = None,
+        warn: Warn = list,
+    ) -> None:
+        """Start to decompose the factors of the rank: all, or of a `turn` of the refresh.
+
+        Args:
+            factors: packed, by name.
+            warn: is called with the layers with factors whose rounding the damping does not cover.
+        """
+        self.turn = turn
+        self._due = step + (self.plan.strategy.refresh.delay if self.ready else 0)
+        decompositions = [d for d in self._decompositions if turn in (None, d.factor.share)]
+        forms = {d.factor.name: d.factor.solver for d in decompositions}
+        plain = [d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)]
+        given = factors, damping, self.relative, self.site.dtype
+        errors = errors_of(plain, *given)
+        precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
+        warn([factor.layer for factor, error in errors.items() if error > COARSE])
+        damped = [d for d in decompositions if d.factor.solver.damped]
+        added = damping_added(damped, *given, self.site.flags, warn)
+        packed = {name: factors[name] for name in forms}
+        request = Request(decompositions, packed, added, precise, turn, first=not self.ready)
+        self._pending = self.decomposer.start(request)
+
+    @property
+    def pending(self) -> bool:
+        """Whether decompositions are unfinished, or finished and not in use yet."""
+        return self._pending is not None
+
+    def due(self, step: int) -> bool:
+        """Return whether pending decompositions are to be used from `step` on."""
+        return self.pending and step >= self._due
+
+    def take(self, step: int) -> int:
+        """Put the rank's own decompositions into the arena, once the decompositions are finished.
+
+        Factors that were not decomposed, or could not be decomposed, keep the last decomposition.
+        Before the first decomposition, blocks and directions are NaN.
+
+        Returns:
+            How many factors were decomposed.
+
+        Raises:
+            UserError: a factor could not be decomposed too many times in a row.
+        """
+        pending, self._pending = self._pending, None
+        blocks, failed = pending() if pending else Decomposed({}, ())
+        factor_of = self._factor_of
+        instead = "the one before is used" if self.ready else "its layer is not preconditioned"
+        tried = [factor_of[name] for name in blocks]
+        self.site.nonfinite.note("decomposition", failed, step, instead, tried)
+        sound = {n: b for n, b in blocks.items() if not self.ready or factor_of[n] not in failed}
+        copy_all((self.arena[name], block) for name, block in sound.items())
+        # The first block is made by a decomposition alone; others may be renewed without one.
+        factors = [d.factor for d in self._decompositions]
+        first = {factor.blocks[0].name for factor in factors if not factor.solver.vector}
+        return sum(name in first and factor_of[name] not in failed for name in blocks)
+
+    def publish(self) -> None:
+        """Send the decompositions to the workers of their layers, and take all into use.
+
+        Collective over: column.
+        """
+        self.site.grid.exchange(self._messages[self.turn], self.arena.flat)
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take an arena with new content into use."""
+        self.ready = True
+        self.rescaled()
+
+    def rescaled(self) -> None:
+        """Have `damp` prepare directions anew, as decompositions or scales have new content."""
+        self._damping = math.nan
+
+    # -- from gradients to directions ------------------------------------------------------------
+
+    def damp(self, damping: float) -> None:
+        """Prepare all directions with the damping, if damping or decompositions have changed."""
+        if damping == self._damping:
+            return
+        damped: dict[Solver, list[Held]] = {}
+        for name, held in self.held.items():
+            held.damping = damping
+            if held.denominators is not None:
+                damped.setdefault(self.solver_of[name], []).append(held)
+        for solver, of_solver in damped.items():
+            solver.damp(of_solver, damping, self.relative)
+        self._damping = damping
+
+    def sides(self, name: str, kind: str) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the blocks of a kind of A and of G of a layer, in the dtype of sums."""
+        return self.held[name].sides(kind, self.site.dtype)
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def items(self) -> Iterator[Item]:
+        """Return the blocks of all decompositions in use."""
+        for factor in self.plan.factors:
+            for block in factor.blocks:
+                yield Item(BASES + block.name, self.arena.get(block.name))
+
+    def marks(self) -> dict[str, Any]:
+        """Return the solvers, if the rank has decompositions."""
+        return {SOLVER: self.plan.solvers} if self.ready else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the arena and pending decompositions, by name; wait for pending decompositions."""
+        state = super().state_dict()
+        if self._pending is not None:
+            finished = self._pending()
+            self._pending = lambda: finished
+            state |= {DECOMPOSITIONS + name: block for name, block in finished.blocks.items()}
+            state[DUE] = self._due
+        return state
+
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Return the names of a complete state of all ranks, as far as `names` tell."""
+        complete = super().complete(names)
+        if complete and DUE in names:  # of one turn; with a tolerance, also blocks that may stay
+            turns = {DECOMPOSITIONS + b.name: f.share for f in self.plan.factors for b in f.blocks}
+            begun = {turns[name] for name in names if name in turns}
+            turn = begun.pop() if len(begun) == 1 else None
+            complete |= {name for name, own in turns.items() if turn in (None, own)}
+        return complete
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the items to load from a state with `names`, with values of the expected kind."""
+        if SOLVER not in names:
+            return {}
+        pending = {DECOMPOSITIONS + name: self.arena[name] for name in self._factor_of}
+        needed = super().needed(names) | {n: block for n, block in pending.items() if n in names}
+        return needed | {SOLVER: ""} | ({DUE: 0} if DUE in names else {})
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the `needed` items of a state, after `forget`.
+
+        Pending decompositions are published together with all decompositions, as the turns of
+        layers may differ from the saved run's.
+        """
+        if SOLVER not in names:
+            return
+        super().load_state_dict(state, names)
+        self.refresh()
+        if DUE in state:  # blocks that no decomposition was made of are missing
+            begun = (name for name in self._factor_of if DECOMPOSITIONS + name in state)
+            finished = self.decomposer.checked({n: state[DECOMPOSITIONS + n] for n in begun})
+            self._pending = lambda: finished
+            self._due = int(state[DUE])

@@ -1,0 +1,222 @@
+"""Preconditioned gradients: made by workers, sent to all ranks, and bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpikfac.comm import summed
+from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.lengths import LENGTHS, Own, PlannedDirection
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.part import Item, Part
+from mpikfac.engine.slots import slots_in
+from mpikfac.layers import Layer
+from mpikfac.model import groups_of
+from mpikfac.numerics import all_finite, not_finite
+from mpikfac.plan import LayerShape
+from mpikfac.settings import Numbers, Settings
+
+DAMPING = "damping"
+
+
+class Directions(Part):
+    """The directions on the rank.
+
+    Attributes:
+        arena: directions by layer.
+        slots: the layers with directions in the arena.
+        length: gives directions their lengths.
+        scale: the multiplier of the last step's directions, `[1]`.
+        expected: the change of the loss of all ranks by the quadratic model, `[1]`; only the part
+            of layers with directions on the rank.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        bases: Bases,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: Settings,
+    ) -> None:
+        super().__init__(gradients.site)
+        self.gradients, self.bases, self.optimizer = gradients, bases, optimizer
+        self.settings = settings
+        self.arena = self.site.arena(self.plan.layouts.directions)
+        self.slots = slots_in(self.arena, gradients.layers, self.site)
+        self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
+        self._planned = [self._place(layer.shape) for layer in self.plan.preconditioned]
+        kind: type[Own] = resolve_name(LENGTHS[settings.length.source or "own"])
+        self.length = kind(settings.length, gradients, self._planned, model, optimizer)
+        self._groups = groups_of(gradients.layers, optimizer)
+        self._messages = self.plan.publish_directions()
+        self._bound = self.plan.clip()
+        self.scale = self.arena.flat.new_ones(1)
+        self.expected = self.arena.flat.new_zeros(1)
+
+    def _place(self, shape: LayerShape) -> PlannedDirection:
+        name = shape.name
+        solver, held = self.bases.solver_of[name], self.bases.held[name]
+        places = self.gradients.arena[name], self.arena[name]
+        return PlannedDirection(name, solver, held, *places, matrix=shape.maps_vectors)
+
+    def make(self, numbers: Numbers) -> None:
+        """Precondition gradients, send the directions to all ranks, and bound the step.
+
+        Collective over: row; and world, if the step is bounded and no rank holds all directions.
+        """
+        self._precondition(numbers.damping)
+        self.site.grid.exchange(self._messages, self.arena.flat)
+        self._replace_broken()
+        if numbers.bound is not None and self.gradients.layers:
+            self._clip(numbers.bound)
+        if self.settings.damping.adapted and self.length.predicted:
+            self._predict()
+
+    def _precondition(self, damping: float) -> None:
+        """Precondition the gradients of the rank's layers, and give directions their lengths."""
+        with self.site.trace.stage("precondition"):
+            self.bases.damp(damping)
+            means = self.length.means()
+            for planned in self._planned:
+                gradient = means.get(planned.name, planned.gradient)
+                planned.direction.copy_(planned.solver.direction(gradient, planned.held))
+            self.length.scale(means)
+
+    def _replace_broken(self) -> None:
+        """Replace a direction with NaN or infinity, of a layer without bases, by the gradient."""
+        if not all_finite(self.arena.flat):
+            for name in not_finite(self.arena):
+                gradient = self.gradients.arena[name]
+                usable = gradient if all_finite(gradient) else torch.zeros_like(gradient)
+                self.arena[name].copy_(usable)
+
+    def _clip(self, bound: float) -> None:
+        """Bound the Fisher norm of the direction or of the step, or the direction's norm."""
+        squared, bound_of_square = {
+            "fisher_clip": (lambda: self._along_gradient(0), bound**2),
+            "kl_clip": (lambda: self._along_gradient(2), bound),
+            "norm_clip": (self._square, bound**2),
+        }[self.settings.length.bound]
+        square = squared()
+        self.site.grid.exchange(self._bound, square)
+        self.scale = clip_scale(square, bound_of_square)
+        self.arena.flat *= self.scale
+
+    def _predict(self) -> None:
+        """Predict by K-FAC's quadratic model how the step changes the loss."""
+        slope = self._along_gradient(1) / self.gradients.shortened
+        self.expected = self.scale * self._along_gradient(2) / 2 - slope
+
+    def descend(self, damping: float) -> None:
+        """Let the length change the gradients in the model, once all directions are there.
+
+        Collective over: world with length="quadratic", else none.
+        """
+        expected = self.length.descend(damping)
+        if expected is not None:
+            self.expected = expected
+
+    def reduction_ratio(self, loss_before: float, loss_after: float) -> float | None:
+        """Return the change of the mean loss over ranks, relative to the prediction.
+
+        None if the prediction is 0.
+
+        Collective over: world.
+        """
+        ranks = self.plan.grid.count
+        # A prediction that every rank has counts in part on each rank.
+        share = self.expected.item() / (1 if self.plan.owner_updates else ranks)
+        change = (loss_after - loss_before) / ranks
+        change, expected = summed(self.site.grid.world, [change, share])
+        return change / expected if expected else None
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget averages of lengths, and the prediction."""
+        self.expected.zero_()
+        for item in self.items():
+            if item.tensor is not None:
+                item.tensor.zero_()
+
+    def clear(self) -> None:
+        """Forget the prediction."""
+        self.expected.zero_()
+
+    def items(self) -> Iterable[Item]:
+        """Return averages and momenta of the length."""
+        return self.length.items()
+
+    def marks(self) -> dict[str, Any]:
+        """Return the damping, if the damping is adapted."""
+        adapted = self.settings.damping.adapted
+        return {DAMPING: adapted.damping} if adapted else {}
+
+    def in_state(self, names: Collection[str]) -> list[Item]:
+        """Return the items of the kinds that a state with `names` has; others start anew."""
+        kinds = {name.partition("/")[0] for name in names}
+        return [item for item in self.items() if item.name.partition("/")[0] in kinds]
+
+    def needed(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the items to load from a state with `names`, with values of the expected kind."""
+        marks = {name: value for name, value in self.marks().items() if name in names}
+        return super().needed(names) | marks
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the `needed` items of a state, after `forget`."""
+        super().load_state_dict(state, names)
+        if self.settings.damping.adapted and DAMPING in names:
+            self.settings.damping.adapted.damping = state[DAMPING]
+
+    # -- details ---------------------------------------------------------------------------------
+
+    def _along_gradient(self, power: int) -> Tensor:
+        """Return `sum lr^power <direction, gradient>` `[1]` over the rank's layers."""
+        sums, factors = [], []
+        for layer in self._finite():
+            products = self.arena[layer.name] * self.gradients.arena[layer.name]
+            groups = self._groups[layer.name]
+            parts = layer.parts(products) if len(set(groups)) > 1 else [products]
+            sums += [part.sum() for part in parts]
+            rates = [self.optimizer.param_groups[group]["lr"] for group in groups]
+            factors += [rate**power for rate in rates[: len(parts)]]
+        return weighted_sum(sums, factors, self.arena.flat)
+
+    def _square(self) -> Tensor:
+        """Return `sum <direction, direction>` `[1]` over the same layers."""
+        squares = [self.arena[layer.name].square().sum() for layer in self._finite()]
+        return weighted_sum(squares, [1.0] * len(squares), self.arena.flat)
+
+    def _finite(self) -> list[Layer]:
+        """Return the layers with directions in the arena and finite gradients.
+
+        Layers without finite gradients are not stepped, and would make sums NaN.
+        """
+        broken = self.gradients.broken
+        return [layer for layer in self._layers if layer.name not in broken]
+
+
+def weighted_sum(numbers: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+    """Return the sum `[1]` of numbers times weights, 0 for no number, where `like` lies."""
+    if not numbers:
+        return like.new_zeros(1)
+    factors = torch.tensor(weights, dtype=like.dtype).to(like.device, non_blocking=True)
+    return (torch.stack(list(numbers)) * factors).sum(0, keepdim=True)
+
+
+def clip_scale(square: Tensor, bound: float) -> Tensor:
+    """Return the multiplier `[1]` to keep the square of a step's norm at `bound` at most.
+
+    Args:
+        square: of a norm, `[1]`, over layers: `sum <direction, direction>`, or the squared Fisher
+            norm `sum <direction, gradient>`, times `lr^2` for the KL clip [SC20, eq. 18]. Rounding
+            may make the Fisher norm negative.
+    """
+    return torch.sqrt(bound / square.abs()).clamp_(max=1.0)

@@ -1,0 +1,401 @@
+"""Kronecker factors on a rank: from a batch's sums to averages over ranks and over time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import Sender, Turns, summed
+from mpikfac.engine.curvature.running import Running, leave_out_broken, merge
+from mpikfac.engine.part import Item, Part
+from mpikfac.engine.site import Site
+from mpikfac.numerics import Arena, add_identity, add_triangle, all_finite, unfold_triangle
+from mpikfac.plan import Factor
+
+STAGE = "reduce statistics"
+STARTED = "started"
+FORMS = {"matrix": "factors", "vector": "vectors"}  # names of averages in the state, by form
+
+
+class Factors(Part):
+    """The factors on a rank, averaged over ranks whenever a batch has statistics.
+
+    An example has the same weight on every rank: a batch's factors are sums over examples, ranks
+    add up sums and numbers of examples, and averages over time weigh batches by numbers of
+    examples. A layer without examples in a batch keeps the average.
+
+    Attributes:
+        statistics: the rank's sums of a batch and numbers of examples, zero between steps. Sums are
+            triangles, or vectors, with the factors as the vectors' squares.
+        sender: adds up the statistics over ranks.
+        averages: running averages, in the same form; at first the identity (or zero vectors).
+        weights: numbers of examples in the averages; at first 0.
+        started: whether any average has begun.
+        lacking: whether an average is missing, and the next batch has to count.
+    """
+
+    MARK = STARTED
+
+    def __init__(self, site: Site, dtype: torch.dtype, identity: bool = False) -> None:
+        """Make arenas of zeros.
+
+        Args:
+            dtype: of averages.
+            identity: averages start at the identity, with the weight of a batch.
+        """
+        super().__init__(site)
+        layouts = self.plan.layouts
+        self.statistics = site.arena(layouts.statistics)
+        self.averages = site.arena(layouts.averages, dtype)
+        weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
+        self.weights = dict(zip(self.averages, weights.split(1)))
+        self._factors = {factor.name: factor for factor in self.plan.factors}
+        self._running = {name: self._bound(self._factors[name]) for name in self.averages}
+        self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
+        messages = {turn: self.plan.reduce_statistics(turn) for turn in self.plan.shares}
+        self.sender = self._sender(messages)
+        self._unsettled: tuple[float, int] | None = None
+        self._starts_at_identity = identity
+        self.started = self.lacking = False
+        # Averages whose identity weighs as much as the rank's first batch.
+        self._at_identity: list[Running] = []
+
+    def _bound(self, factor: Factor) -> Running:
+        name = factor.name
+        total, count = self.statistics[name], self.statistics[factor.counted]
+        return Running(name, total, count, self.averages[name], self.weights[name])
+
+    def _sender(self, messages: Turns) -> Sender:
+        if self.plan.layouts.squares.size:
+            return Squares(self.site, self.statistics, messages)
+        return self.site.sender(STAGE, self.statistics, messages, urgency=1)
+
+    # -- a batch ---------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Keep the sums of a part of the rank's share, and make room for the next part."""
+        self.sender.collect()
+        self.statistics.flat.zero_()
+
+    def ready(self, layer: str) -> None:
+        """Send a layer's complete statistics, if statistics are overlapped.
+
+        Collective over: none.
+        """
+        for factor in self._of_layer[layer]:
+            self.sender.ready(factor.name, factor.counted)
+
+    def send_rest(self) -> None:
+        """Send statistics of layers without a backward pass, if statistics are overlapped.
+
+        Collective over: none.
+        """
+        for name, factors in self._of_layer.items():
+            if not self.sender.is_ready(factors[0].name):
+                self.ready(name)
+
+    def unscale(self, names: Collection[str], scale: float) -> bool:
+        """Take a loss's scale out of a batch's sums of gradients; return whether sums are finite.
+
+        Collective over: none.
+        """
+        collected = self.sender.collected
+        for name in names:
+            sums = collected[..., self.statistics.span(name)]
+            sums /= scale
+            # Twice, as the square of the scale may be no number of this dtype.
+            if not self._factors[name].solver.vector:
+                sums /= scale
+        return all_finite(collected)
+
+    def average(self, decay: float, step: int) -> None:
+        """Take a batch's factors into the averages; overlapped factors at the next `settle`.
+
+        Collective over: world.
+        """
+        self._unsettled = decay, step
+        if not self.sender.early:
+            self.settle()
+
+    @property
+    def settled(self) -> bool:
+        """Whether the averages have all batches so far."""
+        return self._unsettled is None
+
+    def settle(self) -> None:
+        """Wait for a batch's unfinished messages, and take the factors into the averages.
+
+        Collective over: world.
+        """
+        if self._unsettled is None:
+            return
+        (decay, step), self._unsettled = self._unsettled, None
+        self._add_up()
+        self._check(step)
+        self._merge(decay)
+        self.statistics.flat.zero_()
+        self.started, self.lacking = True, False
+
+    def _add_up(self) -> None:
+        """Add up a batch's statistics over ranks."""
+        self.sender.add_up()
+
+    def _check(self, step: int) -> None:
+        """Leave the batch's factors with NaN or infinity out of the averages."""
+
+        def report(broken: list[str]) -> None:
+            answered = [name for name in broken if self._answers_for(self._factors[name])]
+            self.site.nonfinite.note(
+                "statistics", answered, step, "their averages stay as they are"
+            )
+
+        running = list(self._running.values())
+        leave_out_broken(self.statistics.flat, running, self.site.flags, report)
+
+    def _answers_for(self, factor: Factor) -> bool:
+        """Return whether the rank counts a factor that is not finite."""
+        return factor.owner == self.plan.rank
+
+    def _merge(self, decay: float) -> None:
+        """Take the sums over a batch into the averages, weighed by numbers of examples."""
+        for running in self._at_identity:
+            running.weight.copy_(torch.where(running.weight > 0, running.weight, running.count))
+        merge(list(self._running.values()), decay)
+
+    # -- averages --------------------------------------------------------------------------------
+
+    def whole(self, turn: int | None = None) -> Arena:
+        """Return averages over ranks and time of the factors to decompose on the rank.
+
+        Args:
+            turn: of a refresh; None for all layers.
+
+        Collective over: world.
+        """
+        self.settle()
+        return self.averages
+
+    def discard(self) -> None:
+        """Make room for the next batch's statistics, if `whole` has used the room."""
+
+    def forget(self) -> None:
+        """Forget all averages, or start at the identity with the weight of a batch."""
+        self.settle()
+        self.sender.clear()
+        self.statistics.flat.zero_()
+        self.averages.flat.zero_()
+        for name, average in self.averages.items():
+            self.weights[name].zero_()
+            if not self._factors[name].solver.vector:
+                add_identity(average)
+        self.started = self._starts_at_identity
+        self._at_identity = list(self._running.values()) if self._starts_at_identity else []
+        self.lacking = not self._starts_at_identity
+
+    def clear(self) -> None:
+        """Forget the collected parts of a batch."""
+        self.sender.clear()
+
+    def recall(self) -> None:
+        """Forget what overlapped messages have sent of a batch without a step.
+
+        Collective over: world.
+        """
+        self.settle()
+        self.sender.drop()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def items(self) -> Iterator[Item]:
+        """Return averages and weights of all factors."""
+        for factor in self.plan.factors:
+            yield from self._items_of(factor)
+
+    def _items_of(self, factor: Factor) -> Iterator[Item]:
+        name, saved = factor.name, self._saves(factor)
+        yield Item(_average_of(factor), self.averages.get(name), saved)
+        yield Item(f"weights/{name}", self.weights.get(name), saved)
+
+    def _saves(self, factor: Factor) -> bool:
+        """Return whether the rank saves a factor."""
+        return True
+
+    def marks(self) -> dict[str, Any]:
+        """Return whether any average has begun."""
+        return {STARTED: 1} if self.started else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages over ranks, and weights, by name.
+
+        Collective over: world where statistics overlap, else none.
+        """
+        self.settle()
+        return super().state_dict()
+
+    def in_state(self, names: Collection[str]) -> list[Item]:
+        """Return averages and weights of the factors that a state with `names` has.
+
+        Raises:
+            ValueError: the state has nothing of a factor.
+        """
+        items: list[Item] = []
+        for factor in self._in_state(names):
+            of_factor = list(self._items_of(factor))
+            held = [item.name for item in of_factor if item.tensor is not None and item.saved]
+            if held and not set(held) & set(names):
+                raise ValueError(
+                    f"item 'kfac/{held[0]}' is missing; if its layer was frozen when the "
+                    f"state was saved, freeze the layer before K-FAC is made"
+                )
+            items += of_factor
+        return items
+
+    def _in_state(self, names: Collection[str]) -> Iterable[Factor]:
+        """Return factors with averages in a state with `names`.
+
+        A factor starts anew if the state has a vector for a matrix, or a matrix for a vector.
+        """
+        forms = {STARTED, *FORMS.values()}  # a rank's own share may lack factors
+        if not forms.intersection(name.partition("/")[0] for name in names):
+            return []
+        other = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
+        return [f for f in self.plan.factors if f"{other[f.solver.keeps]}/{f.name}" not in names]
+
+    def load_state_dict(self, state: Any, names: Collection[str]) -> None:
+        """Load the `needed` items of a state, after `forget`.
+
+        A rank without factors calls the method, too: `started` has to agree on all ranks.
+        """
+        if begun := list(self._in_state(names)):
+            self.started = True
+            self.lacking = self.lacking and len(begun) < len(self.plan.factors)
+            super().load_state_dict(state, names)
+
+    def take_over(self, before: Factors) -> set[str]:
+        """Take over the averages of layers that have the same factors as before.
+
+        Collective over: world.
+        """
+        same = super().take_over(before)
+        taken = {f.name for f in self.plan.factors if _average_of(f) in same}
+        begun = taken - {running.name for running in before._at_identity}
+        self._at_identity = [each for each in self._at_identity if each.name not in begun]
+        self.started = before.started
+        (anew,) = summed(self.site.grid.world, [len(self.averages) - len(taken)])
+        self.lacking = before.lacking or anew > 0  # on all ranks alike
+        return same
+
+
+class LateFactors(Factors):
+    """The factors on a rank, averaged over ranks only before they are decomposed.
+
+    Averages over time and over ranks commute: every rank averages the rank's own share of the
+    batches over time, and a call of `whole` sums the averages over ranks.
+    """
+
+    def _sender(self, messages: Turns) -> Sender:
+        if self.plan.layouts.squares.size:
+            return Squares(self.site, self.statistics, messages)
+        return Sender(self.site.grid, self.statistics, messages)
+
+    def _add_up(self) -> None:
+        """Leave the batch's statistics as they are: averages are summed later."""
+
+    def _answers_for(self, factor: Factor) -> bool:
+        return True
+
+    def whole(self, turn: int | None = None) -> Arena:
+        """Return averages over ranks and time, of all layers or of a turn, valid until `discard`.
+
+        Collective over: world.
+        """
+        self.settle()
+        for running in self._running.values():
+            torch.mul(running.average, running.weight, out=running.total)
+            running.count.copy_(running.weight)
+        self.sender.add_up(turn)
+        for name, running in self._running.items():
+            running.total.div_(torch.where(running.count > 0, running.count, 1))
+            if not self._factors[name].solver.vector:
+                add_identity(running.total, (running.count == 0).to(running.count))
+        return self.statistics
+
+    def discard(self) -> None:
+        """Make room for the next batch's statistics."""
+        self.statistics.flat.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages over ranks, and weights, by name.
+
+        Averages first move to the owners, as in a restart: the continued run and a resumed run stay
+        identical.
+
+        Collective over: world.
+        """
+        self.settle()
+        if self.started:
+            self.whole()
+            for name, running in self._running.items():
+                owned = self._saves(self._factors[name])
+                running.average.copy_(running.total) if owned else running.average.zero_()
+                running.weight.copy_(running.count * owned)
+            self._leave_identity_to_owners()
+            self.discard()
+        return super().state_dict()
+
+    def load_state_dict(self, state: Any, names: Collection[str]) -> None:
+        """Load the `needed` items of a state, after `forget`."""
+        super().load_state_dict(state, names)
+        if self._in_state(names):
+            self._leave_identity_to_owners()
+
+    def _leave_identity_to_owners(self) -> None:
+        """Let only the rank that saves an average begin the average at the identity."""
+        saved = (each for each in self._at_identity if self._saves(self._factors[each.name]))
+        self._at_identity = list(saved)
+
+    def _saves(self, factor: Factor) -> bool:
+        """Return whether the rank saves a factor: its owner does."""
+        return factor.owner == self.plan.rank
+
+
+def _average_of(factor: Factor) -> str:
+    """Return the name of a factor's average in the state."""
+    return f"{FORMS[factor.solver.keeps]}/{factor.name}"
+
+
+FACTORS = {"factors": Factors, "bases": LateFactors}
+"""Factors, by the strategy's choice `reduce_at`."""
+
+
+class Squares(Sender):
+    """Send factors as square matrices, as published codes do."""
+
+    def __init__(self, site: Site, statistics: Arena, messages: Turns) -> None:
+        self._site, self._statistics = site, statistics
+        super().__init__(site.grid, site.arena(site.plan.layouts.squares), messages)
+
+    @property
+    def collected(self) -> Tensor:
+        """The statistics of the rank's batch."""
+        return self._statistics.flat
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Add up the statistics over ranks, as squares."""
+        if not self.messages[turn]:
+            return
+        statistics, recorded = self._statistics, self._site.plan.recorded
+        with self._site.trace.stage(STAGE):
+            for factor in recorded:
+                square = unfold_triangle(statistics[factor.name])
+                self.arena[factor.name].copy_(square)
+                self.arena[factor.counted].copy_(statistics[factor.counted])
+        super().add_up(turn)
+        with self._site.trace.stage(STAGE):
+            statistics.flat.zero_()
+            for factor in recorded:
+                add_triangle(statistics[factor.name], self.arena[factor.name])
+                statistics[factor.counted].add_(self.arena[factor.counted])

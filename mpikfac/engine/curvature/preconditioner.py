@@ -1,0 +1,368 @@
+"""The K-FAC preconditioner of a trainer: statistics, factors, decompositions, directions.
+
+Read `Preconditioner.learn` and `Preconditioner.direct` first: a line is a stage, and the stages
+are methods below, in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from mpikfac.comm import Team
+from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.cautions import Cautions
+from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
+from mpikfac.engine.curvature.directions import Directions
+from mpikfac.engine.curvature.factors import FACTORS, Factors
+from mpikfac.engine.curvature.recorder import Recorder
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.method import FirstOrder, Method, described
+from mpikfac.engine.part import Part
+from mpikfac.layers import Coverage, Layer, Other, cover
+from mpikfac.model import groups_of
+from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
+from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
+from mpikfac.solvers import Solver
+
+GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
+OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
+"""Kinds of items that only the solver that made them can use."""
+ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
+
+
+class Preconditioner(FirstOrder):
+    """Averaged gradients, preconditioned by distributed K-FAC.
+
+    Attributes:
+        factors: averages of factors over ranks and over time.
+        recorder: the hooks that record a batch's moments.
+        bases: the decompositions that the rank makes and holds.
+        directions: preconditioned gradients.
+        of_solver: the parts that a solver brings, such as the scales of EKFAC.
+    """
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        model: nn.Module,
+        optimizer: Optimizer,
+        settings: Settings,
+        estimator: Estimator,
+        solvers: Mapping[str, Solver],
+        team: Team,
+        plan: Plan,
+    ) -> None:
+        super().__init__(gradients)
+        site = gradients.site
+        self.site, self.plan, self.settings, self.estimator = site, site.plan, settings, estimator
+        transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
+        dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
+        self.factors: Factors = FACTORS[transport.reduce_at](site, dtype, at_identity)
+        decomposer = InBackground if refresh.delay else AtOnce
+        if refresh.curvature_ranks:
+            decomposer = partial(resolve_name(ON_CURVATURE_RANKS), plan, solvers, team)
+        self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
+        self.of_solver = list(_parts_of_solvers(solvers, self.bases))
+        observers = [part.record for part in self.of_solver]
+        layers = gradients.layers
+        self.recorder = Recorder(model, layers, self.factors, estimator, observers)
+        self.directions = Directions(gradients, self.bases, model, optimizer, settings)
+        self._cautions = Cautions()
+        # Factors first: no thread may add up statistics that are forgotten.
+        self.parts: Sequence[Part] = (
+            *(self.factors, self.recorder, self.bases, *self.of_solver, self.directions),
+        )
+        self.forget()
+
+    def numbers(self, step: int) -> Numbers:
+        """Return the numbers in force at a step."""
+        return self.settings.at(step, self.plan.strategy.refresh.stagger)
+
+    def compared(self, numbers: Numbers) -> dict[str, object]:
+        """Return the numbers of a step that have to be equal on all ranks."""
+        bound = self.settings.length.bound
+        return {
+            **{"damping": numbers.damping, "decay": numbers.decay},
+            **({bound: numbers.bound} if bound else {}),
+            **{"factor_every": numbers.factor_every, "basis_every": numbers.basis_every},
+        }
+
+    def check_step(self, scaler: GradScaler | None) -> None:
+        """Return if a step can be taken now.
+
+        Raises:
+            ValueError: a scaler with copies of the model, or no batch for length="quadratic".
+        """
+        if scaler is not None and self.plan.strategy.exchange.of_copies:
+            raise ValueError(
+                "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
+                "alone, and the sums of factors need all ranks"
+            )
+        self.directions.length.begin_step()
+
+    def begin(self, step: int) -> None:
+        """Begin a step: from here on, the state is the state after `step` steps."""
+        self.intact = not self.plan.late and self.factors.settled
+        due = self.settings.due("factor_every", step)
+        self.recorder.recording = due or self.factors.lacking
+        # With whole intervals between factors, all beginnings take turns: no position of a batch
+        # whose examples are frames or windows of few images is left out for ever.
+        self.recorder.begin = step * GOLDEN_RATIO % 1
+
+    def collect(self) -> None:
+        """Take the passes since the last call as a part of the rank's share of a batch."""
+        if self.recorder.recording:
+            self._finish_statistics()
+            self.factors.collect()
+
+    # -- the stages, in order --------------------------------------------------------------------
+
+    def learn(self, numbers: Numbers) -> None:
+        """Average the batch's factors, and refresh decompositions if a refresh is due.
+
+        Collective over: world and column.
+        """
+        if self.recorder.recording:
+            self._average_statistics(numbers)
+        if numbers.refreshes or not self.bases.ready:
+            self._publish_bases(numbers.step)  # of the interval before, if not in use yet
+            self._decompose_owned(numbers)
+        if self.bases.due(numbers.step):
+            self._publish_bases(numbers.step)
+        self.factors.discard()
+
+    def _average_statistics(self, numbers: Numbers) -> None:
+        """Average the batch's statistics over ranks and over time."""
+        if not self.factors.sender.in_parts:
+            self._finish_statistics()
+            self.factors.send_rest()
+        for part in self.of_solver:
+            part.reduce(self.factors.statistics, self.estimator.of_loss)
+        self.factors.average(numbers.decay, numbers.step)
+        self.intact = False  # only now: a sum that fails leaves averages as they were
+        for part in self.of_solver:
+            part.merge(numbers.decay, numbers.step)
+
+    def _finish_statistics(self) -> None:
+        """Turn the batch's sums into factors, and warn of layers that K-FAC cannot see."""
+        for name in self.recorder.finish():
+            if self.gradients.arena[name].any():
+                self._cautions.unseen(name)
+
+    def _decompose_owned(self, numbers: Numbers) -> None:
+        """Start to decompose the rank's factors, all or of a turn of the refresh."""
+        step, damping = numbers.step, numbers.damping
+        in_float32 = self.gradients.arena.flat.dtype == torch.float32
+        if in_float32 and not self.settings.damping.is_relative:
+            self._cautions.little_damping(damping, step)
+        turn = numbers.turn if self.bases.ready else None
+        factors = self.factors.whole(turn)
+        self.intact = False  # from here on, the state has what this step has begun
+        warn = partial(self._cautions.large_factors, damping=damping, step=step)
+        self.bases.decompose(factors, step, damping, turn, warn)
+
+    def _publish_bases(self, step: int) -> None:
+        """Send decompositions to the workers of a layer."""
+        if not self.bases.pending:
+            return
+        self.intact = False
+        with self.site.trace.stage("decompose"):
+            self.site.trace.calls["decompositions"] += self.bases.take(step)
+        self.bases.publish()
+        for part in self.of_solver:
+            part.restart(self.factors.weights, self.bases.turn)
+
+    def direct(self, numbers: Numbers) -> None:
+        """Precondition averaged gradients, and write the directions to the model.
+
+        Collective over: row; world, if the step is bounded or length="quadratic".
+        """
+        self.make_directions(numbers)
+        self.gradients.write(self.directions.slots)
+        self.gradients.write(self.gradients.uncovered_slots)
+        self.intact = False
+        with self.recorder.pausing():
+            self.directions.descend(numbers.damping)
+
+    def make_directions(self, numbers: Numbers) -> None:
+        """Precondition gradients, send the directions to all, and bound the step."""
+        if self.settings.length.by_adam:
+            self.intact = False  # grafting takes the gradients into averages
+        self.directions.make(numbers)
+
+    # -- batches without a step ------------------------------------------------------------------
+
+    def unscale(self, scaler: GradScaler) -> bool:
+        """Take a loss's scale out of a batch's statistics; return whether statistics are finite."""
+        if not (self.recorder.recording and self.estimator.of_loss):
+            return True
+        scale = scaler.get_scale()
+        finite = [self.factors.unscale(self.recorder.of_gradients, scale)]
+        finite += [part.unscale(scale) for part in self.of_solver]
+        return all(finite)
+
+    def skip(self) -> None:
+        """Leave all as before the batch."""
+        super().skip()
+        self.directions.expected.zero_()
+
+    def recall(self) -> None:
+        """Forget what overlapped messages have sent of a batch without a step."""
+        self.factors.recall()
+
+    # -- the model as it is now, and the state ---------------------------------------------------
+
+    def known(self, state: Mapping[str, Any]) -> set[str]:
+        """Return names of K-FAC's own items, without decompositions of a different solver."""
+        prefix = Part.PREFIX
+        names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        if state.get(f"{prefix}solver") == self.plan.solvers:
+            return names
+        return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
+
+    def check_same_model(self) -> None:
+        """Return if other parameters of the model may be trained from now on.
+
+        Raises:
+            UserError: other ranks decompose for the rank.
+        """
+        self.bases.decomposer.check_same_model()
+
+    def finish(self) -> None:
+        """Finish messages that are under way, and keep what they bring."""
+        self.factors.settle()
+
+    def gather(self) -> None:
+        """Finish messages; with reduce_at="bases", move averages to their owners."""
+        self.factors.state_dict()
+
+    def take_over(self, before: Any) -> None:
+        """Take over averages of layers that are as before.
+
+        Collective over: world.
+        """
+        self._cautions = before._cautions
+        self.factors.take_over(before.factors)
+        self.directions.take_over(before.directions)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self.recorder.detach()
+
+    def close(self) -> None:
+        """Let curvature ranks go."""
+        self.bases.decomposer.close()
+
+
+class Curvature(Method):
+    """The method of K-FAC: settings, estimator, solvers and coverage.
+
+    Args:
+        solvers: the run's solver, and the solvers that rules name.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        estimator: Estimator,
+        solvers: Mapping[str, Solver],
+        coverage: Coverage,
+    ) -> None:
+        self.settings, self.estimator = settings, estimator
+        self.solvers, self.coverage = solvers, coverage
+        self.momentum = settings.length.momentum
+
+    def cover(self, model: nn.Module) -> tuple[list[Layer], list[Other]]:
+        """Return the layers that K-FAC covers, and the uncovered tensors."""
+        coverage = self.coverage
+        if self.estimator.fisher == "forward-only":  # nothing estimates G
+            rule = coverage.rule
+            coverage = dataclasses.replace(coverage, rule=lambda layer: forward_only(rule(layer)))
+        return cover(model, coverage, self.estimator.statistics_dtype)
+
+    def plan(
+        self,
+        layers: Sequence[Layer],
+        uncovered: Sequence[Other],
+        strategy: Strategy,
+        ranks: int,
+        itemsize: int,
+        split: Split,
+    ) -> Plan:
+        """Return the plan, if all choices fit together.
+
+        Raises:
+            ValueError: two choices cannot work together.
+        """
+        self.settings.due("basis_every", 0, strategy.refresh.stagger)  # refused before step 0
+        forms = tuple(solver.form for solver in self.solvers.values())
+        run = next(iter(self.solvers.values()))
+        layer_shapes = [layer.shape for layer in layers]
+        choices = {
+            **strategy.choices(),
+            **vars(self.estimator),
+            **self.settings.described(),
+            **{"ranks": ranks, "solver": run.name, "basis_dtype": run.dtype},
+        }
+        needs = [need for form in forms for need in form.needs]
+        check_layers([*SETTINGS, *needs], layer_shapes, choices)
+        averages, bases = self.estimator.factor_dtype, run.dtype
+        sizes = [dtype.itemsize if dtype else itemsize for dtype in (averages, bases)]
+        shapes, means = described(uncovered)
+        return plan_for(
+            layer_shapes, ranks, strategy, shapes, forms, itemsize, *sizes, means, split
+        )
+
+    def check(self, layers: Iterable[Layer], optimizer: Optimizer, team: Team, plan: Plan) -> None:
+        """Return if optimizer and ranks suit the method.
+
+        Raises:
+            ValueError: the number of curvature ranks differs, or a layer is not in the optimizer.
+        """
+        check_joins(team.link, plan.strategy.refresh.curvature_ranks)
+        groups_of(layers, optimizer)
+
+    def compared(self) -> dict[str, object]:
+        """Return the choices that have to be equal on all ranks."""
+        return {
+            "solver": next(iter(self.solvers.values())),
+            **dataclasses.asdict(self.estimator),
+            **self.settings.described(),
+        }
+
+    def build(
+        self, gradients: Gradients, model: nn.Module, optimizer: Optimizer, team: Team, plan: Plan
+    ) -> Preconditioner:
+        """Return the preconditioner of the model as it is now."""
+        values = self.settings, self.estimator, self.solvers
+        return Preconditioner(gradients, model, optimizer, *values, team, plan)
+
+
+def check_joins(link: Any, ranks: int) -> None:
+    """Return if `link` joins the rank to `ranks` curvature ranks; None joins to 0.
+
+    Raises:
+        ValueError: the number of curvature ranks differs.
+    """
+    joined = link.remote_size if link else 0
+    if joined != ranks:
+        raise ValueError(
+            f"curvature_ranks={ranks}, but curvature joins {joined}; "
+            f"give it what mpikfac.split(comm, {ranks}) returned"
+        )
+
+
+def _parts_of_solvers(solvers: Mapping[str, Solver], bases: Bases) -> Iterable[Any]:
+    """Return the parts that the solvers of layers bring."""
+    places = {solvers[layer.solver.name].part for layer in bases.plan.layers}
+    for place in sorted(places - {""}):
+        yield resolve_name(place)(bases)

@@ -1,0 +1,382 @@
+"""Hooks that record a batch's moments; without overlap, nothing is sent."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.engine.curvature.factors import Factors
+from mpikfac.engine.part import Part
+from mpikfac.layers import Attached, Hook, Layer
+from mpikfac.numerics import add_triangle, without_autocast
+from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.settings import Estimator, Turn, usual_distance
+
+log = logging.getLogger("mpikfac")
+
+Observer = Callable[[Layer, Tensor, Tensor, float], None]
+"""Takes the layer, inputs and output gradients as in sums, and the weight of a call."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The sum of a factor, bound to its place in the arena of statistics.
+
+    Attributes:
+        block: where the factor lies in the moment of its side.
+        total: the sum: a triangle or a vector.
+        count: `[1]`, the number of examples in the sum.
+    """
+
+    factor: Factor
+    block: slice
+    total: Tensor
+    count: Tensor
+
+    def add(self, moment: Tensor, weight: float) -> None:
+        """Add the factor's block of a side's moment, times `weight`."""
+        total, block = self.total, self.block
+        if self.factor.solver.vector:
+            total.add_(moment[..., block].view_as(total), alpha=weight)
+        else:
+            shape = (*total.shape[:-2], self.factor.order, self.factor.order)
+            add_triangle(total, moment[..., block, block].reshape(shape), weight)
+
+
+@dataclass(frozen=True)
+class SideSums:
+    """The sums of A or of G of a layer.
+
+    Attributes:
+        quadratic: sums are of squares of gradients; else of inputs alone.
+        moment: returns the moment of a call, from the side, inputs and output gradients.
+    """
+
+    side: str
+    quadratic: bool
+    moment: Callable[[str, Tensor, Tensor], Tensor]
+    sums: Sequence[Sum]
+
+
+@dataclass
+class Counts:
+    """How many examples and vectors went into the sums of a layer, in how many forward passes."""
+
+    examples: int = 0
+    vectors: int = 0
+    passes: int = 0
+    last_pass: int = -1
+
+    def add(self, examples: int, vectors: int, forward_pass: int) -> None:
+        """Count one call of the layer."""
+        # A layer called again in the same pass sees the same examples at more positions.
+        if forward_pass != self.last_pass:
+            self.examples += examples
+            self.passes += 1
+        self.vectors += vectors
+        self.last_pass = forward_pass
+
+
+@dataclass
+class LayerSums:
+    """The sums of a layer, or of a group of a layer, and the counts of the sums.
+
+    Attributes:
+        distance: the distance of the examples to take from a call; None for `usual_distance`.
+        order: the number of rows of the layer's largest factor.
+        complete: whether the backward pass has passed the layer.
+    """
+
+    layer: Layer
+    vector: bool
+    distance: int | None
+    order: int
+    sides: Sequence[SideSums]
+    counts: Counts = field(default_factory=Counts)
+    complete: bool = False
+
+
+def bound(
+    layer: Layer, planned: PlannedLayer, statistics: Mapping[str, Tensor], subsample: int | None
+) -> LayerSums:
+    """Return the sums of a layer, or of a group of the planned layer, in the rank's statistics."""
+    vector = planned.solver.vector
+    moment = layer.first_moment if vector else layer.second_moment
+    sides = []
+    for side in layer.shape.sides:
+        factors, start, sums = planned.side(side), 0, []
+        for factor in factors:
+            block = slice(start, start + factor.order) if len(factors) > 1 else slice(None)
+            start += factor.order
+            if factor.name in statistics:
+                total, count = statistics[factor.name], statistics[factor.counted]
+                if layer.group is not None:
+                    total = total.unflatten(0, (planned.shape.groups, -1))[layer.group]
+                sums.append(Sum(factor, block, total, count))
+        if sums:
+            sides.append(SideSums(side, side in layer.quadratic, moment, sums))
+    all_examples = vector or planned.shape.diagonal or planned.rescaled
+    distance = 1 if subsample is None and all_examples else subsample
+    order = max(factor.order for side in planned.shape.sides for factor in planned.side(side))
+    return LayerSums(layer, vector, distance, order, sides)
+
+
+def _bound_layers(
+    layers: Iterable[Layer], factors: Factors, estimator: Estimator
+) -> dict[str, list[LayerSums]]:
+    """Return the sums of layers with statistics on the rank, of each group of a layer."""
+    planned = {layer.name: layer for layer in factors.plan.layers}
+    of_layers = {
+        layer.name: [
+            bound(member, planned[layer.name], factors.statistics, estimator.subsample)
+            for member in layer.members
+        ]
+        for layer in layers
+    }
+    return {name: sums for name, sums in of_layers.items() if sums[0].sides}
+
+
+class Recorder(Part):
+    """Sums of `a a^T` and `g g^T`, or of `a` and `g`, over passes since the last `finish`.
+
+    If factors are overlapped, a layer's sums are sent as soon as the backward pass has passed the
+    layer.
+
+    Attributes:
+        recording: whether passes count; changes take effect at the next forward pass.
+        begin: where the chosen examples begin, as a share of their distance, from 0 to 1.
+        paused: whether forward passes are not the batch's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        factors: Factors,
+        estimator: Estimator,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Add hooks to the model, and to the layers with statistics on the rank.
+
+        Args:
+            observers: are called with every call that counts.
+        """
+        super().__init__(factors.site)
+        self.recording, self.begin, self.paused = False, 0.0, False
+        self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
+        self.statistics, self._observers = factors.statistics, observers
+        self._layers = _bound_layers(layers, factors, estimator)
+        self._recorded: set[str] = set()  # layers with sums that are not finished
+        self._finished: set[str] = set()
+        self._counted: dict[str, Counts] = {}  # of finished layers
+        self._uneven: set[str] = set()  # layers that a warning has named
+        self._passes = 0
+        self._called = False  # whether the model's own forward has ever begun a pass
+        # Whether a backward pass has begun since the last forward call of a layer.
+        self._backward = False
+        self._turn: Turn | None = None
+        self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
+        for sums in self._sums():
+            hook = Hook(partial(self._on_forward, sums.layer))
+            for module in sums.layer.modules:
+                self._hooks += sums.layer.attach(module, hook)
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def clear(self) -> None:
+        """Forget the passes since the last `finish`."""
+        for sums in self._sums():
+            sums.counts, sums.complete = Counts(), False
+        self._recorded.clear()
+        self._finished.clear()
+        self._counted.clear()
+        self.statistics.flat.zero_()
+
+    forget = clear
+
+    def finish(self) -> list[str]:
+        """Turn the sums into the rank's factors, multiplied by the number of examples.
+
+        Returns:
+            The names of layers without a call in a training pass.
+
+        Raises:
+            RuntimeError: no layer has statistics.
+        """
+        if self._layers and not self._recorded and not self._finished:
+            missing = "" if self._of_loss else "; call record(outputs) before the loss's backward()"
+            raise RuntimeError(
+                f"no covered layer took part in the training passes before this step (train() "
+                f"mode, a batch that is not empty, backward), so there are no statistics{missing}"
+            )
+        unseen = [name for name in self._layers if name not in self._recorded | self._finished]
+        self._finish_layers([name for name in self._layers if name not in self._finished])
+        self._finished.clear()
+        self._check_counts()
+        return unseen
+
+    def _check_counts(self) -> None:
+        """Warn once of layers that saw fewer examples than other layers in as many passes."""
+        finished, self._counted = self._counted, {}
+        counted = {n: c for n, c in finished.items() if self._layers[n][0].layer.of_batch}
+        largest: dict[int, int] = {}
+        for counts in counted.values():
+            largest[counts.passes] = max(counts.examples, largest.get(counts.passes, 0))
+        uneven = {n: c for n, c in counted.items() if c.examples < largest[c.passes]}
+        for name in uneven.keys() - self._uneven:
+            counts = uneven[name]
+            log.warning(
+                "layer %r saw %d examples where other layers saw %d: the first dimension of an "
+                "input has to be the batch (batch_first=True), or the layer's curvature is wrong "
+                "and depends on the number of ranks; add %r to skip to train the layer first-order",
+                *(name, counts.examples, largest[counts.passes], name),
+            )
+        self._uneven |= uneven.keys()
+
+    def _finish_layers(self, names: Collection[str]) -> None:
+        """Turn the sums of layers into factors; without examples, the sums stay 0."""
+        self._finished.update(names)
+        self._recorded.difference_update(names)
+        scaled = [each for name in names for each in self._scales(name)]
+        if scaled:
+            sums, scales, _ = zip(*scaled)
+            torch._foreach_mul_([each.total for each in sums], scales)
+            # Once for each factor: a factor may have several sums, of parts of a layer.
+            counted = {each.factor.counted: (each.count, batch) for each, _, batch in scaled}
+            counts, batches = map(list, zip(*counted.values()))
+            torch._foreach_zero_(counts)
+            torch._foreach_add_(counts, batches)
+
+    def _scales(self, name: str) -> Iterator[tuple[Sum, float, float]]:
+        """Yield the sums of a layer, the scales that make factors, and the number of examples."""
+        normalization = self.estimator.normalization
+        for sums in self._layers[name]:
+            counts, sums.counts, sums.complete = sums.counts, Counts(), False
+            if (vectors := counts.vectors) == 0:
+                continue
+            batch, self._counted[name] = counts.examples, counts
+            scales = sums.layer.scales(normalization, batch, vectors, sums.vector)
+            for side in sums.sides:
+                scale = scales[side.side] * batch
+                if side.quadratic and not self._of_loss:
+                    scale /= batch**2  # sums are of gradients of examples' own losses
+                for factor_sum in side.sums:
+                    yield factor_sum, scale, float(batch)
+
+    @property
+    def of_gradients(self) -> list[str]:
+        """Names of statistics made of gradients, or of squares of gradients."""
+        names = (
+            factor_sum.factor.name
+            for sums in self._sums()
+            for side in sums.sides
+            if side.quadratic
+            for factor_sum in side.sums
+        )
+        return list(dict.fromkeys(names))  # groups share a name
+
+    def _sums(self) -> Iterator[LayerSums]:
+        """Yield the sums of all layers and groups."""
+        return chain.from_iterable(self._layers.values())
+
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Inside, forward passes are not the batch's."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+    @contextmanager
+    def standing_for(self, turn: Turn) -> Iterator[None]:
+        """Inside, a backward pass is one of several passes in the place of the loss's pass."""
+        self._turn = turn
+        try:
+            yield
+        finally:
+            self._turn = None
+
+    def _on_pass(self, *_: object) -> None:
+        self._passes += 1
+        self._called = True
+
+    def _on_forward(
+        self, layer: Layer, module: nn.Module, inputs: Any, named: dict[str, Any], output: Any
+    ) -> None:
+        trained = any(parameter.requires_grad for parameter in layer.parameters)
+        if not (self.recording and module.training and trained) or self.paused:
+            return
+        if self._backward and not self._called:  # parts of the model are called, not the model
+            self._passes += 1
+        self._backward = False
+        call = layer.watch(inputs, named, output)
+        if call is not None:
+            x, listen = call
+            sums = self._layers[layer.name][layer.group or 0]
+            listen(partial(self._record, sums, [x.detach()], self._passes))
+
+    @without_autocast
+    def _record(self, sums: LayerSums, inputs: list[Tensor], forward_pass: int, g: Tensor) -> None:
+        """Take one call into the sums; `inputs` holds the call's input until then."""
+        layer, turn = sums.layer, self._turn or Turn()
+        if self._turn is None and not self._of_loss:
+            inputs.clear()
+            return
+        if not inputs:
+            raise RuntimeError(
+                f"layer {layer.name!r}: a second backward pass through one forward pass has no "
+                f"statistics of its own; add the losses and call backward once"
+            )
+        x = inputs.pop() if turn.last else inputs[0]
+        self._backward = True
+        early = self.factors.sender.early
+        if not self._recorded and not self._finished and early:
+            self.factors.settle()
+        self._recorded.add(layer.name)
+        if x.dim() < layer.dimensions:  # one example without a batch dimension
+            x, g = x[None], g[None]
+        with self.site.trace.stage("statistics"), torch.no_grad():
+            if len(x):  # an empty batch counts 0 examples
+                self._add(sums, x, g, forward_pass)
+            sums.complete = turn.last
+            if early and all(part.complete for part in self._layers[layer.name]):
+                self._finish_layers([layer.name])
+                self.factors.ready(layer.name)
+
+    def _add(self, sums: LayerSums, x: Tensor, g: Tensor, forward_pass: int) -> None:
+        """Add one call's moments to the sums of a layer."""
+        layer, turn = sums.layer, self._turn or Turn()
+        if x.is_floating_point():  # under autocast, the layer multiplied rounded inputs
+            x = x.to(g.dtype).to(self.site.dtype)
+        g = g.to(self.site.dtype)
+        vectors = layer.positions(g)
+        if turn.first:
+            sums.counts.add(len(x), vectors, forward_pass)
+        distance = sums.distance or usual_distance(len(x), vectors, self.plan.pooled, sums.order)
+        chosen = slice(int(self.begin * min(distance, len(x))), None, distance)
+        chosen_x, chosen_g = layer.prepared(x, g)[chosen], g[chosen]
+        weight = len(x) / max(1, len(chosen_x))
+        of_squares = turn.weight * weight
+        if self._turn is not None:  # a mean over this pass alone, not over all micro-batches
+            of_squares *= len(x) ** 2
+        else:
+            of_squares *= self.estimator.loss_positions ** (0.5 if sums.vector else 1.0)
+        for side in sums.sides:
+            if side.quadratic or turn.first:
+                moment = side.moment(side.side, chosen_x, chosen_g)
+                for factor_sum in side.sums:
+                    factor_sum.add(moment, of_squares if side.quadratic else weight)
+        for observe in self._observers:
+            observe(layer, chosen_x, chosen_g, of_squares)

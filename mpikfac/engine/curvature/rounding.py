@@ -1,0 +1,102 @@
+"""How rounding and damping of factors compare, before the factors are decomposed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from mpikfac.engine.curvature.decomposers import Decomposition
+from mpikfac.engine.nonfinite import Flags
+from mpikfac.plan import Factor
+from mpikfac.solvers import Means, Solver, beside, mean_eigenvalues
+
+# Errors of eigenvalues, relative to the damping.
+HARMLESS = 0.01  # in a decomposition
+COARSE = 100.0  # in averages: products of traces are far above the errors that matter
+COARSE_DAMPED = 0.2  # in averages that are damped before the decomposition
+
+Warn = Callable[[Sequence[str]], object]
+"""Is called with the names of layers, at the latest with the next flags that the host reads."""
+
+
+def errors_of(
+    decompositions: Sequence[Decomposition],
+    packed: Mapping[str, Tensor],
+    damping: float,
+    relative: bool,
+    dtype: torch.dtype,
+) -> dict[Factor, float]:
+    """Return the errors of eigenvalues in the dtype of sums, relative to the damping.
+
+    An error is about `eps` times the largest eigenvalue of `G (x) A`, which the product of the
+    traces bounds. Without the opposite side's factors, the rank cannot tell: NaN.
+    """
+    if dtype == torch.float64:
+        return dict.fromkeys((d.factor for d in decompositions), 0.0)
+    sides = {d.factor: [s for s in (d.side, d.opposite) if s] for d in decompositions}
+    distinct = [side for both in sides.values() for side in both]
+    largest = dict.fromkeys(distinct, 1.0)
+    if not relative and decompositions:
+        means = mean_eigenvalues(distinct, packed, dtype)
+        maxima = torch.stack([mean.max() for mean in means.values()]).tolist() if means else []
+        largest = dict.fromkeys(distinct, math.nan) | dict(zip(means, maxima))
+    eps = torch.finfo(dtype).eps
+    return {
+        factor: math.prod((_order(side) * largest[side] for side in both), start=eps / damping)
+        if all(each.name in packed for side in both for each in side)
+        else math.nan
+        for factor, both in sides.items()
+    }
+
+
+def damping_added(
+    decompositions: Sequence[Decomposition],
+    packed: Mapping[str, Tensor],
+    damping: float,
+    relative: bool,
+    dtype: torch.dtype,
+    flags: Flags,
+    warn: Warn,
+) -> dict[str, Tensor]:
+    """Return the damping that is part of factors' decompositions, `[]` or `[groups]`, by name.
+
+    `warn` is called with the layers with factors in which `eps` times the trace is large.
+    """
+    sides = [s for d in decompositions for s in ((d.factor,), d.side, d.opposite) if s]
+    means = mean_eigenvalues(sides, packed, dtype)
+    added: dict[str, Tensor] = {}
+    kinds: dict[tuple[Solver, bool], list[Decomposition]] = {}
+    for decomposition in decompositions:
+        both = decomposition.factor.solver.both and bool(decomposition.opposite)
+        kinds.setdefault((decomposition.solver, both), []).append(decomposition)
+    for (solver, both), alike in kinds.items():
+        factors = [decomposition.factor for decomposition in alike]
+        own = torch.cat([means[factor,] for factor in factors])
+        ratio = None
+        if both:
+            ratio = torch.cat([means[d.side] for d in alike])
+            ratio = ratio / torch.cat([means[d.opposite] for d in alike])
+        dampings = solver.added(Means(own, ratio), damping, relative)
+        groups = [factor.groups for factor in factors]
+        for factor, values in zip(factors, dampings.split(groups)):
+            added[factor.name] = values if len(values) > 1 else values[0]
+        if dtype != torch.float64:
+            eps = torch.finfo(dtype).eps
+            orders = beside([factor.order for factor in factors], groups, own)
+            layers = [factor.layer for factor in factors for _ in range(factor.groups)]
+            coarse = eps * orders * own / dampings > COARSE_DAMPED
+            flags.keep(coarse, partial(_warn_marked, warn, layers))
+    return added
+
+
+def _warn_marked(warn: Warn, names: Sequence[str], marks: Sequence[float]) -> None:
+    warn([name for name, mark in zip(names, marks) if mark])
+
+
+def _order(side: tuple[Factor, ...]) -> float:
+    """Return the order of all factors of a side together, of one group."""
+    return sum(factor.size for factor in side) / side[0].groups

@@ -1,0 +1,107 @@
+"""Extensions: what a choice adds to the steps of a trainer, without a branch in the step.
+
+A choice names an object of `mpikfac.extensions` by its place, and the object is imported when a
+run makes the choice: no part of a step knows an extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pkgutil import resolve_name
+from typing import Any
+
+from torch import Tensor, nn
+
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.part import Part
+from mpikfac.engine.site import Site
+from mpikfac.plan import RankPlan
+
+
+class OneModel(Part):
+    """All ranks step one model: nothing but sums is exchanged.
+
+    An extension in its place has hooks in each step: `begin_step`, `before_update`, `end_step`.
+
+    Attributes:
+        heard: whether votes are of all ranks.
+    """
+
+    PREFIX = ""
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site)
+        self.gradients = gradients
+        self.heard = True
+
+    @property
+    def follows(self) -> bool:
+        """Whether the trainer's ranks follow the votes of the step."""
+        return self.heard
+
+    def hear(self, loss: float | Tensor) -> None:
+        """Take the mean loss of the rank's share of the batch, before the step.
+
+        Raises:
+            ValueError: the exchange takes no loss.
+        """
+        raise ValueError("exchange.hear(loss) is for merge='leader'; other exchanges take no loss")
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step, before gradients are averaged."""
+
+    def before_update(self, step: int) -> None:
+        """Change the gradients of the model before the optimizer takes them."""
+
+    def end_step(self, step: int) -> None:
+        """End a step, after the optimizer.
+
+        Collective over: world, if an exchange is due.
+        """
+
+    def combine(self) -> None:
+        """Make all copies of the model equal; here copies never differ.
+
+        Collective over: world.
+        """
+
+    def check_combined(self) -> None:
+        """Return if all ranks hold the same model.
+
+        Raises:
+            ValueError: copies may differ.
+        """
+
+    def shared(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the rank's share of the state, with names of the rank for what ranks differ in."""
+        return state
+
+    def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the part of a state for the rank's copy of the model."""
+        return state
+
+
+EXCHANGES: Mapping[bool, str] = {
+    False: "mpikfac.engine.extension:OneModel",
+    True: "mpikfac.extensions.copies:Copies",
+}
+"""What ranks exchange, by whether ranks ever step copies of the model of their own."""
+
+ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
+    "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(plan.in_slices.parameters),
+    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(plan.combined),
+}
+"""Further parts of the gradients of a step, by their places, and the plans that need them."""
+
+
+def exchange_of(site: Site, gradients: Gradients) -> OneModel:
+    """Return the exchange that the strategy asks for."""
+    kind: type[OneModel] = resolve_name(EXCHANGES[site.plan.strategy.exchange.of_copies])
+    return kind(site, gradients)
+
+
+def attached(site: Site, gradients: Gradients, model: nn.Module) -> Iterable[Part]:
+    """Return the further parts that the plan needs; a part may replace the sender of gradients."""
+    for place, needed in ATTACHED.items():
+        if needed(site.plan):
+            yield resolve_name(place)(site, gradients, model)

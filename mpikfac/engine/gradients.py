@@ -1,0 +1,255 @@
+"""A model's gradients on a rank: from local to averaged, and back into the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from mpikfac.comm import summed
+from mpikfac.engine.early import READERS
+from mpikfac.engine.site import Site
+from mpikfac.engine.slots import Block, Slot, divided_by_ranks, slots_in
+from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
+from mpikfac.numerics import copy_all, not_finite
+from mpikfac.plan import Strategy, check_count
+
+
+class Gradients:
+    """A model's gradients in an arena, from local to averaged, and back into the model.
+
+    Running statistics travel with the gradients, to stay equal on all ranks.
+
+    Attributes:
+        layers: the layers covered by K-FAC.
+        uncovered: parameters and running statistics without a covering layer.
+        sender: adds up the arena over ranks; an extension may put another one in its place.
+        broken: names of blocks with NaN or infinity in the average, among blocks stepped by the
+            rank; the step does not change broken blocks.
+        shortened: the multiplier of a bound on the norm in the step, `[]`; 1.0 without a bound.
+        weight: of the rank in averages; the mean weight of the ranks is 1.
+        counts: the counts of batches in normalisation layers, of a batch in parts.
+    """
+
+    def __init__(
+        self, site: Site, model: nn.Module, layers: Sequence[Layer], uncovered: Sequence[Other]
+    ) -> None:
+        self.site, self.plan, self.layers, self.uncovered = site, site.plan, layers, uncovered
+        self.blocks: list[Block] = [*layers, *uncovered]
+        (self.votes,) = (block for block in uncovered if isinstance(block, Votes))
+        self._trained = Trained(model, [p for block in self.blocks for p in block.parameters])
+        self.arena = site.arena(site.plan.layouts.gradients)
+        self.slots = slots_in(self.arena, self.blocks, site)
+        self.uncovered_slots = slots_in(self.arena, uncovered, site)
+        self.broken: Collection[str] = ()
+        self.shortened: Tensor | float = 1.0
+        self.weight = 1.0
+        messages = {None: site.plan.reduce_gradients()}
+        means = divided_by_ranks(self.arena, site.plan)
+        self.sender = site.sender("reduce gradients", self.arena, messages, 0, means)
+        self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
+        self.counts = Counts(self.statistics if self.sender.in_parts else [])
+        self._reader = READERS[self.sender.early](self.slots, self.sender)
+        self._hook = model.register_load_state_dict_post_hook(Hook(self._on_load))
+        self.keep()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        self._hook.remove()
+        self._reader.detach()
+
+    # -- local gradients -------------------------------------------------------------------------
+
+    def look(self, values: object) -> bool:
+        """Vote on a change of the model, and on `values`, which all ranks must have alike.
+
+        New parameters stay as they are in this step.
+
+        Returns:
+            Whether the trained parameters of the rank's model have changed.
+
+        Raises:
+            ValueError: a parameter was converted or moved.
+        """
+        changed = self._trained.changed()
+        if changed:
+            self._trained.leave_changed()
+            self._reader.forget()  # gradients that were left are no mistake of the program
+        self.votes.mark(values, changed)
+        return changed
+
+    def read(self) -> None:
+        """Copy the model's gradients into the arena.
+
+        Raises:
+            ValueError: a gradient was changed after the gradient was sent.
+        """
+        self.weight = 1.0
+        with self.site.trace.stage("read gradients"):
+            self._reader.read()
+
+    def collect(self) -> None:
+        """Keep the gradients of a part of the rank's share, and make room for the next part."""
+        self.read()
+        self.sender.collect()
+        self.counts.collect()
+        self._take_back()
+
+    def weigh(self, examples: int) -> None:
+        """Weigh the rank's gradients and running statistics by the number of examples.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: the ranks have no example, or sums are sent before the weight is known.
+        """
+        check_count("examples", examples, 0)
+        _check_weighable(examples, self.plan.strategy)
+        total = sum(self._counted_examples(examples))
+        if not total:
+            raise ValueError(f"examples={examples} on all ranks; a step needs an example")
+        weight = examples * self.plan.grid.count / total
+        for block in self.blocks:
+            if not isinstance(block, Votes):
+                values = self.arena[block.name]
+                values.mul_(weight) if examples else values.zero_()  # a mean over nothing is NaN
+        self.weight = weight
+
+    def _counted_examples(self, examples: int) -> list[float]:
+        """Return the sum over ranks; with split layers the numbers of all ranks.
+
+        Collective over: world.
+
+        Raises:
+            ValueError: the ranks of a group have different numbers.
+        """
+        split, ranks, world = self.plan.split, self.plan.grid.count, self.site.grid.world
+        if not split.parameters:
+            return summed(world, [examples])
+        counts = summed(world, [examples * (r == self.plan.rank) for r in range(ranks)])
+        for rank, count in enumerate(counts):
+            first = split.distribution.group(rank, ranks)[0]
+            if count != counts[first]:
+                raise ValueError(
+                    f"examples={count:.0f} on rank {rank} and {counts[first]:.0f} on rank {first}: "
+                    f"the ranks of a group of split layers need equally many"
+                )
+        return counts
+
+    # -- averages --------------------------------------------------------------------------------
+
+    def average(self) -> None:
+        """Average the arena over ranks: everywhere, or a block on the updater only.
+
+        Collective over: world; or the ranks that step the same copy of the model, or none.
+
+        Raises:
+            ValueError: parts of the batch are missing.
+        """
+        self.sender.add_up()
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients are finite; running statistics and votes do not count."""
+        return not not_finite({b.name: self.arena[b.name] for b in self.blocks if b.parameters})
+
+    def check(self, step: int) -> None:
+        """Find the `broken` blocks; a rank's NaN is in the sum, and no message is needed.
+
+        The host reads all flags of the step, and the votes if the rank has the votes of all ranks.
+
+        Raises:
+            UserError: a gradient was not finite for too many steps in a row.
+        """
+        self.broken, self.shortened = (), 1.0
+        numbers = [self.arena.flat.sum(0, keepdim=True)]
+        if not self.plan.owner_updates:
+            numbers.append(self.votes.counted(self.arena[self.votes.name]))
+        total, *votes = self.site.flags.read(torch.cat(numbers))
+        self.votes.heard = votes
+        if not math.isfinite(total):
+            stepped = [slot.block.name for slot in self.slots if slot.steps]
+            self.broken = not_finite({name: self.arena[name] for name in stepped})
+        alone, updaters, rank = self.sender.alone, self.plan.updaters, self.plan.rank
+        answered = [name for name in self.broken if alone or updaters[name] == rank]
+        self.site.nonfinite.note("gradient", answered, step, "left as they are in this step")
+
+    def write(self, slots: Iterable[Slot]) -> None:
+        """Make the values of `slots` the gradients of the blocks stepped by the rank."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        with self.site.trace.stage("write back"):
+            for slot in slots:
+                parameters = slot.block.parameters
+                if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):
+                    slot.block.leave()  # also parameters that were frozen since the last step
+                elif slot.steps:
+                    copies += slot.block.gradients_from(slot.parts)
+            copy_all(copies)
+
+    def take_votes(self) -> None:
+        """Copy the votes from the arena, of a batch that the ranks skip."""
+        for slot in self.uncovered_slots:
+            if isinstance(slot.block, Votes):
+                slot.parts[0][SKIP] = 0
+                copy_all(slot.block.values_from(slot.parts))
+
+    # -- running statistics, and batches without a step ------------------------------------------
+
+    def _on_load(self, *_: object) -> None:
+        """Keep the running statistics that the user's program has loaded."""
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the present running statistics, for `discard` to go back to."""
+        copy_all(one for block in self.statistics for one in block.kept())
+        self.counts.keep()
+
+    def discard(self) -> None:
+        """Forget collected parts; running statistics go back to those after the last step."""
+        self.sender.clear()
+        self.counts.leave()
+        self._take_back()
+
+    def recall(self) -> None:
+        """Forget what overlapped messages have sent of a batch without a step.
+
+        Collective over: world.
+        """
+        self.sender.drop()
+        self._reader.forget()
+
+    def check_unsent(self) -> None:
+        """Check that a batch can be forgotten by this rank alone.
+
+        Raises:
+            ValueError: with `overlap`, as the backward pass has sent the sums.
+        """
+        if self.plan.strategy.transport.overlap:
+            raise ValueError("with overlap=True a batch is sent as it is made; call step()")
+
+    def _take_back(self) -> None:
+        for block in self.statistics:
+            block.leave()
+
+    def stepped(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters stepped by the rank's optimizer, by name."""
+        stepped = {id(p) for slot in self.slots if slot.steps for p in slot.block.parameters}
+        return {name: p for name, p in model.named_parameters() if id(p) in stepped}
+
+
+def _check_weighable(examples: int, strategy: Strategy) -> None:
+    """Return if ranks may weigh gradients before the sums.
+
+    Raises:
+        ValueError: gradients are not summed, or are sent before the weight is known.
+    """
+    transport, exchange = strategy.transport, strategy.exchange
+    if exchange.of_copies:
+        raise ValueError(f"examples={examples} needs exchanged='gradients', not 'weights'")
+    if transport.overlap or transport.parts is not None:
+        raise ValueError(
+            f"examples={examples} needs overlap=False and parts=None, not "
+            f"overlap={transport.overlap} and parts={transport.parts}"
+        )

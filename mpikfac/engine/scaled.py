@@ -1,0 +1,74 @@
+"""Gradients of a scaled loss: the scale is taken out, and all ranks skip the same steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from mpikfac.engine.gradients import Gradients
+from mpikfac.layers import SKIP, Votes
+from mpikfac.numerics import all_finite, end_step, is_unscaled
+
+
+def usable_scaler(
+    gradients: Gradients, scaler: GradScaler | None, optimizer: Optimizer
+) -> GradScaler | None:
+    """Return the scaler if a step can use the scaler; None for a disabled scaler.
+
+    Raises:
+        ValueError: gradients have no scale any more or are sent before the scale can be taken out,
+            or a rank without blocks to step would not know the steps to skip.
+    """
+    if not (scaler is None or hasattr(scaler, "is_enabled")):
+        raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if is_unscaled(scaler, optimizer):
+        raise ValueError(
+            "step(scaler) takes the scale out of gradients, and scaler.unscale_ has done so "
+            "before; leave out scaler.unscale_, and clip by step(max_norm=...)"
+        )
+    if gradients.plan.strategy.transport.overlap:
+        raise ValueError(
+            "with overlap=True gradients are sent before their scale can be taken out; "
+            "step(scaler) needs overlap=False"
+        )
+    counts = gradients.arena.layout.counts()
+    if gradients.plan.owner_updates and 0 in counts:
+        raise ValueError(
+            f"with update='owner' rank {counts.index(0)} of {len(counts)} has nothing to "
+            f"step, so it would not know of steps to skip; step(scaler) needs update='everyone'"
+        )
+    return scaler
+
+
+def average_scaled(gradients: Gradients, scaler: GradScaler, finite: bool) -> bool:
+    """Average gradients of a scaled loss; return whether the gradients of all ranks are finite.
+
+    A rank with NaN or infinity in the gradients, or with `finite` False, sends nothing but NaN:
+    every part of the sum tells all ranks. The scaler gets the same answer on all ranks, or on each
+    rank an answer of its own where ranks step copies of the model.
+
+    Collective over: as `Gradients.average`.
+    """
+    arena, collected, scale = gradients.arena, gradients.sender.collected, scaler.get_scale()
+    for block in gradients.blocks:
+        if block.parameters:
+            collected[..., arena.span(block.name)] /= scale
+    if not (finite and all_finite(collected)):
+        _spoil(gradients, collected)
+    gradients.average()
+    plan = gradients.plan
+    stepped = arena.segment(plan.rank) if plan.owner_updates else arena.flat
+    usable = bool(stepped.isfinite().all())
+    end_step(scaler, usable, arena.flat.device)
+    return usable
+
+
+def _spoil(gradients: Gradients, collected: Tensor) -> None:
+    """Fill everything to send with NaN; of the votes, only the last entry."""
+    for block in gradients.blocks:
+        values = collected[..., gradients.arena.span(block.name)]
+        (values[..., SKIP] if isinstance(block, Votes) else values).fill_(torch.nan)

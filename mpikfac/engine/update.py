@@ -1,0 +1,139 @@
+"""Who bounds and steps the model: every rank all of it, or owners their blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpikfac.comm import summed
+from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.slots import Slot, slots_in
+from mpikfac.numerics import copy_all
+from mpikfac.plan import check_size, lay_out
+
+
+class Everyone:
+    """Every rank has all averaged gradients, and steps all blocks."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.site, self.plan = gradients.site, gradients.plan
+
+    def bound(self, max_norm: float) -> None:
+        """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
+
+        Collective over: world with update="owner", else none.
+
+        Raises:
+            ValueError: the bound is negative or not finite.
+        """
+        check_size("max_norm", max_norm)
+        arena, slots = self.gradients.arena, self.gradients.slots
+        scale = (max_norm / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
+        self.gradients.shortened = scale.clamp(min=torch.finfo(scale.dtype).tiny)
+        for slot in slots:
+            if slot.block.parameters:
+                arena[slot.block.name].mul_(scale)
+
+    def _square(self) -> Tensor:
+        """Return the square of the norm of all averaged gradients that are finite, `[]`."""
+        arena = self.gradients.arena
+        squares = (arena[name].square().sum() for name in self._counted())
+        return sum(squares, arena.flat.new_zeros(()))
+
+    def _counted(self) -> list[str]:
+        """Return the names of the blocks whose gradients the rank adds to the norm."""
+        slots, broken = self.gradients.slots, self.gradients.broken
+        names = (slot.block.name for slot in slots if slot.block.parameters)
+        return [name for name in names if name not in broken]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the model.
+
+        Collective over: world with update="owner", else none.
+        """
+        self.gradients.counts.step()
+        with self.site.trace.stage("optimizer"):
+            optimizer.step()
+
+    def skip(self) -> None:
+        """Leave all as before the reduced batch; only the votes are taken.
+
+        Losses of encoding and the memory of a robust rule are dropped: a part of both may belong
+        to the batch.
+
+        Collective over: world.
+        """
+        gradients, grid = self.gradients, self.site.grid
+        gradients.discard()
+        grid.forget()
+        grid.combiner.forget()
+        self._publish_votes()
+        gradients.take_votes()
+
+    def _publish_votes(self) -> None:
+        """Send the votes to ranks without the sum of votes; here every rank has the sum."""
+
+
+class Owners(Everyone):
+    """A block is stepped by its updater, who sends the weights to all.
+
+    The optimizer keeps no state of the blocks that other ranks step.
+    """
+
+    def __init__(self, gradients: Gradients) -> None:
+        super().__init__(gradients)
+        site, arena = self.site, gradients.arena
+        self._messages = site.plan.publish_weights()
+        # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
+        changing = arena.layout if site.plan.publishes_changes else lay_out([])
+        self._before = site.arena(changing)
+        encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
+        self._changing = slots_in(self._before, encoded, site)
+
+    def _square(self) -> Tensor:
+        square = super()._square()
+        return square.new_tensor(summed(self.site.grid.world, [float(square)])[0])
+
+    def _counted(self) -> list[str]:
+        updaters, rank = self.plan.updaters, self.plan.rank
+        return [name for name in super()._counted() if updaters[name] == rank]
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Step the rank's blocks, and send the weights to all.
+
+        Collective over: world.
+        """
+        for slot in self.gradients.slots:
+            if not slot.steps:
+                for parameter in slot.block.parameters:
+                    parameter.grad = None
+        copy_all(one for s in self._changing for one in s.block.values_to(s.parts))
+        super().step(optimizer)
+        self._publish()
+
+    def _publish(self) -> None:
+        flat, slots = self.gradients.arena.flat, self.gradients.slots
+        copy_all(one for s in slots if s.steps for one in s.block.values_to(s.parts))
+        if self._before:
+            flat -= self._before.flat
+        self.site.grid.exchange(self._messages, flat)
+        if self._before:
+            flat += self._before.flat
+        copy_all(one for s in slots if self._receives(s) for one in s.block.values_from(s.parts))
+
+    def _receives(self, slot: Slot) -> bool:
+        """Return whether the rank takes a block's weights from the messages.
+
+        If changes were encoded, their sender too keeps the decoded ones.
+        """
+        return bool(self._before) or not slot.steps
+
+    def _publish_votes(self) -> None:
+        plain = [message for message in self._messages if not message.codec]
+        self.site.grid.exchange(plain, self.gradients.arena.flat)
+
+
+UPDATES = {"everyone": Everyone, "owner": Owners}
+"""Updates, by the strategy's choice `update`."""

@@ -1,0 +1,469 @@
+"""Asynchronous training: clients send updates to servers, and nobody waits for a second client."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from mpikfac.comm import (
+    HOLD,
+    LEAVING,
+    LOAD,
+    MEET,
+    PUSH,
+    SAVE,
+    Answer,
+    Comm,
+    Request,
+    Team,
+    agree,
+    ask,
+    broadcast,
+    joined,
+    receive_items,
+    send_items,
+    together,
+)
+from mpikfac.engine import Everyone, FirstOrder, Gradients, Method, OneModel, Site
+from mpikfac.errors import UserError
+from mpikfac.extensions.clients.server import VERSION, on_host, spans
+from mpikfac.model import (
+    check_loaded_momentum,
+    check_optimizer,
+    describe,
+    group_settings,
+    load_model_state,
+    model_state,
+    needed_state,
+)
+from mpikfac.numerics import Arena, copy_all
+from mpikfac.plan import Exchange, Plan, Strategy, lay_out
+from mpikfac.settings import Numbers
+from mpikfac.trace import Trace
+from mpikfac.trainer import STEPS, Trainer
+
+
+class Asynchronous(Trainer):
+    """Asynchronous SGD on a client's ranks [Dean et al. 2012, Paine et al. 2013].
+
+    A client pushes an update, the gradients of one batch or the sum of several, and fetches the
+    weights. Servers apply updates in order of arrival, by the steps of an optimizer. In the
+    meantime other clients change the weights: the update is stale. Results depend on timing.
+
+        strategy = mpikfac.Strategy.mem_opt(exchanged="updates")
+        team = mpikfac.split(comm, strategy.exchange.asynchrony.servers)
+        if team.comm is None:
+            mpikfac.serve_updates(model, optimizer, team)
+        else:
+            trainer = mpikfac.Asynchronous(model, optimizer, team, strategy)
+            ...
+            trainer.close()
+
+    The ranks of a client average gradients like `DataParallel`, which explains the rest of the
+    interface. All ranks of a client take the same steps; clients may take any number of steps.
+
+    Args:
+        optimizer: as on the servers, which step it; here it names numbers such as the learning
+            rate. A change of a number travels with the next update, and holds for all updates from
+            then on.
+        team: from `split`.
+        strategy: `exchanged="updates"` and the choices of `Asynchrony`; what the ranks of a client
+            exchange.
+
+    Collective over: the team's link. The model becomes that of the first client's first rank.
+
+    Raises:
+        ValueError: choices or ranks do not fit.
+        UserError: ranks disagree on the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        team: Team,
+        strategy: Strategy,
+        trace: Trace | None = None,
+    ) -> None:
+        _check(team, strategy, optimizer)
+        check_optimizer(optimizer, model)
+        self._ranks = team.trains
+        self._link: Any = team.link
+        client = self._ranks.rank // strategy.exchange.asynchrony.client_ranks
+        self._column = cast(Comm, self._ranks.Split(client, self._ranks.rank))
+        synchronous = replace(strategy, exchange=Exchange()).first_order()
+        method = Clients(model, optimizer, self._column, team, strategy)
+        super().__init__(model, optimizer, Team(self._column), synchronous, method, trace)
+        self.nonfinite.rank = self._ranks.rank
+        self._client.join()
+
+    @property
+    def _client(self) -> Client:
+        return cast(Client, self.built.exchange)
+
+    @property
+    def client_ranks(self) -> int:
+        """The number of ranks of a client."""
+        return self._client.choices.client_ranks
+
+    @property
+    def combined(self) -> bool:
+        """Whether all clients have met since the last step: all hold the same model.
+
+        Then votes are of all clients. Otherwise votes are the latest of each client.
+        """
+        return self._client.heard
+
+    @property
+    def staleness(self) -> Counter[int]:
+        """How many of the client's updates were of a staleness.
+
+        Staleness is the number of updates of other clients between the weights of an update and
+        the update.
+        """
+        return self._client.staleness
+
+    @property
+    def version(self) -> int:
+        """The number of updates in the weights."""
+        return self._client.version
+
+    def call(self) -> None:
+        """Ask all clients to meet after one of the next steps; `combined` tells the step.
+
+        All clients meet after the same step, counted from each client's first. Clients that stop,
+        or save a state, have to do so together: vote for the reason, and `call`.
+        """
+        self._client.wish = True
+
+    def combine(self) -> None:
+        """Wait for all clients: push what waits to be pushed, and fetch the weights.
+
+        All clients must call `combine`, for example before a test of the model and before a
+        checkpoint. The first client's `combine` ends the warm start.
+
+        Collective over: all clients.
+        """
+        self._client.combine()
+
+    def close(self) -> None:
+        """Leave the servers, and free the communicators; no step may follow.
+
+        `serve_updates` returns once all clients have left. A second call does nothing.
+
+        Collective over: the client's ranks.
+        """
+        if not self._column:
+            return  # closed before
+        if self._column.rank == 0:
+            for server in range(self._link.remote_size):
+                self._link.send(None, dest=server, tag=LEAVING)
+        super().close()
+        self._column.Free()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's share of the state, by name; the first rank asks the servers.
+
+        A synchronous run takes such a state, too, and the other way round. Numbers of staleness are
+        not kept.
+
+        Raises:
+            ValueError: clients have not met since the last step.
+        """
+        self._client.check_combined()
+        self.built.grid.forget()
+        state = model_state(self.model, self.optimizer, {}) | {STEPS: self.steps}
+        for server in range(self._link.remote_size if self._ranks.rank == 0 else 0):
+            self._link.send(None, dest=server, tag=SAVE)
+            state |= receive_items(self._link, server, SAVE)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state, on all clients and servers; on all, or on none.
+
+        Collective over: all clients.
+
+        Raises:
+            UserError: see `DataParallel.load_state_dict`.
+        """
+        built = self.built
+        with together(self._ranks, "loading state", untrusted=True):
+            items = needed_state(self.model, self.optimizer, built.stepped, state)
+            check_loaded_momentum(items, state, self._strategy)
+            steps = int(items[STEPS])
+            version = items[VERSION] = int(state.get(VERSION, steps))
+        load_model_state(self.model, self.optimizer, {}, items)
+        for server in range(self._link.remote_size if self._ranks.rank == 0 else 0):
+            send_items(self._link, items, server, LOAD)
+            self._link.recv(source=server, tag=LOAD)
+        self._ranks.Barrier()  # a push before the servers have loaded the state would be lost
+        built.gradients.keep()
+        built.gradients.discard()
+        built.grid.forget()
+        self._client.begin(steps, version)
+        self._begin(steps)
+
+
+class Client(OneModel):
+    """The client of a rank: updates to the servers, weights from the servers, and meetings.
+
+    Attributes:
+        choices: of the strategy.
+        staleness: see `Asynchronous`.
+        version: see `Asynchronous`.
+        wish: whether the client wants all clients to meet.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        gradients: Gradients,
+        model: nn.Module,
+        optimizer: Optimizer,
+        column: Comm,
+        team: Team,
+        strategy: Strategy,
+    ) -> None:
+        super().__init__(site, gradients)
+        self.choices = strategy.exchange.asynchrony
+        self.model, self.optimizer = model, optimizer
+        self._link: Any = team.link
+        self._column = column
+        self.staleness = Counter[int]()
+        self.version, self.wish = 0, False
+        self._steps = self._taken = 0  # completed steps, and steps of the present update
+        self._waits = team.trains.rank >= self.choices.client_ranks
+        self._differs = False
+        flat, layout = gradients.arena.flat, gradients.arena.layout
+        several = layout if self.choices.push_every > 1 else lay_out([])
+        self._sums = Arena(several, flat.dtype, flat.device)
+        self._trained = [s for s in gradients.slots if s.block.parameters]
+        self._outgoing, self._incoming = on_host(flat), torch.empty_like(flat, device="cpu")
+        self._spans = [slice(*span) for span in spans(layout, self.choices.servers)]
+        # Servers hear of changed numbers only: an optimizer may count steps in a group, and only
+        # the servers' optimizers take steps.
+        self._numbers = dict(group_settings(optimizer))
+        self._changed: set[str] = set()
+
+    @property
+    def follows(self) -> bool:
+        """Whether the client's ranks follow the votes of the step: always."""
+        return True
+
+    def join(self) -> None:
+        """Take the weights of the first client.
+
+        Collective over: the team's link.
+        """
+        comm = joined(self._link, serves=False)
+        comm.bcast((self.gradients.arena.layout, self.choices))
+        agree(comm, describe(self.model, self.optimizer))
+        broadcast(comm, [*self.model.parameters(), *self.model.buffers()])
+        comm.Free()
+        self.gradients.keep()
+
+    def begin(self, steps: int, version: int) -> None:
+        """Begin anew after `steps` steps, where all clients hold the same model."""
+        self._steps, self.version, self._taken = steps, version, 0
+        self._sums.flat.zero_()
+        self._numbers, self._changed = dict(group_settings(self.optimizer)), set()
+        self._note_meeting()
+
+    def _note_meeting(self) -> None:
+        """Note that all clients hold the same model, and votes are of all clients."""
+        self._differs, self.heard = False, True
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def begin_step(self, step: int) -> None:
+        """Begin a step."""
+        self._steps = step
+
+    def add(self) -> None:
+        """Add the gradients to the update; step the copy by SGD unless the update is complete."""
+        arena, sums = self.gradients.arena, self._sums
+        for slot in self._trained if sums else ():
+            name = slot.block.name
+            if name not in self.gradients.broken:
+                sums[name] += arena[name]
+        if self._taken + 1 < self.choices.push_every:
+            self._step_alone()
+
+    def _step_alone(self) -> None:
+        """Step the client's copy of the weights by plain SGD."""
+        rates = {id(p): g["lr"] for g in self.optimizer.param_groups for p in g["params"]}
+        for slot in self._trained:
+            parameter = slot.block.parameters[0]
+            if slot.block.name not in self.gradients.broken and id(parameter) in rates:
+                with torch.no_grad():
+                    parameter.sub_(slot.parts[0], alpha=rates[id(parameter)])
+
+    def end_step(self, step: int) -> None:
+        """Count the step, and push a complete update; servers leave blocks with NaN as they are."""
+        self._differs, self.heard = True, False
+        self._taken += 1
+        if self._taken == self.choices.push_every:
+            self._push()
+        self._steps = step + 1
+
+    def _push(self) -> None:
+        """Push the update, fetch the weights, and meet if the servers say so."""
+        arena, self._taken = self.gradients.arena, 0
+        if self._sums:
+            copy_all([(arena[s.block.name], self._sums[s.block.name]) for s in self._trained])
+            self._sums.flat.zero_()
+        hold = self._waits and self.version < self.choices.warm_updates
+        self._waits = False
+        words = self._ask(HOLD if hold else PUSH)
+        if words.staleness is not None:
+            self.staleness[words.staleness] += 1
+        if words.meet_at is not None and words.meet_at <= self._steps:
+            self._meet()
+
+    def _ask(self, tag: int) -> Answer:
+        """Ask the servers, and take the weights of the answer.
+
+        Collective over: the client's ranks.
+        """
+        arena, comm, votes = self.gradients.arena, self._column, self.gradients.votes.name
+        update, weights = ([f[s] for s in self._spans] for f in (self._outgoing, self._incoming))
+        pushes = tag == PUSH
+        if self._outgoing is not arena.flat and pushes:
+            self._outgoing.copy_(arena.flat)
+        sent = self._outgoing.nbytes if pushes and comm.rank == 0 else 0
+        with self.site.trace.stage("exchange updates", "servers", sent):
+            words = None
+            if comm.rank == 0:
+                numbers = self._new_numbers()
+                request = Request(self._steps, self.wish, arena[votes].tolist(), numbers)
+                words = ask(self._link, tag, request, update if pushes else [], weights)
+            words = comm.bcast(words)
+            if comm.size > 1:
+                broadcast(comm, [self._incoming])
+        arena.flat.copy_(self._incoming)
+        arena[votes].copy_(torch.tensor(words.votes))
+        slots = self.gradients.slots
+        copy_all(copy for slot in slots for copy in slot.block.values_from(slot.parts))
+        self.version = words.version
+        return words
+
+    def _new_numbers(self) -> dict[str, float]:
+        """Return the numbers of the optimizer that the program has ever changed."""
+        present = dict(group_settings(self.optimizer))
+        self._changed |= {n for n, value in present.items() if value != self._numbers.get(n)}
+        return {name: present[name] for name in self._changed}
+
+    # -- meetings --------------------------------------------------------------------------------
+
+    def combine(self) -> None:
+        """Wait for all clients; see `Asynchronous.combine`."""
+        if self._taken:
+            self._push()
+        if not self.heard:
+            self._meet()
+
+    def check_combined(self) -> None:
+        """Return if all clients hold the same model.
+
+        Raises:
+            ValueError: clients have taken steps since they met.
+        """
+        if self._differs:
+            raise ValueError(
+                "ranks hold different copies of the model; call combine() before state_dict()"
+            )
+
+    def _meet(self) -> None:
+        self._ask(MEET)
+        self.wish = self._waits = False
+        self._note_meeting()
+
+
+class Accumulated(Everyone):
+    """A client adds its gradients to an update, in the place of a step of the optimizer."""
+
+    def __init__(self, gradients: Gradients, client: Client) -> None:
+        super().__init__(gradients)
+        self._client = client
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Add the gradients to the client's update."""
+        self._client.add()
+
+
+class ClientSteps(FirstOrder):
+    """Averaged gradients stay in the arena, from which the client pushes the gradients."""
+
+    def direct(self, numbers: Numbers) -> None:
+        """Leave the gradients of the model as they are."""
+        self.intact = False
+
+    def check_same_model(self) -> None:
+        """Refuse a change of the trained parameters, which servers do not know.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "the trained parameters of the model have changed; asynchronous training needs the "
+            "same parameters from the first step to the last"
+        )
+
+
+class Clients(Method):
+    """The method of a client's ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        column: Comm,
+        team: Team,
+        strategy: Strategy,
+    ) -> None:
+        self._given = model, optimizer, column, team, strategy
+
+    def build(
+        self, gradients: Gradients, model: nn.Module, optimizer: Optimizer, team: Team, plan: Plan
+    ) -> ClientSteps:
+        """Return the steps of a client."""
+        return ClientSteps(gradients)
+
+    def exchange(self, site: Site, gradients: Gradients) -> Client:
+        """Return the client."""
+        return Client(site, gradients, *self._given)
+
+    def update(self, gradients: Gradients, exchange: OneModel) -> Accumulated:
+        """Return the update that the client pushes."""
+        return Accumulated(gradients, cast(Client, exchange))
+
+
+def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
+    """Return if the team and the optimizer suit the strategy.
+
+    Raises:
+        ValueError: choices, ranks or the optimizer do not fit.
+    """
+    asked = strategy.exchange.asynchrony
+    if not strategy.exchange.asynchronous:
+        raise ValueError(
+            f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for Asynchronous"
+        )
+    servers = team.link.remote_size if team.link else 0
+    if servers != asked.servers:
+        raise ValueError(
+            f"servers={asked.servers}, but the team has {servers}; give the trainer what "
+            f"mpikfac.split(comm, {asked.servers}) returned"
+        )
+    strategy.check_ranks(team.trains.size)
+    if asked.push_every > 1 and not isinstance(optimizer, SGD):
+        raise ValueError(
+            f"push_every={asked.push_every} needs the optimizer SGD, not "
+            f"{type(optimizer).__name__}: between two updates, a client takes steps of SGD"
+        )

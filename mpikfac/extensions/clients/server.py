@@ -1,0 +1,289 @@
+"""The weights that clients share: a server steps the weights by updates, in order of arrival."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mpikfac.comm import (
+    HOLD,
+    LEAVING,
+    LOAD,
+    MEET,
+    PUSH,
+    SAVE,
+    Answer,
+    Request,
+    Team,
+    agree,
+    answer,
+    begin_receive,
+    broadcast,
+    joined,
+    look,
+    lost,
+    receive_items,
+    receive_request,
+    send_items,
+    tells_of_loss,
+)
+from mpikfac.layers import Statistic, find_uncovered
+from mpikfac.model import (
+    check_optimizer,
+    common_type,
+    describe,
+    load_model_state,
+    model_state,
+    set_group_setting,
+)
+from mpikfac.numerics import Arena, all_finite, copy_all
+from mpikfac.plan import Asynchrony, Layout, lay_out
+from mpikfac.trace import Trace
+
+SILENCE = 60.0  # seconds without a message from a client until a line names the client
+VERSION = "asynchronous/version"
+
+log = logging.getLogger("mpikfac")
+
+
+def serve_updates(
+    model: nn.Module, optimizer: Optimizer, team: Team, trace: Trace | None = None
+) -> list[Counter[int]]:
+    """Step the weights by the updates of clients, until all clients have left.
+
+    Args:
+        model: the model of the clients; the server takes the weights of client 0.
+        optimizer: takes a step for each update, with the gradients of the update.
+        team: from `split`.
+        trace: takes seconds and bytes of the stages.
+
+    Returns:
+        How many updates of each client were of a staleness: the number of updates of other clients
+        between the weights of the update and the update.
+
+    Collective over: the team's link.
+
+    Raises:
+        ValueError: the rank is no server, or the optimizer needs a closure.
+        UserError: servers and clients disagree on the model.
+    """
+    check_optimizer(optimizer, model)
+    if team.comm is not None or team.link is None:
+        raise ValueError("serve_updates() is for ranks that split() puts aside; this rank trains")
+    server = Server(model, optimizer, team.link, trace or Trace())
+    server.run()
+    return server.staleness
+
+
+def spans(layout: Layout, servers: int) -> list[tuple[int, int]]:
+    """Return the shares of the servers: neighbouring blocks of a layout, of about equal sizes."""
+    places = [*layout.offsets.values(), layout.size]
+    equal = [layout.size * server / servers for server in range(1, servers)]
+    cuts = [min(places, key=lambda place: abs(place - cut)) for cut in equal]
+    return list(pairwise([0, *cuts, layout.size]))
+
+
+def on_host(flat: Tensor) -> Tensor:
+    """Return `flat` if it lies on the host, else pinned memory of the same size on the host."""
+    if flat.is_cpu:
+        return flat
+    return torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=True)
+
+
+class Server:
+    """A server of clients, which holds a share of the weights.
+
+    A client is the first rank of the client's ranks, by the rank on the other side of the link.
+
+    Attributes:
+        version: the number of updates in the weights.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, link: Any, trace: Trace) -> None:
+        self.model, self.optimizer, self.trace, self._link = model, optimizer, trace, link
+        blocks = find_uncovered(model)
+        kind = common_type(blocks)
+        comm = joined(link, serves=True)
+        asked: Asynchrony
+        layout, asked = comm.bcast(None)
+        agree(comm, describe(model, optimizer))
+        broadcast(comm, [*model.parameters(), *model.buffers()])
+        comm.Free()
+        self.version = 0
+        self._meet_at: int | None = None  # the step after which all clients meet
+        self._asked = asked
+        start, stop = spans(layout, asked.servers)[link.rank]
+        mine = {n: layout.shapes[n] for n, at in layout.offsets.items() if start <= at < stop}
+        self._arena = Arena(lay_out([mine.items()]), *kind)
+        self._host = on_host(self._arena.flat)
+        own = [block for block in blocks if block.name in mine]
+        self._slots = [(block, block.parts(self._arena[block.name])) for block in own]
+        stepped = {id(block.tensor) for block in own if block.parameters}
+        self._stepped = {n: p for n, p in model.named_parameters() if id(p) in stepped}
+        optimizer.zero_grad()
+        self._clients = list(range(0, link.remote_size, asked.client_ranks))
+        self._present = set(self._clients)
+        self._held: set[int] = set()  # clients that wait for the end of the warm start
+        self._waiting: set[int] = set()  # clients that wait for all clients
+        self._fetched = dict.fromkeys(self._clients, 0)  # versions
+        self._steps = dict.fromkeys(self._clients, -1)
+        self._votes: dict[int, list[float]] = {}
+        self._heard = dict.fromkeys(self._clients, time.monotonic())
+        self._counts = {client: Counter[int]() for client in self._clients}
+
+    @property
+    def staleness(self) -> list[Counter[int]]:
+        """For each client, how many updates were of a staleness."""
+        return list(self._counts.values())
+
+    def run(self) -> None:
+        """Answer clients, until all clients have left."""
+        tasks = {PUSH: self._push, HOLD: self._hold, MEET: self._meet}
+        tasks |= {SAVE: self._save, LOAD: self._load, LEAVING: self._leave}
+        while self._present:
+            if (found := look(self._link)) is None:
+                self._look_for_lost()
+                continue
+            client, tag = found
+            self._heard[client] = time.monotonic()
+            try:
+                tasks[tag](client)
+            except Exception as error:
+                if not tells_of_loss(error):
+                    raise
+
+    # -- requests --------------------------------------------------------------------------------
+
+    def _push(self, client: int) -> None:
+        request = receive_request(self._link, client, PUSH)
+        with self.trace.stage("receive update", "servers"):
+            begin_receive(self._link, self._host, client, PUSH)()
+        self._note(client, request)
+        staleness = self.version - self._fetched[client]
+        self._counts[client][staleness] += 1
+        with self.trace.stage("optimizer"):
+            self._apply(request.numbers)
+        self.version += 1
+        self._answer(client, PUSH, staleness)
+        self._release()
+
+    def _hold(self, client: int) -> None:
+        self._note(client, receive_request(self._link, client, HOLD))
+        self._held.add(client)
+        self._release()
+
+    def _meet(self, client: int) -> None:
+        receive_request(self._link, client, MEET)
+        self._waiting.add(client)
+        self._release()
+
+    def _save(self, client: int) -> None:
+        self._link.recv(source=client, tag=SAVE)
+        state = model_state(self.model, self.optimizer, self._stepped)
+        items = {name: value for name, value in state.items() if name.startswith("optimizer/")}
+        send_items(self._link, items | {VERSION: self.version}, client, SAVE)
+
+    def _load(self, client: int) -> None:
+        found = receive_items(self._link, client, LOAD)
+        load_model_state(self.model, self.optimizer, self._stepped, found)
+        self.version = found[VERSION]
+        self._fetched = dict.fromkeys(self._clients, self.version)
+        self._steps = dict.fromkeys(self._present, -1)
+        self._meet_at = None
+        self._link.send(None, dest=client, tag=LOAD)
+
+    def _leave(self, client: int) -> None:
+        self._link.recv(source=client, tag=LEAVING)
+        self._drop(client)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    def _note(self, client: int, request: Request) -> None:
+        """Take up the words of a client."""
+        self._steps[client] = request.step
+        self._votes[client] = request.votes
+        if request.wish and self._meet_at is None:
+            # A client beyond a step has heard all before the step, and all hear of the next one.
+            self._meet_at = max(self._steps.values()) + self._asked.push_every
+
+    def _apply(self, numbers: Mapping[str, float]) -> None:
+        """Step the share of the weights by the update that has arrived.
+
+        Blocks with NaN or infinity stay as they are. A running statistic moves towards the client's
+        by 1 over the number of clients, so that statistics are means over the last updates of all.
+        """
+        for name, number in numbers.items():
+            set_group_setting(self.optimizer, name, number)
+        if self._host is not self._arena.flat:
+            self._arena.flat.copy_(self._host)
+        whole = bool(all_finite(self._arena.flat))
+        written: list[tuple[Tensor, Tensor]] = []
+        for block, parts in self._slots:
+            if not (whole or all_finite(parts[0])):
+                block.leave()
+            elif isinstance(block, Statistic):
+                value = parts[0].to(block.tensor.dtype)
+                block.tensor.lerp_(value, 1 / len(self._clients))
+            else:
+                written += block.gradients_from(parts)
+        copy_all(written)
+        self.optimizer.step()
+
+    def _answer(self, client: int, tag: int, staleness: int | None = None) -> None:
+        """Send a client the weights."""
+        copy_all(one for block, parts in self._slots for one in block.values_to(parts))
+        if self._host is not self._arena.flat:
+            self._host.copy_(self._arena.flat)
+        every = list(zip(*self._votes.values()))
+        votes = [sum(column) / len(column) for column in every]
+        words = Answer(self.version, staleness, self._meet_at, votes)
+        with self.trace.stage("send weights", "servers", self._host.nbytes):
+            answer(self._link, client, tag, self._host, words)
+        self._fetched[client] = self.version
+
+    def _release(self) -> None:
+        """Answer the clients that wait, if the wait is over.
+
+        The warm start ends with the first meeting of the client that trains.
+        """
+        first = self._clients[0]
+        warm = first in self._present - self._waiting and self.version < self._asked.warm_updates
+        while self._held and not warm:
+            self._answer(self._held.pop(), HOLD)
+        if self._present and self._waiting >= self._present:
+            self._meet_at = None
+            while self._waiting:
+                self._answer(self._waiting.pop(), MEET)
+
+    # -- clients that leave ----------------------------------------------------------------------
+
+    def _drop(self, client: int) -> None:
+        for some in (self._present, self._held, self._waiting):
+            some.discard(client)
+        self._votes.pop(client, None)
+        self._steps.pop(client, None)
+        self._release()
+
+    def _look_for_lost(self) -> None:
+        """Drop clients that have died, and name clients that are silent."""
+        for client in {rank - rank % self._asked.client_ranks for rank in lost(self._link)}:
+            if client in self._present:
+                self._drop(client)
+                left = len(self._present)
+                log.warning("client %d is lost; %d clients go on", self._number(client), left)
+        now = time.monotonic()
+        for client in self._present - self._held - self._waiting:
+            if now - self._heard[client] > SILENCE:
+                self._heard[client] = now
+                log.warning("client %d sends nothing for %d s", self._number(client), SILENCE)
+
+    def _number(self, client: int) -> int:
+        return self._clients.index(client)

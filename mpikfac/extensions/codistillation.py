@@ -1,0 +1,245 @@
+"""Codistillation: groups of ranks train models of their own, and learn from each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
+from mpikfac.errors import UserError
+from mpikfac.layers import find_uncovered
+from mpikfac.model import common_type, fitting
+from mpikfac.numerics import Arena, all_finite, copy_all
+from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out
+from mpikfac.trace import Trace
+
+# Names of items of the state.
+STEPS = "codistillation/steps"
+PEERS = "codistillation/peers/"
+
+
+class Codistillation:
+    """Groups of ranks train models of their own; a group learns from predictions of the peers.
+
+    The peers of a group are the other groups. A rank holds a copy of the model of each peer, and
+    the copies become older until the next swap of weights [Anil et al. 2018].
+
+        codistillation = mpikfac.Codistillation(model, comm, burn_in=500)
+        trainer = mpikfac.DataParallel(model, optimizer, codistillation.group)  # or KFAC
+        for images, labels in loader:
+            optimizer.zero_grad()
+            outputs = model(images)
+            loss = torch.nn.functional.cross_entropy(outputs, labels)
+            (loss + codistillation.term(images, outputs)).backward()
+            trainer.step()
+            codistillation.end_step()
+
+    Ranks of neighbouring numbers form a group. All groups have to take the same number of steps.
+    Copies predict in eval() mode: normalisation layers use the running statistics of the peer, and
+    there is no dropout.
+
+    Collective over: comm. The model becomes the model of the first rank of the rank's group.
+
+    Args:
+        model: gives logits `[batch, classes, *positions]`. Models of all groups have the same
+            parameters and buffers, and different values; give ranks different seeds.
+        burn_in: the first steps, in which groups train apart.
+        groups: a divisor of the number of ranks; 1 for plain training.
+        every: steps between two swaps of weights.
+        weight: the factor of the term in the loss; with 0, groups train apart.
+        trace: times the stages; a new trace if None.
+
+    Raises:
+        ValueError: an argument cannot work; raised before any communication.
+        UserError: ranks disagree on an argument or on the form of the model.
+
+    Attributes:
+        group: the communicator of the rank's group, for `DataParallel` and `KFAC`.
+        number: the number of the rank's group, from 0 on.
+        peers: copies of the models of the other groups, as of the last swap.
+        steps: completed steps.
+        trace: seconds and bytes of every stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        comm: Comm,
+        *,
+        burn_in: int,
+        groups: int = 2,
+        every: int = 50,
+        weight: float = 1.0,
+        trace: Trace | None = None,
+    ) -> None:
+        comm = Team(comm).trains
+        check_count("burn_in", burn_in, 0)
+        check_count("groups", groups, 1)
+        check_divides("groups", groups, comm.size)
+        check_count("every", every, 1)
+        check_size("weight", weight)
+        self.model, self.burn_in, self.every, self.weight = model, burn_in, every, weight
+        self.steps, self.trace = 0, trace or Trace()
+        self._shapes = shapes_of(model)
+        dtype, device = common_type(find_uncovered(model))
+        numbers = {"burn_in": burn_in, "groups": groups, "every": every, "weight": weight}
+        form = {f"the shape of {name}": shape for name, shape in self._shapes.items()}
+        agree(comm, {**numbers, "dtype": dtype, **form})
+        self._grid = Grid(comm, groups, self.trace)
+        self.group, self.number = self._grid.row, self._grid.column.rank
+        broadcast(self.group, [*model.parameters(), *model.buffers()])
+        segments = [[(f"{g}/{n}", s) for n, s in self._shapes.items()] for g in range(groups)]
+        layout = lay_out(segments)  # a segment for each group
+        self._arena = Arena(layout, dtype, device)
+        of_all = layout, lambda _: True, self.number, groups, dtype.itemsize
+        self._messages = gathers("exchange weights", "column", *of_all)
+        others = [number for number in range(groups) if number != self.number]
+        self.peers = {number: copied(model) for number in others}
+        self._swap_if_due()
+
+    @property
+    def learning(self) -> bool:
+        """Whether the loss of the next step has a term of the peers."""
+        return self._learns_after(self.steps)
+
+    def _learns_after(self, steps: int) -> bool:
+        return bool(self.peers and self.weight) and steps >= self.burn_in
+
+    def term(self, inputs: Tensor | tuple[Any, ...], outputs: Tensor) -> Tensor:
+        """Return the term to add to the mean loss of a batch, a scalar.
+
+        The term is `weight` times the mean over batch and positions of the divergence
+        `KL(mean of the peers' predictions, own predictions)`; 0 in the burn-in.
+
+        Collective over: none.
+
+        Args:
+            inputs: the argument of the model, or a tuple of arguments.
+            outputs: the logits that the model gave for `inputs`.
+
+        Raises:
+            ValueError: the outputs have no dimension of classes.
+        """
+        if outputs.dim() < 2 or outputs.shape[1] < 2:
+            raise ValueError(
+                f"term() takes logits [batch, classes, ...] of at least 2 classes, "
+                f"not {list(outputs.shape)}"
+            )
+        if not self.learning:
+            return outputs.new_zeros(())
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        with self.trace.stage("predictions of peers"), torch.no_grad():
+            predictions = [peer(*given).softmax(1) for peer in self.peers.values()]
+        return self.weight * divergence(predictions, outputs)
+
+    def end_step(self) -> None:
+        """End the step; swap weights if a swap is due.
+
+        Collective over: world if a swap is due, else none.
+
+        Raises:
+            UserError: weights of a group are not finite.
+            ValueError: the model has got other parameters or buffers.
+        """
+        self.steps += 1
+        self._swap_if_due()
+
+    def _swap_if_due(self) -> None:
+        """Give the weights of the group to all groups, at the burn-in's end and every few steps."""
+        if not self.learning or (self.steps - self.burn_in) % self.every:
+            return
+        if shapes_of(self.model) != self._shapes:
+            raise ValueError(
+                "the model has other parameters or buffers than before; make Codistillation anew"
+            )
+        copy_all(self._places(self.number, self.model))
+        self._grid.exchange(self._messages, self._arena.flat)
+        for number in range(len(self.peers) + 1):
+            if not all_finite(self._arena.segment(number)):
+                raise UserError(
+                    f"the weights of group {number} are not finite; try a smaller learning rate"
+                )
+        self._hand_out()
+
+    def _places(self, number: int, model: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the places of a group's numbers in the arena, each with the tensor of the model."""
+        for name, tensor in real_tensors(model):
+            yield self._arena[f"{number}/{name}"], tensor
+
+    def _hand_out(self) -> None:
+        """Copy the weights in the arena to the copies of the peers' models."""
+        for number, peer in self.peers.items():
+            copy_all((tensor, place) for place, tensor in self._places(number, peer))
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps and weights of the peers by name, for the checkpoint of the rank's group.
+
+        The ranks of a group hold the same state. `trainer.state_dict() |
+        codistillation.state_dict()` is the state of a group: a run that loads the states of all
+        groups goes on as the uninterrupted run.
+
+        Collective over: none.
+        """
+        return {STEPS: self.steps} | (self._of_peers() if self.learning else {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the state of the rank's group, for any number of ranks; on all ranks, or on none.
+
+        Collective over: world.
+
+        Raises:
+            UserError: on some rank an item is missing or does not fit the model, or groups have
+                taken different numbers of steps.
+        """
+        with together(self._grid.world, "loading state", untrusted=True):
+            steps = fitting(state, {STEPS: 0})[STEPS]
+            check_count(f"item {STEPS!r}", steps, 0)
+            needed = self._of_peers() if self._learns_after(steps) else {}
+            found = fitting(state, needed, rounded=True)
+        agree(self._grid.world, {STEPS: steps})
+        copy_all((place, found[name]) for name, place in needed.items())
+        self._hand_out()
+        self.steps = steps
+
+    def _of_peers(self) -> dict[str, Tensor]:
+        """Return the weights of the peers, by name."""
+        own = f"{self.number}/"
+        blocks = self._arena.items()
+        return {PEERS + name: block for name, block in blocks if not name.startswith(own)}
+
+
+def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters and buffers of real numbers by name; counts of batches stay with a group."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.is_floating_point():
+            yield name, tensor.detach()
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of parameters and buffers of real numbers."""
+    return {name: tuple(tensor.shape) for name, tensor in real_tensors(model)}
+
+
+def copied(model: nn.Module) -> nn.Module:
+    """Return a copy of the model that predicts and does not learn."""
+    return copy.deepcopy(model).requires_grad_(False).eval()
+
+
+def divergence(predictions: Sequence[Tensor], outputs: Tensor) -> Tensor:
+    """Return the mean of `KL(mean of predictions, softmax of outputs)` over batch and positions.
+
+    Args:
+        predictions: probabilities `[batch, classes, *positions]`.
+        outputs: logits of the same shape.
+    """
+    mean = torch.stack(list(predictions)).mean(0)
+    each = F.kl_div(outputs.log_softmax(1), mean, reduction="none").sum(1)
+    return each.mean()

@@ -1,0 +1,193 @@
+"""The rank's copy of the model: when copies differ, when they are merged, and what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from mpikfac.comm import Sender
+from mpikfac.engine import Gradients, Item, OneModel, Site
+from mpikfac.extensions.copies.merges import merge_of
+
+KEPT = "exchange/"
+OWN = "copies/{}/"  # of a rank
+# Items that differ between the copies of ranks.
+APART = ("optimizer/state/", "kfac/graft/", "kfac/momentum/")
+
+
+class OfCopy(Sender):
+    """Average the gradients of the ranks that step the same copy, or of all ranks."""
+
+    def __init__(self, sender: Sender, site: Site) -> None:
+        super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
+        self._in_node, self._node = site.plan.reduce_in_node(), site.plan.node
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Average over the node if the ranks step copies, else over all ranks.
+
+        Collective over: the ranks of a node, or world.
+        """
+        if not self.alone:
+            super().add_up(turn)
+        elif self._in_node:
+            self.arena.flat /= self._node
+            self.grid.exchange(self._in_node, self.arena.flat)
+
+
+class Copies(OneModel):
+    """The copies of the model, which ranks step alone and merge every few steps.
+
+    Running statistics and votes become means at each exchange.
+
+    Attributes:
+        differ: whether copies may differ between ranks.
+        heard: whether votes are of all ranks.
+    """
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        """Take the present weights, equal on all ranks, as the weights of the last exchange."""
+        super().__init__(site, gradients)
+        self._choices = site.plan.strategy.exchange
+        self._sender = gradients.sender = OfCopy(gradients.sender, site)
+        self._votes = gradients.votes
+        self.rule = merge_of(site, gradients)
+        self.differ = False
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the present weights, equal on all ranks, as the weights of the last exchange."""
+        self.rule.keep()
+        self.differ, self.heard = False, True
+
+    def hear(self, loss: float | Tensor) -> None:
+        """Take the mean loss of the rank's share of the batch, before the step."""
+        self.rule.hear(loss)
+
+    def begin_step(self, step: int) -> None:
+        """Find out whether the rank takes the step alone.
+
+        Raises:
+            ValueError: the rule needs a loss.
+        """
+        self._sender.alone = self._choices.alone(step)
+        self.rule.begin_step(self._sender.alone)
+
+    def before_update(self, step: int) -> None:
+        """Change the gradients of a step that the rank takes alone, before the optimizer."""
+        if self._choices.alone(step):
+            self.rule.before_step()
+
+    def end_step(self, step: int) -> None:
+        """Merge the copies if an exchange is due right after `step`.
+
+        Collective over: world if due, else none.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        if not self._choices.alone(step):
+            self.keep()
+            return
+        self.differ, self.heard = True, self.rule.end_step(step)
+        if self.heard:
+            self._votes.heard = []  # heard of the rank alone
+            self.differ = not self.rule.unites
+
+    def check_combined(self) -> None:
+        """Return if all ranks hold the same model.
+
+        Raises:
+            ValueError: copies may differ, and no copy is the state of the run.
+        """
+        if self.differ:
+            raise ValueError(
+                "ranks hold different copies of the model; call combine() before state_dict()"
+            )
+
+    def combine(self) -> None:
+        """Make all copies equal, if copies may differ.
+
+        Collective over: world.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        if self.differ:
+            self.rule.unite()
+            self._votes.heard = []
+            self.differ, self.heard = False, True
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Forget what exchanges keep."""
+        self.rule.forget()
+
+    def items(self) -> Iterator[Item]:
+        """Return what exchanges keep, alike on all ranks."""
+        for name, tensors in self.rule.kept.items():
+            for block, tensor in tensors.items():
+                yield Item(f"{KEPT}{name}/{block}", tensor)
+
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Return all names of what is kept, of which `names` hold a part."""
+        complete = super().complete(names)
+        return complete if complete & set(names) else set()
+
+    def in_state(self, names: Collection[str]) -> list[Item]:
+        """Return the items among `names`."""
+        return [item for item in self.items() if item.name in names]
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the items, after `forget`; the present weights are those of the last exchange."""
+        super().load_state_dict(state, names)
+        self.keep()
+
+    def shared(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the rank's share of the state, with names of the rank for what ranks differ in."""
+        return of_copies(state, self.plan.rank)
+
+    def of_rank(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the state of the rank's copy of the model; of rank 0's copy if copies are alike.
+
+        The state of a copy is the state of the first of the ranks that step the copy, also after a
+        run with other nodes.
+        """
+        steps = state.get("trainer/steps")
+        alone = isinstance(steps, int) and self._choices.alone(steps)
+        return of_rank(state, self.plan.first if alone else 0)
+
+
+class _Renamed(Mapping[str, Any]):
+    """A state under other names; items are read on first access, as in the state."""
+
+    def __init__(self, state: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._state, self._names = state, names
+
+    def __getitem__(self, name: str) -> Any:
+        return self._state[self._names[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return a rank's share of the state, with names of the rank for what differs between copies.
+
+    Items of rank 0 keep their names, and are the items of a state of a single model.
+    """
+    own = OWN.format(rank) if rank else ""
+    return {own * name.startswith(APART) + name: value for name, value in state.items()}
+
+
+def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
+    """Return the state of the rank's copy of the model; of rank 0's copy if the rank has none."""
+    own = OWN.format(rank)
+    names = {name: name for name in state if not name.startswith(OWN.partition("{")[0])}
+    names |= {name.removeprefix(own): name for name in state if name.startswith(own)}
+    return _Renamed(state, names)

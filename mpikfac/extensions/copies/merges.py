@@ -1,0 +1,432 @@
+"""How an exchange changes the rank's copy of the model: rules with a common shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import summed
+from mpikfac.engine import Gradients, Site, divided_by_ranks, slots_in
+from mpikfac.errors import UserError
+from mpikfac.numerics import Arena, all_finite, copy_all, elastic_step, nesterov
+from mpikfac.plan import Layout, lay_out
+
+DIVERGED = (
+    "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
+    "often"
+)
+
+
+class Merge:
+    """A rule for exchanges of weights; copies are equal at first.
+
+    Attributes:
+        unites: whether an exchange makes all copies equal.
+        kept: what a checkpoint holds, alike on all ranks: named tensors, by name.
+        copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
+        weights: the trained part of the buffer.
+    """
+
+    unites = True
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        self.site, self.plan, self.exchange = site, site.plan, site.plan.strategy.exchange
+        self.kept: Mapping[str, Mapping[str, Tensor]] = {}
+        self.copy = self._arena()
+        self.weights = self.trained(self.copy)
+        self._slots = slots_in(self.copy, gradients.blocks, site)
+        self._messages = site.plan.exchange_weights()
+        self._divided = divided_by_ranks(self.copy, site.plan)
+
+    def _arena(self, used: bool = True) -> Arena:
+        nothing: Layout = lay_out([])
+        return self.site.arena(self.plan.layouts.copies if used else nothing)
+
+    def trained(self, arena: Arena) -> Tensor:
+        """Return the trained part of an arena, a vector."""
+        return arena.flat[: self.plan.trained]
+
+    def read(self) -> None:
+        """Copy the model into the buffer."""
+        copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
+
+    def write(self) -> None:
+        """Copy the buffer into the model."""
+        copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
+
+    def keep(self) -> None:
+        """Take the present weights, equal on all ranks, for the weights of an exchange."""
+
+    def hear(self, loss: float | Tensor) -> None:
+        """Take the mean loss of the rank's share of a batch.
+
+        Raises:
+            ValueError: the rule takes no loss.
+        """
+        raise ValueError("exchange.hear(loss) is for merge='leader'; other exchanges take no loss")
+
+    def begin_step(self, alone: bool) -> None:
+        """Begin a step; if `alone`, the rank steps a copy of the model."""
+
+    def before_step(self) -> None:
+        """Change the gradients of a step that the rank takes alone."""
+
+    def end_step(self, step: int) -> bool:
+        """End a step that the rank takes alone; return whether votes are of all ranks.
+
+        Collective over: world, if an exchange is due.
+        """
+        due = self.exchange.due(step)
+        self.merge() if due else self.after_step()
+        return due
+
+    def after_step(self) -> None:
+        """Change the copy after a step that the rank has taken alone, without an exchange."""
+
+    def merge(self) -> None:
+        """Change the copies at an exchange.
+
+        Collective over: world.
+        """
+        raise NotImplementedError
+
+    def unite(self) -> None:
+        """Make all copies equal.
+
+        Collective over: world.
+        """
+        self.merge()
+
+    def forget(self) -> None:
+        """Forget earlier steps."""
+        for tensors in self.kept.values():
+            for tensor in tensors.values():
+                tensor.zero_()
+
+
+class Mean(Merge):
+    """All copies become the mean, or the result of an outer step along the mean change."""
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self.outer = self.exchange.outer
+        self._before = self._arena(site.plan.exchanges_changes)
+        self._momentum = self._arena(self.outer.outer_momentum > 0)
+        self.kept = {"momentum": self._momentum}
+        trained = [slot.block for slot in self._slots if slot.block.parameters]
+        self._last = slots_in(self._before, trained, site)
+
+    def keep(self) -> None:
+        """Keep the present weights as the weights of the last exchange."""
+        copy_all(one for s in self._last for one in s.block.values_to(s.parts))
+
+    def merge(self) -> None:
+        """Average the copies, or their changes, and take the outer step."""
+        flat = self.copy.flat
+        self.read()
+        if self._before:
+            flat -= self._before.flat
+        torch._foreach_div_(self._divided, self.plan.grid.count)
+        self.site.grid.exchange(self._messages, flat)
+        if not all_finite(flat):
+            raise UserError(DIVERGED)
+        if self._before:
+            self._step_from_before()
+        self.write()
+        self.keep()
+
+    def _step_from_before(self) -> None:
+        """Turn the mean change into new weights by the outer step."""
+        if self._momentum:
+            momentum = self.trained(self._momentum)
+            nesterov([self.weights], [momentum], self.outer.outer_momentum)
+        self.weights *= self.outer.outer_lr
+        self.copy.flat += self._before.flat
+
+
+class Streamed(Mean):
+    """Parts of the model are averaged by turns, beside the steps, and come into use later.
+
+    A mean is mixed with the weights that the rank has by then [Douillard et al. 2025].
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._under_way: dict[int, tuple[int, int]] = {}  # parts: step of use, sending place
+        parts = range(self.exchange.stream.fragments)
+        names = self.plan.fragments
+        self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
+        layout = self.copy.layout
+        self._spans = [span for span in layout.spans(names.get) if span.kind is not None]
+        sums = [m for m in self._messages if m.primitive != "Bcast"]
+        self._inside = [m for m in self._messages if m.primitive == "Bcast"]
+        self._sums = {
+            span.kind: site.grid.overlapped([m], layout, self.copy.flat, 0, m.over)
+            for span, m in zip(self._spans, sums)
+        }
+        stream, copies = self.exchange.stream, self.plan.copies
+        usual = 2 * stream.lateness / (2 * stream.lateness + copies)
+        self._own = usual if stream.local_share is None else stream.local_share
+
+    def end_step(self, step: int) -> bool:
+        """Send the part whose turn it is, and use the means of parts sent `lateness` steps before.
+
+        Votes belong to the last part.
+        """
+        turn = self.exchange.turn(step)
+        if turn is not None:
+            part, place = turn % len(self._parts), turn % self.plan.node
+            self._send(part, step + self.exchange.stream.lateness, place)
+        due = [part for part, (use, _) in self._under_way.items() if use == step]
+        for part in due:
+            self._use(part, self._own)
+        return len(self._parts) - 1 in due
+
+    def unite(self) -> None:
+        """Use all means under way; then exchange all parts, and keep no share of the copy."""
+        for part in list(self._under_way):
+            self._use(part, self._own)
+        for part in range(len(self._parts)):
+            self._send(part)
+        for part in range(len(self._parts)):
+            self._use(part, 0.0)
+        self.keep()
+
+    def _send(self, part: int, use: int = 0, place: int = 0) -> None:
+        """Begin to average the changes of a part since the part's last exchange.
+
+        Args:
+            use: the step at which the mean comes into use.
+            place: the place in each node of the rank that sends.
+        """
+        self._under_way[part] = use, place
+        slots = self._parts[part]
+        copy_all(one for s in slots for one in s.block.values_to(s.parts))
+        for span in self._of(part):
+            self.copy.flat[span] -= self._before.flat[span]
+            self.copy.flat[span] /= self.plan.copies
+        if part in self._sums and self._sends(place):
+            for slot in slots:
+                self._sums[part].ready(slot.block.name)
+
+    def _use(self, part: int, own: float) -> None:
+        """Wait for the mean change of a part, take the outer step, and mix in the copy's weights.
+
+        Args:
+            own: the share of the copy's weights.
+        """
+        _, place = self._under_way.pop(part)
+        if part in self._sums and self._sends(place):
+            self._sums[part].wait()
+        for message in self._inside:
+            if message.spans[0][0] in [span.start for span in self._of(part)]:
+                sent = replace(message, root=place, bytes=message.size * self._sends(place))
+                self.site.grid.exchange([sent], self.copy.flat)
+        for span in self._of(part):
+            self._step_of(slice(span.start, min(span.stop, self.plan.trained)))
+        for slot in self._parts[part]:
+            for value, mean in slot.block.values_from(slot.parts):
+                value.lerp_(mean.to(value.dtype), 1 - own) if slot.block.parameters else (
+                    value.copy_(mean)
+                )
+
+    def _step_of(self, span: slice) -> None:
+        """Turn a mean change into new common weights, and keep the weights."""
+        change, before = self.copy.flat[span], self._before.flat[span]
+        if not all_finite(change):
+            raise UserError(DIVERGED)
+        if self._momentum:
+            nesterov([change], [self._momentum.flat[span]], self.outer.outer_momentum)
+        change *= self.outer.outer_lr
+        before += change
+        change.copy_(before)
+
+    def _sends(self, place: int) -> bool:
+        """Return whether the rank sends for its node in the turn of `place`."""
+        return self.plan.rank % self.plan.node == place
+
+    def _of(self, part: int) -> list[slice]:
+        return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
+
+
+class Leader(Merge):
+    """Each copy moves towards the copy with the least mean loss [Teng et al. 2019].
+
+    A node of several copies has a leader, too. At first the leaders are the common weights.
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._leaders = [self._arena() for _ in site.plan.led]
+        self._means = [m for m in self._messages if m.primitive != "Bcast"]
+        self._heard: list[float | Tensor] = []
+        self._next: float | Tensor | None = None
+        self._loss = 0.0
+
+    def keep(self) -> None:
+        """Take the present weights for those of the leaders."""
+        self.read()
+        for leader in self._leaders:
+            leader.flat.copy_(self.copy.flat)
+
+    def hear(self, loss: float | Tensor) -> None:
+        """Take the mean loss of the rank's share of a batch, before the step."""
+        self._next = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def begin_step(self, alone: bool) -> None:
+        """Begin a step; if `alone`, the rank's loss counts.
+
+        Raises:
+            ValueError: there is no loss.
+        """
+        loss, self._next = self._next, None
+        if not alone:
+            return
+        if loss is None:
+            raise ValueError(
+                "merge='leader' needs exchange.hear(loss) before each step: the best copy leads"
+            )
+        self._heard.append(loss)
+
+    def after_step(self) -> None:
+        """Move the copy a little towards the leaders."""
+        self.read()
+        self._move(self.exchange.merging.leader_pull / self.exchange.exchange_every)
+        self.write()
+
+    def merge(self) -> None:
+        """Find the leaders, get their copies, and move the copy towards them."""
+        self._follow()
+        self._move(self.exchange.merging.leader_step)
+        self.write()
+
+    def unite(self) -> None:
+        """Make all copies the copy of the leader of all ranks."""
+        self._follow()
+        self.weights.copy_(self.trained(self._leaders[0]))
+        self.write()
+        self.keep()
+
+    def _follow(self) -> None:
+        """Get the copies of the leaders, and the means of running statistics and votes."""
+        self.read()
+        losses, node = self._losses(), self.plan.node
+        begins = [rank // node * node for rank in range(len(losses))]
+        of_copies = [sum(losses[begin : begin + node]) for begin in begins]
+        for leader, (over, team) in zip(self._leaders, self.plan.led.items()):
+            root = min(team, key=of_copies.__getitem__)
+            if root == self.plan.first:
+                leader.flat.copy_(self.copy.flat)
+            self.site.grid.exchange(self.plan.from_leader(over, root), leader.flat)
+        self.copy.flat[self.plan.trained :] /= self.plan.grid.count
+        self.site.grid.exchange(self._means, self.copy.flat)
+
+    def _losses(self) -> list[float]:
+        """Return the mean losses of all ranks since the last exchange.
+
+        Raises:
+            UserError: a loss or a weight is not finite.
+        """
+        if self._heard:
+            self._loss = sum(map(float, self._heard)) / len(self._heard)
+        self._heard = []
+        mine = [0.0] * self.plan.grid.count
+        mine[self.plan.rank] = self._loss if all_finite(self.weights) else math.nan
+        losses = summed(self.site.grid.world, mine)
+        if not all(map(math.isfinite, losses)):
+            raise UserError(DIVERGED)
+        return losses
+
+    def _move(self, share: float) -> None:
+        """Move the copy in the buffer `share` of the way to each leader."""
+        ways = [self.trained(leader) - self.weights for leader in self._leaders]
+        for way in ways:
+            self.weights.add_(way, alpha=share)
+
+
+class Elastic(Merge):
+    """Each copy moves towards the average of its own steps and towards the mean of all averages.
+
+    In between, the weights after the last exchange pull the copy [Chaudhari et al. 2018].
+    """
+
+    unites = False
+
+    def __init__(self, site: Site, gradients: Gradients) -> None:
+        super().__init__(site, gradients)
+        self._anchor, self._average = self._arena(), self._arena()
+        self._exchanges = torch.zeros(1, dtype=torch.int64, device="cpu")
+        self.kept = {"exchanges": {"count": self._exchanges}}
+
+    @property
+    def _growth(self) -> float:
+        """The factor of both pulls, after the exchanges so far."""
+        return float((1 + self.exchange.merging.pull_growth) ** int(self._exchanges))
+
+    def keep(self) -> None:
+        """Begin at the present weights."""
+        self.read()
+        for arena in (self._anchor, self._average):
+            arena.flat.copy_(self.copy.flat)
+
+    def before_step(self) -> None:
+        """Add the way from the last exchange's weights to the gradients."""
+        self.read()
+        self.weights -= self.trained(self._anchor)
+        self.weights *= self.exchange.merging.anchor_pull * self._growth
+        for slot in self._slots:
+            parameters = slot.block.parameters
+            if parameters and all(p.grad is not None for p in parameters):
+                for gradient, pull in slot.block.gradients_from(slot.parts):
+                    gradient.add_(pull)
+
+    def after_step(self) -> None:
+        """Take the weights into the average of the steps."""
+        self.read()
+        decay = self.exchange.merging.average_decay
+        self.trained(self._average).mul_(decay).add_(self.weights, alpha=1 - decay)
+
+    def merge(self) -> None:
+        """Average the averages over ranks, and step from the last exchange's weights."""
+        self.after_step()
+        average, rate = self.trained(self._average), self.exchange.outer.outer_lr
+        self.weights.copy_(average)
+        self._mean()
+        pull = self.exchange.merging.mean_pull * self._growth
+        new = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
+        self.weights.copy_(new)
+        self._exchanges += 1
+        self.write()
+        self.keep()
+
+    def unite(self) -> None:
+        """Make all copies the mean of the copies."""
+        self.read()
+        self._mean()
+        self.write()
+        self.keep()
+
+    def _mean(self) -> None:
+        """Average the buffer over ranks."""
+        torch._foreach_div_(self._divided, self.plan.grid.count)
+        self.site.grid.exchange(self._messages, self.copy.flat)
+        if not all_finite(self.copy.flat):
+            raise UserError(DIVERGED)
+
+
+MERGES: Mapping[str, type[Merge]] = {"mean": Mean, "leader": Leader, "elastic": Elastic}
+
+
+def merge_of(site: Site, gradients: Gradients) -> Merge:
+    """Return the rule of the strategy."""
+    exchange = site.plan.strategy.exchange
+    kind = Streamed if exchange.streams else MERGES[exchange.merging.merge]
+    return kind(site, gradients)

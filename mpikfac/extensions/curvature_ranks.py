@@ -1,0 +1,157 @@
+"""Curvature ranks: ranks that do not train but decompose for training ranks [LBANN].
+
+A curvature rank acts as a background thread: an owner sends factors, goes on, and takes
+decompositions at a fixed step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
+from mpikfac.engine import AtOnce, Decomposed, Ready, Request, Site
+from mpikfac.errors import UserError
+from mpikfac.numerics import Arena
+from mpikfac.plan import Factor, Layout, Plan, RankPlan
+from mpikfac.solvers import Solver, decomposed
+from mpikfac.trace import Trace
+
+CPU = torch.device("cpu")
+
+
+class OnCurvatureRanks(AtOnce):
+    """Send a training rank's factors to a curvature rank, request by request.
+
+    Collective over: the team's link.
+
+    Args:
+        plan: the plan of all ranks.
+        solvers: the solvers of layers by name.
+        team: joins training and curvature ranks, from `split`.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        solvers: Mapping[str, Solver],
+        team: Team,
+        site: Site,
+        arena: Arena,
+        factor_of: Mapping[str, str],
+    ) -> None:
+        super().__init__(site, arena, factor_of)
+        self._link = team.link
+        self._finish: Callable[[], object] = _nothing
+        tell(team.link, (plan, solvers))
+
+    def start(self, request: Request) -> Ready:
+        """Send packed factors and damping; return a function to wait for the blocks.
+
+        Collective over: none.
+        """
+        self._finish()  # a request that nobody waited for
+        if not request.packed:
+            return lambda: Decomposed({}, ())
+        plan, turn, trace = self.site.plan, request.turn, self.site.trace
+        sent, reply = _on_host(plan, plan.request(turn)), _on_host(plan, plan.reply(turn))
+        with trace.stage("send factors", "curvature", sent.flat.nbytes):
+            for factor in plan.decomposed(turn):
+                sent[factor.name].copy_(request.packed[factor.name])
+                if factor.name in request.added:
+                    sent[factor.added].copy_(request.added[factor.name])
+                elif factor.name in request.precise:
+                    sent[factor.added].fill_(float(request.precise[factor.name]))
+            route = plan.grid.curvature_rank(plan.rank), plan.shares.index(turn)
+            wait_sent = begin_send(self._link, sent.flat, *route)
+            wait_received = begin_receive(self._link, reply.flat, *route)
+
+        def finish() -> None:
+            wait_sent()
+            wait_received()
+            self._finish = _nothing
+
+        def take() -> Decomposed:
+            with trace.stage("receive bases", "curvature"):
+                finish()
+            return self.checked(dict(reply))
+
+        self._finish = finish
+        return take
+
+    def check_same_model(self) -> None:
+        """Refuse a change of the trained parameters: the other ranks know the plan of the start.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "the parameters that require a gradient have changed; with curvature ranks, close "
+            "K-FAC and make it anew"
+        )
+
+    def close(self) -> None:
+        """Let the curvature ranks go, once all training ranks have called `close`.
+
+        A second call does nothing. Collective over: none.
+        """
+        self._finish()
+        link, self._link = self._link, None
+        if link is not None:
+            leave(link)
+
+
+def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) -> None:
+    """Decompose on a curvature rank for the training ranks, until all training ranks close.
+
+    First come, first served; a rank has at most 1 request open, so no rank is crowded out.
+
+    Collective over: curvature.
+
+    Args:
+        team: from `split`.
+        device: where to decompose; a device of the training ranks' kind gives the same numbers.
+        trace: takes seconds and bytes of the stages.
+    """
+    if (curvature := team.link) is None:
+        raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
+    (plan, solvers), trace = told(curvature), trace or Trace()
+    sending: dict[int, Callable[[], object]] = {}
+    for owner, tag in arrivals(curvature):
+        of_owner = plan.of(owner)
+        share = of_owner.shares[tag]
+        request = _on_host(of_owner, of_owner.request(share))
+        reply = _on_host(of_owner, of_owner.reply(share))
+        with trace.stage("receive factors", "curvature"):
+            begin_receive(curvature, request.flat, owner, tag)()
+        with trace.stage("decompose"):
+            for factor in of_owner.decomposed(share):
+                made = _answer(factor, solvers[factor.solver.name], request, device)
+                for name, block in made.items():
+                    reply[name].copy_(block)
+        with trace.stage("send bases", "curvature", reply.flat.nbytes):
+            # Waiting here would make other owners wait, too, for an owner that computes.
+            sending.pop(owner, _nothing)()
+            sending[owner] = begin_send(curvature, reply.flat, owner, tag)
+    for wait in sending.values():
+        wait()
+
+
+def _answer(
+    factor: Factor, solver: Solver, request: Arena, device: torch.device
+) -> dict[str, Tensor]:
+    packed = request[factor.name].to(device)
+    added = request[factor.added].to(device) if factor.solver.damped else None
+    if factor.added in request and added is None and request[factor.added].any():
+        packed = packed.double()
+    return decomposed(factor, solver, packed, added)
+
+
+def _on_host(plan: RankPlan, layout: Layout) -> Arena:
+    return Arena(layout, torch.float64 if plan.itemsizes.numbers == 8 else torch.float32, CPU)
+
+
+def _nothing() -> None:
+    pass

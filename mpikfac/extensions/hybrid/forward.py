@@ -1,0 +1,125 @@
+"""The forward pass of a split layer on a rank of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mpikfac.comm import Group
+from mpikfac.extensions.hybrid.transfers import gather, sum_parts, turn
+from mpikfac.plan import CHANNELS, STATISTICS, Distribution, Place, Split, span
+
+Hook = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class SplitForward:
+    """Compute a layer on a slice of the channels, for all examples of the group.
+
+    Stands in the place of the module's `forward`. Without gradients (`torch.no_grad`), a rank
+    computes alone, with the whole weight. A copy of the module is an ordinary module.
+
+    Attributes:
+        place: the channels that are dealt out, and the forms of input and output.
+        distribution: of all split layers of the model.
+        ranks: the number of ranks of all groups together.
+        describe: returns what a plan has to know of the split layers of the model.
+    """
+
+    name: str
+    module: Any
+    group: Group
+    place: Place
+    distribution: Distribution
+    ranks: int
+    describe: Callable[..., Split]
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """Return the layer's output, of the rank's examples or in slices of channels.
+
+        Collective over: group, forward and backward.
+
+        Raises:
+            UserError: ranks of the group call different layers, or have different shapes.
+        """
+        if not torch.is_grad_enabled():
+            alone: Tensor = type(self.module).forward(self.module, input)
+            return alone
+        self.group.check_alike(self.name, input)
+        self._check_batch(input)
+        return self._by_outputs(input) if self.place.axis == "outputs" else self._by_inputs(input)
+
+    def __reduce__(self) -> Any:
+        # A copied or saved module takes its attributes along: the copy has the class's method.
+        return getattr, (self.module, "forward")
+
+    def watch(self, x: Tensor, output: Tensor) -> tuple[Tensor, Callable[[Hook], object]]:
+        """Return the input of the rank's examples, and a function that hooks on gradients.
+
+        Collective over: group, now and in the backward pass, if the layer takes or gives slices.
+        """
+
+        def listen(hook: Hook) -> object:
+            return output.register_hook(lambda g: hook(self._of_examples(g, self.place.gives)))
+
+        return self._of_examples(x.detach(), self.place.takes), listen
+
+    @property
+    def channels(self) -> int:
+        """The dimension of the channels in inputs and outputs."""
+        return -1 if isinstance(self.module, nn.Linear) else 1
+
+    def slice_of(self, parameter: Tensor, dim: int) -> Tensor:
+        """Return the rank's slice of a parameter."""
+        start, stop = span(parameter.shape[dim], self.group.member, self.group.size)
+        return parameter.narrow(dim, start, stop - start)
+
+    def _by_outputs(self, x: Tensor) -> Tensor:
+        module = self.module
+        whole = gather(x, self.group, self.channels if self.place.takes else 0)
+        bias = None if module.bias is None else self.slice_of(module.bias, 0)
+        output = self._multiplied(whole, self.slice_of(module.weight, 0), bias)
+        return output if self.place.gives else turn(output, self.group, 0, self.channels)
+
+    def _by_inputs(self, x: Tensor) -> Tensor:
+        module = self.module
+        if not self.place.takes:
+            x = turn(x, self.group, self.channels, 0)
+        bias = module.bias
+        if bias is not None:  # each rank adds a slice, so gradients of slices make the whole
+            start, stop = span(len(bias), self.group.member, self.group.size)
+            bias = F.pad(bias[start:stop], (start, len(bias) - stop))
+        sums = self._multiplied(x, self.slice_of(module.weight, 1), bias)
+        return sum_parts(sums, self.group, self.channels if self.place.gives else 0)
+
+    def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(self.module, nn.Linear):
+            return F.linear(x, weight, bias)
+        found: Tensor = self.module._conv_forward(x, weight, bias)
+        return found
+
+    def _of_examples(self, x: Tensor, in_slices: bool) -> Tensor:
+        """Return the rank's examples with all channels."""
+        return self.group.turn(x, 0, self.channels, STATISTICS) if in_slices else x
+
+    def _check_batch(self, x: Tensor) -> None:
+        least = 2 if isinstance(self.module, nn.Linear) else self.module.weight.dim()
+        channels = self.module.weight.shape[CHANNELS.index("inputs")]
+        if self.place.takes:
+            channels //= self.group.size
+        if x.dim() < least or x.shape[self.channels] != channels:
+            raise ValueError(
+                f"split layer {self.name!r} takes batches of {channels} channels with at least "
+                f"{least} dimensions, not {list(x.shape)}"
+            )
+
+
+def split_forward(module: nn.Module) -> SplitForward | None:
+    """Return the forward pass of a split layer; None for other modules."""
+    found = vars(module).get("forward")
+    return found if isinstance(found, SplitForward) else None

@@ -1,0 +1,74 @@
+"""Gradients of split layers, of which each rank of a group makes a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from mpikfac.comm import Sender
+from mpikfac.engine import Gradients, Part, Site, Slot
+from mpikfac.numerics import copy_all
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A slice of the gradient of a split layer, in both arenas.
+
+    Attributes:
+        member: the member of a group that makes the slice.
+        packed: the slice in the arena of slices.
+        whole: the slice in the arena of gradients.
+    """
+
+    member: int
+    packed: Tensor
+    whole: Tensor
+
+
+class Sliced(Sender):
+    """Average gradients; of split layers, only slices travel."""
+
+    def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
+        super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
+        self._site, self._slices = site, site.arena(site.plan.layouts.slices)
+        self._of_slices = site.plan.reduce_slices()
+        self._cuts = list(self._cuts_of(model, slots))
+
+    def add_up(self, turn: int | None = None) -> None:
+        """Average the arena over ranks, and put the slices of all ranks into the arena.
+
+        Collective over: world.
+        """
+        super().add_up(turn)
+        if not self._of_slices:
+            return
+        stage, member = "reduce gradients", self._site.plan.member
+        with self._site.trace.stage(stage):
+            copy_all((cut.packed, cut.whole) for cut in self._cuts if cut.member == member)
+        self._site.grid.exchange(self._of_slices, self._slices.flat)
+        with self._site.trace.stage(stage):
+            copy_all((cut.whole, cut.packed) for cut in self._cuts)
+
+    def _cuts_of(self, model: nn.Module, slots: Iterable[Slot]) -> Iterator[Cut]:
+        split = self._site.plan.in_slices
+        ways = split.distribution.ways
+        sliced = {parameter.name: parameter for parameter in split.parameters}
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for slot in slots:
+            for part, parameter in zip(slot.parts, slot.block.parameters):
+                if (cut := sliced.get(names.get(id(parameter), ""))) is None:
+                    continue
+                for member in range(ways):
+                    (start, stop), (name, _) = cut.span(member, ways), cut.slice_of(member, ways)
+                    whole = part.narrow(cut.dim, start, stop - start)
+                    yield Cut(member, self._slices[name], whole)
+
+
+class SlicedGradients(Part):
+    """The gradients of split layers travel in slices, of which each rank of a group makes one."""
+
+    def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
+        super().__init__(site)
+        gradients.sender = Sliced(gradients.sender, site, model, gradients.slots)

@@ -1,0 +1,158 @@
+"""Split the layers of a model over groups of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from mpikfac.comm import Comm, Group, agree
+from mpikfac.extensions.hybrid.forward import SplitForward, split_forward
+from mpikfac.extensions.hybrid.rows import layers_before, refusal
+from mpikfac.layers import trainer_of
+from mpikfac.plan import CHANNELS, Channels, Distribution, Place, Sliced, Split
+from mpikfac.trace import Trace
+
+
+class Block(Protocol):
+    """A block of gradients: a covered layer, or an uncovered parameter."""
+
+    name: str
+    parameters: Any
+
+
+class SplitLayers:
+    """Hold the split layers of a model.
+
+    Attributes:
+        distribution: the layers, and the channels that are dealt out.
+        places: by name of a split layer, the forms of inputs and outputs.
+        trace: seconds and bytes of the exchanges of activations.
+    """
+
+    def __init__(
+        self, model: nn.Module, comm: Comm, distribution: Distribution, trace: Trace
+    ) -> None:
+        self.model, self.distribution, self.trace = model, distribution, trace
+        self.places = _places(model, distribution)
+        color = distribution.group(comm.rank, comm.size)[0]
+        self._group = Group(comm, color, trace)
+        for name, place in self.places.items():
+            module: Any = model.get_submodule(name)
+            module.forward = SplitForward(
+                name, module, self._group, place, distribution, comm.size, split_of
+            )
+
+    def detach(self) -> None:
+        """Make the layers ordinary layers again.
+
+        Collective over: world.
+        """
+        for name in self.places:
+            vars(self.model.get_submodule(name)).pop("forward", None)
+        self._group.free()
+
+
+def split_layers(
+    model: nn.Module, comm: Comm, distribution: Distribution, trace: Trace | None = None
+) -> SplitLayers:
+    """Split layers over groups of ranks, before a trainer of the model is made.
+
+    A rank computes a split layer for all examples of its group, with a slice of the channels.
+    Modules outside see the rank's examples with all channels. Two split layers in a row, in a
+    `Sequential` with only modules that act on single channels in between, hand on slices.
+
+    Collective over: comm.
+
+    Args:
+        trace: times the exchanges; give the same trace to the trainer for all times together.
+
+    Raises:
+        ValueError: a layer cannot be split; raised before any communication.
+        UserError: ranks disagree on the distribution.
+    """
+    distribution.check_ranks(comm.size)
+    check_layers(model, distribution)
+    agree(comm, {"distribution": distribution})
+    return SplitLayers(model, comm, distribution, trace or Trace())
+
+
+def check_layers(model: nn.Module, distribution: Distribution) -> None:
+    """Check that all layers of the distribution can be split.
+
+    Raises:
+        ValueError: a layer cannot be split, or the model has a trainer, is compiled or is split.
+    """
+    if hasattr(model, "_orig_mod") or model._compiled_call_impl is not None:
+        raise ValueError("the model is compiled; split the layers of the model itself")
+    if any(split_forward(module) for module in model.modules()):
+        raise ValueError("the model has split layers already; detach() them first")
+    if (trainer := trainer_of(model)) is not None:
+        kind = type(trainer).__name__
+        raise ValueError(f"the model has a {kind} already; split layers before {kind} is made")
+    for name, axis in distribution.layers.items():
+        if why := refusal(model, name):
+            raise ValueError(f"layer {name!r}: {why}")
+        weight: Any = model.get_submodule(name).weight
+        count = weight.shape[CHANNELS.index(axis)]
+        if count % distribution.ways:
+            raise ValueError(
+                f"layer {name!r} has {count} {axis}, which ways={distribution.ways} does not divide"
+            )
+    for name, place in _places(model, distribution).items():
+        weight = model.get_submodule(name).weight
+        count = weight.shape[0]
+        if place.gives and count % distribution.ways:
+            raise ValueError(
+                f"layer {name!r} hands on {count} outputs to a split layer, which "
+                f"ways={distribution.ways} does not divide; leave one of both layers out"
+            )
+
+
+def _places(model: nn.Module, distribution: Distribution) -> dict[str, Place]:
+    """Return the place of each split layer: two split layers in a row hand on slices."""
+    before, axes = layers_before(model), distribution.layers
+    takes = {name: before.get(name) for name in axes if before.get(name) in axes}
+    gives = set(takes.values())
+    return {name: Place(axis, name in takes, name in gives) for name, axis in axes.items()}
+
+
+# -- for trainers ----------------------------------------------------------------------------------
+
+
+def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
+    """Return what a plan has to know of the split layers of a model.
+
+    Args:
+        blocks: the blocks of the model's gradients.
+        ranks: the number of ranks that average gradients.
+
+    Raises:
+        ValueError: the layers are split over another number of ranks.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    block_of = {id(p): block.name for block in blocks for p in block.parameters}
+    found, handed_on, distribution = [], [], Distribution()
+    for name, module in model.named_modules():
+        forward = split_forward(module)
+        if forward is None:
+            continue
+        if forward.ranks != ranks:
+            raise ValueError(
+                f"layers are split over {forward.ranks} ranks, and {ranks} ranks average "
+                f"gradients: give split_layers the communicator of the trainer"
+            )
+        distribution = forward.distribution
+        handed_on += [name] if forward.place.gives else []
+        for parameter, dim in _cuts(module, forward.place.axis):
+            if id(parameter) in block_of:
+                shape, block = tuple(parameter.shape), block_of[id(parameter)]
+                found.append(Sliced(names[id(parameter)], block, shape, dim))
+    return Split(distribution, tuple(found), tuple(handed_on))
+
+
+def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:
+    """Return weight and bias, with the dimension that is cut; a bias is cut by outputs."""
+    dim = 0 if axis is None else CHANNELS.index(axis)
+    return [(p, d) for p, d in ((module.weight, dim), (module.bias, 0)) if p is not None]

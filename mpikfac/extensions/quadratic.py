@@ -1,0 +1,251 @@
+"""The length of a step by a quadratic model of the loss [Martens & Grosse 2015, 6.4 and 7].
+
+The curvature is the whole Gauss-Newton matrix `J^T H J` of a batch, along a few directions. J holds
+the derivatives of the outputs by the parameters, and H is the Hessian of the loss by the outputs. A
+product of J and a direction is a single pass of forward-mode differentiation.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
+
+from mpikfac.comm import summed
+from mpikfac.engine import Gradients, Own, PlannedDirection
+from mpikfac.errors import UserError
+from mpikfac.model import MOMENTUM, check_plain
+from mpikfac.settings import Length
+
+log = logging.getLogger("mpikfac")
+
+Direction = Mapping[str, Tensor]
+Criterion = Callable[[Tensor], Tensor]
+PARALLEL = 1e-6  # in float32, products of a model are no more exact
+
+
+class Quadratic(Own):
+    """The length and the momentum that minimise a quadratic model of the batch's loss.
+
+    The step is a sum of multiples of the layers' directions, of the gradients of uncovered
+    parameters, and of the last step. The optimizer's state keeps the step, as momentum.
+    """
+
+    predicted = False
+
+    def __init__(
+        self,
+        length: Length,
+        gradients: Gradients,
+        planned: Sequence[PlannedDirection],
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        super().__init__(length, gradients, planned, model, optimizer)
+        self._next: Batch | None = None
+        self._batch: Batch | None = None
+        self._compared = False  # whether slopes of the quadratic model have been compared
+
+    def batch(self, inputs: Tensor | tuple[Any, ...], loss: Criterion) -> None:
+        """Take the rank's share of a batch, or a part of the share, before the step.
+
+        Args:
+            inputs: the model's argument, or a tuple of arguments.
+            loss: the mean loss of `inputs` as a function of the model's outputs, without the factor
+                of a scaler.
+        """
+        self._next = Batch(inputs if isinstance(inputs, tuple) else (inputs,), loss)
+
+    def begin_step(self) -> None:
+        """Begin a step on the batch that the program has given.
+
+        Raises:
+            ValueError: there is no batch, or the optimizer changes gradients.
+        """
+        self._batch, self._next = self._next, None
+        if self._batch is None:
+            raise ValueError(
+                "length='quadratic' needs length.batch(inputs, loss) before each step()"
+            )
+        check_plain(self.optimizer)
+
+    def descend(self, damping: float) -> Tensor:
+        """Make the gradients the step at the minimum of the batch's damped quadratic model.
+
+        Collective over: world.
+        """
+        assert self._batch is not None, "a step has begun"
+        site, shortened = self.gradients.site, self.gradients.shortened
+        expected = self.gradients.arena.flat.new_zeros(1)
+        known = {p for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = {name: p for name, p in self.model.named_parameters() if p in known}
+        with site.trace.stage("quadratic model"):
+            if not (directions := self._spanning(parameters)):
+                return expected
+            self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)
+            gradients = gradients_of(parameters)  # of all ranks
+            slopes = inner_products(directions, [gradients])[:, 0].cpu()
+            measured, curvatures = self._measured(self._batch, directions)
+            of_loss = slopes / float(shortened)  # before a bound on the norm
+            self._compare(measured[0].item(), of_loss[0].item())
+            lengths = inner_products(directions, directions).cpu()
+            curvatures += damping * lengths
+            multiples = lowest(slopes, curvatures)
+            expected.fill_(multiples @ (curvatures @ multiples / 2 - of_loss))
+            for name, gradient in gradients.items():
+                terms = [x * v[name] for x, v in zip(multiples.tolist(), directions) if name in v]
+                gradient.copy_(torch.stack(terms).sum(0))
+                self.optimizer.state[parameters[name]][MOMENTUM] = gradient.clone()
+        return expected
+
+    def _spanning(self, parameters: Mapping[str, nn.Parameter]) -> list[Direction]:
+        """Return copies of the directions to combine, by names of parameters."""
+        covered = {p for layer in self.gradients.layers for p in layer.parameters}
+        steps = {n: step.clone() for n, step in gradients_of(parameters).items()}
+        inside = {n: step for n, step in steps.items() if parameters[n] in covered}
+        outside = {n: step for n, step in steps.items() if parameters[n] not in covered}
+        states = {n: self.optimizer.state.get(parameters[n], {}) for n in steps}
+        last = {n: state[MOMENTUM] for n, state in states.items() if MOMENTUM in state}
+        return [direction for direction in (inside, outside, last) if direction]
+
+    def _measured(self, batch: Batch, directions: Sequence[Direction]) -> tuple[Tensor, Tensor]:
+        """Return slopes and curvatures of the mean loss of all ranks, alike on all ranks.
+
+        Collective over: world.
+        """
+        site, weight = self.gradients.site, self.gradients.weight
+        shape = 1 + len(directions), len(directions)
+        numbers = torch.zeros(shape, dtype=torch.float64, device="cpu")
+        if weight:  # a mean over no example is NaN
+            try:
+                local = slopes_and_curvatures(self.model, batch, directions)
+            except NotImplementedError as error:
+                why = str(error).partition(" because")[0]
+                raise UserError(
+                    f"length='quadratic' needs forward-mode derivatives: {why}"
+                ) from error
+            numbers = torch.vstack(local).cpu() * weight / site.plan.grid.count
+        mean = summed(site.grid.world, numbers.flatten().tolist())
+        numbers = torch.tensor(mean, dtype=torch.float64, device="cpu").view_as(numbers)
+        return numbers[0], numbers[1:]
+
+    def _compare(self, slope: float, expected: float) -> None:
+        """Warn at the first step if the model's loss is not the loss of the gradients."""
+        if not (self._compared or 0.1 * expected <= slope <= 10 * expected):
+            log.warning(
+                "the loss of length.batch(inputs, loss) has slope %g along the directions, and "
+                "the gradients have slope %g: give batch the loss of backward()",
+                *(slope, expected),
+            )
+        self._compared = True
+
+
+def gradients_of(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Return the gradients of the parameters that have gradients, by name."""
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A rank's share of a batch: a mean loss as a function of the parameters.
+
+    Attributes:
+        inputs: the arguments of the model.
+        loss: the mean loss of the share's outputs, `[]`.
+    """
+
+    inputs: tuple[Any, ...]
+    loss: Criterion
+
+
+def slopes_and_curvatures(
+    model: nn.Module, batch: Batch, directions: Sequence[Direction]
+) -> tuple[Tensor, Tensor]:
+    """Return slopes `v_i^T gradient` `[n]` and curvatures `v_i^T J^T H J v_j` `[n, n]`, in float64.
+
+    Args:
+        directions: `v_1` to `v_n`, at least one, by names of parameters; 0 where a name is missing.
+    """
+    passes = [jacobian_product(model, direction, batch.inputs) for direction in directions]
+    products = torch.stack([product for _, product in passes])
+    with torch.enable_grad():
+        at = passes[0][0].requires_grad_()
+        (gradient,) = torch.autograd.grad(batch.loss(at), at, create_graph=True)
+    curved = torch.stack([hessian_product(gradient, at, product) for product in products])
+    rows, columns = products.flatten(1).double(), curved.flatten(1).double()
+    return rows @ gradient.detach().flatten().double(), rows @ columns.T
+
+
+def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
+    """Return the derivative by `at` of a gradient along `vector`; zeros for a constant gradient."""
+    if not gradient.requires_grad:
+        return torch.zeros_like(at)
+    (found,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
+    return found
+
+
+def jacobian_product(
+    model: nn.Module, direction: Direction, inputs: tuple[Any, ...]
+) -> tuple[Tensor, Tensor]:
+    """Return the model's outputs, and the derivative of the outputs along a direction.
+
+    Running statistics and random numbers stay as they are, so all passes drop the same units.
+
+    Raises:
+        ValueError: the model returns no tensor.
+    """
+    values = {name: p.detach() for name, p in model.named_parameters()}
+    device = next(iter(values.values())).device
+    devices = [] if device.type == "cpu" else [device]
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices, device_type=device.type),
+        sdpa_kernel(SDPBackend.MATH),  # the only attention with a forward mode
+        torch.compiler.set_stance("force_eager"),  # compiled code has no forward mode
+        forward_ad.dual_level(),
+    ):
+        for name, tangent in direction.items():
+            values[name] = forward_ad.make_dual(values[name], tangent)
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        found = functional_call(model, values | buffers, inputs)
+        if not torch.is_tensor(found):
+            raise ValueError(
+                f"the model returns a {type(found).__name__}; length='quadratic' takes a model "
+                f"that returns a tensor"
+            )
+        outputs, product = forward_ad.unpack_dual(found)
+        product = torch.zeros_like(outputs) if product is None else product
+    precise = torch.promote_types(outputs.dtype, torch.float32)
+    return outputs.to(precise), product.to(precise)
+
+
+def inner_products(ones: Sequence[Direction], others: Sequence[Direction]) -> Tensor:
+    """Return the products `v_i^T w_j` `[n, m]` of directions, in float64."""
+
+    def product(v: Direction, w: Direction) -> Tensor:
+        terms = [(v[name].double() * w[name].double()).sum() for name in v if name in w]
+        return torch.stack(terms).sum() if terms else zero
+
+    zero = next(iter(ones[0].values())).new_zeros((), dtype=torch.float64)
+    return torch.stack([torch.stack([product(v, w) for w in others]) for v in ones])
+
+
+def lowest(slopes: Tensor, curvatures: Tensor) -> Tensor:
+    """Return the `x` `[n]` where `1/2 x^T curvatures x - slopes^T x` is lowest, in float64.
+
+    Directions of zeros get 0, and parallel directions share: the angle of directions that are less
+    than about `sqrt(PARALLEL)` apart is rounding. Zeros if a number is not finite.
+    """
+    if not (slopes.isfinite().all() and curvatures.isfinite().all()):
+        return torch.zeros_like(slopes)
+    scales = curvatures.diagonal().clamp(min=0).rsqrt().nan_to_num(posinf=0)
+    unit = scales[:, None] * curvatures * scales
+    return scales * (torch.linalg.pinv(unit, rtol=PARALLEL, hermitian=True) @ (scales * slopes))

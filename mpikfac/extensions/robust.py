@@ -1,0 +1,44 @@
+"""The memory of robust rules, which remember earlier steps of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from mpikfac.engine import Gradients, Item, Part, Site
+
+NAME = "exchange/rule/{} of {}/"  # a rank, all ranks
+
+
+class RuleMemory(Part):
+    """The memory of the robust rules of a rank: the rank holds a shard of all ranks' vectors."""
+
+    PREFIX = ""
+
+    def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
+        super().__init__(site)
+        self._combiner = site.grid.combiner
+        self._combiner.prepare(site.plan.combined, site.plan.rank, site.dtype)
+
+    def forget(self) -> None:
+        """Forget earlier steps."""
+        self._combiner.forget()
+
+    def items(self) -> Iterator[Item]:
+        """Return the memory of all ranks."""
+        ranks = self.plan.grid.count
+        for rank in range(ranks):
+            for stage, rule in self._combiner.rules.items():
+                for name, tensor in rule.kept.items():
+                    own = tensor if rank == self.plan.rank else None
+                    yield Item(f"{NAME.format(rank, ranks)}{stage}/{name}", own)
+
+    def complete(self, names: Collection[str]) -> set[str]:
+        """Return all names of the memory, of which `names` hold a part."""
+        complete = super().complete(names)
+        return complete if complete & set(names) else set()
+
+    def in_state(self, names: Collection[str]) -> list[Item]:
+        """Return the items among `names`: rules of other numbers of ranks begin anew."""
+        return [item for item in self.items() if item.name in names]

@@ -1,0 +1,177 @@
+"""Eigenvalues of EKFAC: second moments of gradients in the eigenbases [George et al. 2018].
+
+An example's gradient of a layer is `sum(g a^T)` over positions. Rotated by the eigenvectors of G
+and A, the elements of the gradient have mean squares over examples: the scales. The scales are the
+diagonal of the gradient's second moment in the eigenbasis, and of all diagonal matrices the
+nearest to the second moment. Products of the eigenvalues of G and A only estimate the scales, as
+if `a` and `g` were independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpikfac.engine import Bases, Item, Part, Running, leave_out_broken, merge
+from mpikfac.layers import Layer
+from mpikfac.numerics import all_finite
+from mpikfac.plan import count_of
+from mpikfac.solvers import products_of_values, squares_in_bases
+
+CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
+
+
+class Scales(Part):
+    """The scales of the layers whose solver estimates scales; other layers have no scales.
+
+    Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
+    of the factors' averages. Batches are merged into scales as into factors' averages. The batch of
+    the step with new bases is lost, as the batch was recorded in the older bases.
+
+    Attributes:
+        averages: running averages `[outputs, inputs]`, by layer, used by directions.
+        weights: numbers of examples in the averages.
+        sums: the rank's sums over a batch, and numbers of examples; zero between steps.
+    """
+
+    MARK = "solver"
+
+    def __init__(self, bases: Bases) -> None:
+        super().__init__(bases.site)
+        site, self.bases = bases.site, bases
+        self.averages = bases.scales
+        weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
+        self.weights = dict(zip(self.averages, weights.split(1)))
+        self.sums = site.arena(site.plan.layouts.scale_sums)
+        self._layers = {layer.name: layer for layer in site.plan.rescaled}
+        self._running = {name: self._bound(name) for name in self.averages}
+        self._messages = site.plan.reduce_scales()
+        self._recorded: set[str] = set()  # layers that have a basis, and so scales
+        self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
+
+    def _bound(self, name: str) -> Running:
+        total, count = self.sums[name], self.sums[count_of(name)]
+        return Running(name, total, count, self.averages[name], self.weights[name])
+
+    def forget(self) -> None:
+        """Forget all scales, as there are no bases."""
+        self.clear()
+        self._recorded, self._awaited = set(), None
+
+    def clear(self) -> None:
+        """Forget a batch's sums."""
+        self.sums.flat.zero_()
+
+    def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
+        """Add a call's squares of examples' gradients, times `weight`.
+
+        Calls in a pass count as if gradients were independent.
+
+        Args:
+            layer: with a `group`, the call is of the group alone.
+            x: inputs, `prepared`.
+            g: gradients of the mean loss at the layer's outputs.
+        """
+        if layer.name not in self._recorded or not len(g):
+            return
+        of_inputs, of_outputs = self.bases.sides(layer.name, "vectors")
+        sums = self.sums[layer.name]
+        if (group := layer.group) is not None:
+            of_inputs, of_outputs = ([q[group] for q in side] for side in (of_inputs, of_outputs))
+            sums = sums[group]
+        outputs, inputs = layer.shape.gradient[-2:]
+        vectors_each = g[0].numel() // outputs
+        size = vectors_each * (outputs + inputs) + layer.shape.groups * outputs * inputs
+        count = max(1, CHUNK // size)
+        for inputs_of, gradients_of in zip(x.split(count), g.split(count)):
+            total = squares_in_bases(*layer.pairs(inputs_of, gradients_of), of_inputs, of_outputs)
+            sums.add_(total, alpha=weight)
+
+    def unscale(self, scale: float) -> bool:
+        """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
+        self.sums.flat.div_(scale).div_(scale)  # twice, as the square may be no number of its dtype
+        return all_finite(self.sums.flat)
+
+    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
+        """Add up a batch's sums over ranks.
+
+        Collective over: world.
+
+        Args:
+            statistics: the rank's sums of factors, beside numbers of examples.
+            of_loss: gradients are those of the loss, a mean over the batch.
+        """
+        for name in self._recorded:
+            count, running = statistics[self._layers[name].factors[0].counted], self._running[name]
+            running.total.mul_(count**2 if of_loss else 1)
+            running.count.copy_(count)
+        self.site.grid.exchange(self._messages, self.sums.flat)
+
+    def merge(self, decay: float, step: int) -> None:
+        """Take a batch's sums over ranks into the averages."""
+        if not self.averages:
+            return
+        self._check(step)
+        merge(list(self._running.values()), decay)
+        self.clear()
+        self.bases.rescaled()
+
+    def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
+        """Start anew where bases are new: in all layers, or in those of a `turn` of a refresh.
+
+        Args:
+            weights: of the factors' averages.
+        """
+        names, self._awaited = self._awaited, None
+        if names is None:
+            names = {x.name for x in self._layers.values() if turn in (None, x.share)}
+        for name in names:
+            values = self.bases.sides(name, "values")
+            products_of_values(*values, out=self.averages[name])
+            of_factors = [weights[factor.name] for factor in self._layers[name].factors]
+            self.weights[name].copy_(torch.stack(of_factors).amin(0))
+        self._record_all()
+
+    def items(self) -> Iterator[Item]:
+        """Return averages and weights."""
+        for name in self.averages:
+            yield Item(f"scales/{name}", self.averages[name])
+            yield Item(f"scale-weights/{name}", self.weights[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return averages and weights, by name, if there are bases."""
+        if not self.bases.ready:
+            return {}
+        return {item.name: item.tensor for item in self.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        """Load the `needed` items of a state, after `forget` and after the bases."""
+        if self.MARK not in names:
+            return
+        super().load_state_dict(state, names)
+        self._record_all()
+        # Pending bases may be of one turn only, and turns may be dealt otherwise from here on.
+        if "due" in names:
+            begun = {
+                f"decompositions/{block.name}": layer.name
+                for layer in self._layers.values()
+                for factor in layer.factors
+                for block in factor.blocks
+            }
+            self._awaited = {begun[name] for name in names if name in begun}
+
+    def _record_all(self) -> None:
+        """From now on, record the layers that have a basis."""
+        self._recorded = {name for name, scales in self.averages.items() if all_finite(scales)}
+
+    def _check(self, step: int) -> None:
+        """Leave the batch's scales with NaN or infinity out of the averages."""
+
+        def report(broken: list[str]) -> None:
+            answered = [name for name in broken if self.plan.updaters[name] == self.plan.rank]
+            self.site.nonfinite.note("scales", answered, step, "their averages stay as they are")
+
+        leave_out_broken(self.sums.flat, list(self._running.values()), self.site.flags, report)

@@ -1,0 +1,25 @@
+"""The user's model and optimizer: as named items of a state, and what must hold for a step."""
+
+from __future__ import annotations
+
+from mpikfac.model.checks import check_kind as check_kind
+from mpikfac.model.checks import check_loaded_momentum as check_loaded_momentum
+from mpikfac.model.checks import check_momentum as check_momentum
+from mpikfac.model.checks import check_optimizer as check_optimizer
+from mpikfac.model.checks import check_plain as check_plain
+from mpikfac.model.checks import check_synchronous as check_synchronous
+from mpikfac.model.checks import common_type as common_type
+from mpikfac.model.checks import describe as describe
+from mpikfac.model.checks import groups_of as groups_of
+from mpikfac.model.checks import report_uncovered as report_uncovered
+from mpikfac.model.checks import taking_up as taking_up
+from mpikfac.model.state import MOMENTUM as MOMENTUM
+from mpikfac.model.state import fitting as fitting
+from mpikfac.model.state import group_settings as group_settings
+from mpikfac.model.state import hand_over_state as hand_over_state
+from mpikfac.model.state import laid_out as laid_out
+from mpikfac.model.state import load_model_state as load_model_state
+from mpikfac.model.state import missing_state as missing_state
+from mpikfac.model.state import model_state as model_state
+from mpikfac.model.state import needed_state as needed_state
+from mpikfac.model.state import set_group_setting as set_group_setting

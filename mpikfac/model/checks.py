@@ -1,0 +1,266 @@
+"""What ranks compare, and what model and optimizer must be for a step."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import mpikfac
+from mpikfac.comm import SUMMABLE
+from mpikfac.model.state import group_settings
+from mpikfac.errors import UserError
+from mpikfac.layers import Layer, Other, in_words
+from mpikfac.plan import Strategy
+
+Block = Layer | Other
+LIBRARY = Path(__file__).parents[1]
+
+log = logging.getLogger("mpikfac")
+
+
+def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
+    """Return the dtype to compute in, and the device, of tensors with a common dtype and device.
+
+    The dtype is the dtype of the tensors, but float32 for bfloat16, whose digits are too few for
+    sums.
+
+    Raises:
+        ValueError: nothing is trained, or a tensor differs from the first tensor.
+    """
+    tensors = [(block.name, tensor) for block in blocks for tensor in _tensors(block)]
+    if not tensors:
+        raise ValueError("the model has no parameter that requires a gradient")
+    name, first = tensors[0]
+    dtype = torch.float32 if first.dtype == torch.bfloat16 else first.dtype
+    if dtype not in SUMMABLE:
+        allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
+        raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
+    for other, tensor in tensors:
+        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
+            raise ValueError(
+                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
+                f"{first.device}; all trained parameters and buffers must share both"
+            )
+    return dtype, first.device
+
+
+def describe(model: nn.Module, optimizer: Optimizer) -> dict[str, str]:
+    """Return versions, model and optimizer in short, for ranks to compare."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    shapes = [(n, tuple(t.shape), str(t.dtype), t.requires_grad) for n, t in tensors]
+    groups = [
+        [names.get(id(p), "a parameter of another model") for p in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    numbers = dict(group_settings(optimizer))
+    return {
+        "mpikfac version": mpikfac.__version__,
+        "mpikfac's code": _digest([path.read_bytes() for path in sorted(LIBRARY.rglob("*.py"))]),
+        "torch version": torch.__version__,
+        "model": _digest(shapes),
+        "optimizer": f"{type(optimizer).__name__} {numbers}",
+        "optimizer's parameters": _digest(groups),
+    }
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Return if averaged gradients of the model are enough for a step of the optimizer.
+
+    Raises:
+        ValueError: the object is no optimizer, the optimizer needs a closure, or steps parameters
+            that are not the model's.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
+    own = {id(p) for p in model.parameters()}
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if foreign := [tuple(p.shape) for p in stepped if id(p) not in own]:
+        raise ValueError(
+            f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
+            f"of shape {foreign[0]}), which every rank would step alone; put their module, such as "
+            f"a loss with weights, into the model"
+        )
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Return if `value` is an object of a kind, or None.
+
+    Raises:
+        ValueError: the value is another, such as a text in the place of a `Length`.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be None or mpikfac.{kind.__name__}(...)")
+
+
+def check_synchronous(strategy: Strategy) -> None:
+    """Return if all ranks step the model together.
+
+    Raises:
+        ValueError: clients send updates to servers.
+    """
+    if strategy.exchange.asynchronous:
+        raise ValueError("exchanged='updates' needs the trainer mpikfac.Asynchronous")
+
+
+def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float = 0.0) -> None:
+    """Return if a momentum is taken once: before the sums, before K-FAC, or by the optimizer.
+
+    Args:
+        of_gradients: the momentum of averaged gradients, before K-FAC preconditions gradients.
+
+    Raises:
+        ValueError: two momenta are given.
+    """
+    top = strategy.transport.wires.top_momentum
+    if top and of_gradients:
+        raise ValueError(
+            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out; "
+            "the training program takes momentum=0"
+        )
+    name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
+    when = "are added up" if top else "are preconditioned"
+    for group in optimizer.param_groups:
+        own = group.get("momentum", group.get("betas", (0.0,))[0])
+        if asked and own:
+            raise ValueError(
+                f"{name}={asked} needs an optimizer without momentum, not with {own}: the "
+                f"momentum is taken before gradients {when}"
+            )
+
+
+def check_loaded_momentum(
+    items: Mapping[str, Any],
+    names: Collection[str],
+    strategy: Strategy,
+    of_gradients: float = 0.0,
+) -> None:
+    """Return if a momentum is taken once after the load of a state, see `check_momentum`.
+
+    Args:
+        items: the items of model and optimizer that are loaded.
+        names: names of all items of the state.
+
+    Raises:
+        ValueError: the momentum would be taken twice, or never.
+    """
+    if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
+        raise ValueError(
+            "the state has momenta of gradients, and no momentum of the optimizer; train with "
+            "KFAC and Length(momentum=...) as before, in the training program "
+            "kfac.momentum_of=gradients and momentum above 0"
+        )
+    top = strategy.transport.wires.top_momentum
+    given = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"
+    remedy = (
+        "top_momentum"
+        if top
+        else "Length(momentum), in the training program kfac.momentum_of=directions"
+    )
+    for name, value in items.items():
+        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
+        if of_group and (top or of_gradients) and value:
+            raise ValueError(
+                f"item {name!r} must be 0 with {given}; it is {value}: go on without {remedy}"
+            )
+
+
+@contextmanager
+def taking_up() -> Iterator[None]:
+    """Name a refusal inside as a refusal of a change of the trained parameters.
+
+    Raises:
+        UserError: the change cannot be taken up.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UserError(
+            f"the trained parameters have changed, and the change cannot be taken up: {error}"
+        ) from error
+
+
+def check_plain(optimizer: Optimizer) -> None:
+    """Return if a step of the optimizer subtracts the gradients as they are.
+
+    Raises:
+        ValueError: the optimizer changes gradients.
+    """
+    plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
+    for group in optimizer.param_groups:
+        own = {name: group.get(name) for name in plain}
+        if type(optimizer) is not torch.optim.SGD or own != plain:
+            numbers = ", ".join(f"{n}={v:g}" for n, v in own.items() if v not in (None, plain[n]))
+            raise ValueError(
+                f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
+                f"weight_decay=0): length='quadratic' gives length and momentum of a step"
+            )
+
+
+def groups_of(layers: Iterable[Layer], optimizer: Optimizer) -> dict[str, list[int]]:
+    """Return the optimizer's parameter groups of every layer's weight and bias.
+
+    Raises:
+        ValueError: a weight or a bias is in no group.
+    """
+    group_of = {
+        id(parameter): index
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    groups = {}
+    for layer in layers:
+        if any(id(parameter) not in group_of for parameter in layer.parameters):
+            raise ValueError(
+                f"layer {layer.name!r} is covered but not all of it is in the optimizer; "
+                f"give it to the optimizer or add it to skip"
+            )
+        groups[layer.name] = [group_of[id(parameter)] for parameter in layer.parameters]
+    return groups
+
+
+def report_uncovered(
+    model: nn.Module,
+    layers: Iterable[Layer],
+    uncovered: Iterable[Other],
+    optimizer: Optimizer,
+    offers: Iterable[str] = (),
+) -> None:
+    """Log the parameters trained without K-FAC, how to cover some, and parameters not trained.
+
+    Warn if K-FAC covers less than half of the weights.
+    """
+    parameters = [tensor for tensor in uncovered if tensor.parameters]
+    covered = sum(p.numel() for layer in layers for p in layer.parameters)
+    total = covered + sum(p.numel() for tensor in parameters for p in tensor.parameters)
+    if 2 * covered < total:
+        log.warning(
+            "K-FAC covers %d of %d weights; the rest is trained first-order", covered, total
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    names = [other.name for other in parameters if id(other.tensor) in stepped]
+    words = in_words(model, names) or "none"
+    log.info("trained first-order, as no layer covers them: %s", words)
+    for offer in offers:
+        log.warning("%s", offer)
+    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
+    if forgotten:
+        log.warning("not trained, as the optimizer does not have them: %s", forgotten)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+
+def _tensors(block: Block) -> Sequence[Tensor]:
+    return block.parameters if isinstance(block, Layer) else [block.tensor]

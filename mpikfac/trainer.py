@@ -1,0 +1,560 @@
+"""The trainer: one step, from local gradients to identical new weights on every rank.
+
+Read `Trainer.step` first: a line is a stage. `DataParallel` is the trainer of first-order methods;
+`KFAC` (kfac.py) is the same trainer with a preconditioner. `Built` holds the parts of a step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from mpikfac.comm import Comm, Grid, Team, agree, broadcast, together
+from mpikfac.engine import (
+    Everyone,
+    FirstOrder,
+    Flags,
+    Gradients,
+    Method,
+    Nonfinite,
+    OneModel,
+    Part,
+    Site,
+    attached,
+    average_scaled,
+    usable_scaler,
+)
+from mpikfac.layers import Layer, Other, Votes, take_model
+from mpikfac.model import (
+    check_loaded_momentum,
+    check_momentum,
+    check_optimizer,
+    check_synchronous,
+    common_type,
+    describe,
+    fitting,
+    group_settings,
+    hand_over_state,
+    load_model_state,
+    missing_state,
+    model_state,
+    needed_state,
+    taking_up,
+)
+from mpikfac.numerics import without_autocast
+from mpikfac.plan import Plan, Split, Strategy
+from mpikfac.settings import Numbers
+from mpikfac.trace import Trace
+
+log = logging.getLogger("mpikfac")
+
+STEPS = "trainer/steps"
+FORMER = {
+    "mean_loss": "trainer.exchange.hear(loss) before step()",
+    "inputs": "kfac.length.batch(inputs, loss) before step()",
+    "loss": "kfac.length.batch(inputs, loss) before step()",
+}
+"""Arguments that `step` had before, and what has taken their place."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a rank knows of a run before the rank communicates.
+
+    Attributes:
+        uncovered: with the votes.
+        dtype: to compute in.
+    """
+
+    layers: Sequence[Layer]
+    uncovered: Sequence[Other]
+    plan: Plan
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Built:
+    """The parts of a step on a rank, for the model as it is.
+
+    Attributes:
+        method: makes directions of averaged gradients.
+        exchange: what ranks exchange beside sums.
+        parts: the parts with items of the state.
+        stepped: the parameters that the rank's optimizer steps, by name.
+    """
+
+    plan: Plan
+    grid: Grid
+    gradients: Gradients
+    method: FirstOrder
+    exchange: OneModel
+    update: Everyone
+    parts: Sequence[Part]
+    stepped: Mapping[str, nn.Parameter]
+
+
+class Trainer:
+    """Train a model on all ranks: average gradients, make directions, and step alike.
+
+    Collective over: world. The model becomes rank 0's.
+
+    Attributes:
+        steps: completed steps.
+        nonfinite: counts of numbers that were not finite.
+        trace: seconds and bytes of every stage.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        team: Team,
+        strategy: Strategy,
+        method: Method,
+        trace: Trace | None,
+    ) -> None:
+        check_synchronous(strategy)
+        self.model, self._optimizer, self._team = model, optimizer, team
+        self._strategy, self._method = strategy, method
+        self.trace = trace or Trace()
+        self.nonfinite = Nonfinite(team.trains.rank)
+        self.steps = 0
+        self.built = self._build(self._draw())
+        self._begin(0)
+        take_model(model, self)
+
+    # -- a step ----------------------------------------------------------------------------------
+
+    @without_autocast
+    def step(
+        self,
+        scaler: GradScaler | None = None,
+        *,
+        max_norm: float | None = None,
+        examples: int | None = None,
+        **former: Any,
+    ) -> None:
+        """Go from local gradients to identical new weights on every rank.
+
+        A parameter without a gradient counts as a parameter with gradient 0. Parameters that were
+        frozen, unfrozen, added or replaced since the last step stay as they are in this step; from
+        the next step on, the trainer trains the model as the model is now.
+
+        Collective over: world.
+
+        Args:
+            scaler: a `torch.amp.GradScaler` whose `scale(loss)` was the loss. The scale is taken
+                out of gradients and statistics before anything else. If a gradient or a statistic
+                is not finite on some rank, all ranks skip the step: the step counts in `steps`, the
+                batch is ignored, due updates wait for their next turn. Then the scale is reduced
+                or, after enough steps, grows, alike on all ranks. Do not call the scaler's
+                `unscale_`, `step` and `update`: this method replaces all three.
+            max_norm: the largest norm of the averaged gradient of all parameters; a longer gradient
+                is scaled before K-FAC preconditions the gradient. None for no bound.
+            examples: the number of examples of the rank's mean loss, if shards are uneven: the
+                average over ranks weighs ranks by the number. None: ranks weigh the same.
+
+        Raises:
+            ValueError: a scaler with `overlap`, with `exchanged="weights"`, or with
+                `update="owner"` and a rank that has nothing to step; `examples` with `overlap` or
+                `parts`; a gradient that was changed after `overlap` had sent the gradient; a
+                converted or moved model; a negative `max_norm`; `Length("quadratic")` without
+                `length.batch(inputs, loss)`; a second momentum, also from a scheduler.
+            UserError: ranks disagree on the model, learning rates or settings; or a change of the
+                trained parameters cannot be taken up.
+        """
+        _refuse_former(former)
+        gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
+        scaler = self._checked(scaler)
+        numbers = method.numbers(self.steps)
+        exchange.begin_step(self.steps)
+        if not gradients.sender.in_parts:
+            gradients.look(self._compared(numbers))
+            gradients.read()
+        if examples is not None:
+            gradients.weigh(examples)
+        if scaler is not None and not average_scaled(gradients, scaler, method.unscale(scaler)):
+            self._skip()
+            return
+        method.learn(numbers)
+        if scaler is None:
+            gradients.average()
+        gradients.check(self.steps)
+        if max_norm is not None:
+            self.built.update.bound(max_norm)
+        method.direct(numbers)
+        exchange.before_update(self.steps)
+        self.built.update.step(self.optimizer)
+        self._end()
+
+    def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
+        """Return the scaler if a step can be taken now; None for a disabled scaler."""
+        check_momentum(self.optimizer, self._strategy, self._method.momentum)
+        self.built.grid.check_open()
+        scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
+        self.built.method.check_step(scaler)
+        return scaler
+
+    def _compared(self, numbers: Numbers) -> dict[str, object]:
+        """Return the numbers of a step that have to be equal on all ranks."""
+        groups = list(group_settings(self.optimizer))
+        of_method = self.built.method.compared(numbers)
+        return {"steps": numbers.step, "optimizer": groups, **of_method}
+
+    def _skip(self) -> None:
+        """Leave all as before a batch whose numbers are not finite on all ranks."""
+        self.built.method.skip()
+        self.built.update.skip()
+        self._end()
+
+    def _begin(self, step: int) -> None:
+        """Begin a step: from here on, the state is the state after `step` steps."""
+        self.steps = step
+        self.built.method.begin(step)
+
+    def _end(self) -> None:
+        """End the step, and follow votes if the votes are of all ranks."""
+        self.built.exchange.end_step(self.steps)
+        self._begin(self.steps + 1)
+        if self.built.exchange.follows:
+            self._follow_votes()
+
+    def _follow_votes(self) -> None:
+        """Take up a change of the model on any rank.
+
+        Collective over: world.
+
+        Raises:
+            UserError: ranks disagree on the model or on the numbers of a step.
+        """
+        changed, alike = self.built.gradients.votes.read()
+        if not alike:
+            agree(self.built.grid.world, self._compared(self.built.method.numbers(self.steps)))
+        if changed:
+            self._take_up()
+
+    def collect(self) -> None:
+        """Take a part of the rank's share of a batch; call after the part's backward pass.
+
+        Only with `parts=n`: a rank takes `n / ranks` parts in turn, with the mean loss of the
+        part's examples and fresh gradients, and then calls `step`.
+
+        Collective over: none.
+
+        Raises:
+            ValueError: the rank has fewer parts.
+        """
+        gradients, method = self.built.gradients, self.built.method
+        gradients.look(self._compared(method.numbers(self.steps)))
+        gradients.collect()
+        method.collect()
+
+    def discard(self) -> None:
+        """Forget the passes since the last step, of a batch without a step.
+
+        Raises:
+            ValueError: with `overlap`, as the backward pass has sent the sums.
+        """
+        self.built.gradients.check_unsent()
+        self.built.method.clear()
+        self.built.gradients.discard()
+
+    # -- facts of a run --------------------------------------------------------------------------
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer that was given; another optimizer needs another trainer."""
+        return self._optimizer
+
+    @property
+    def plan(self) -> Plan:
+        """The communication plan."""
+        return self.built.plan
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks as a grid, with the communicators of the steps."""
+        return self.built.grid
+
+    @property
+    def communicators(self) -> list[Comm]:
+        """All communicators that steps use."""
+        return self.built.grid.communicators
+
+    @property
+    def votes(self) -> Tensor:
+        """`[16]`, in the dtype of sums. A rank writes numbers before a step.
+
+        The numbers travel with the gradients, and after the step all ranks find the mean over
+        ranks. The last eight numbers are the trainer's own.
+        """
+        return self.built.gradients.votes.tensor
+
+    @property
+    def intact(self) -> bool:
+        """Whether the state of the rank is the state after `steps` steps.
+
+        False while the state has parts of a later step.
+        """
+        return self.built.method.intact
+
+    @property
+    def exchange(self) -> OneModel:
+        """What ranks exchange beside sums; `hear(loss)` is for merge="leader"."""
+        return self.built.exchange
+
+    @property
+    def combined(self) -> bool:
+        """Whether votes are of all ranks; False only between two exchanges of weights.
+
+        If exchanges make all copies equal, then also whether all ranks hold the same model.
+        """
+        return self.built.exchange.heard
+
+    def combine(self) -> None:
+        """Combine the copies of the model now, if copies may differ.
+
+        With `exchanged="weights"`, ranks hold different copies of the model between two exchanges.
+        Call `combine` before a test of the model, and before `state_dict`. Steps go on as if the
+        exchange had been due.
+
+        Collective over: world.
+
+        Raises:
+            UserError: a rank's weights are not finite.
+        """
+        self.built.exchange.combine()
+
+    # -- the model as it is now ------------------------------------------------------------------
+
+    def _draw(self, votes: Votes | None = None) -> Drawn:
+        """Cover the model, and make the plan.
+
+        Args:
+            votes: of the run; None to begin with votes of zeros.
+
+        Raises:
+            ValueError: a choice or a layer cannot work.
+        """
+        ranks, method, strategy = self._team.trains.size, self._method, self._strategy
+        layers, uncovered = method.cover(self.model)
+        dtype, device = common_type([*layers, *uncovered])
+        uncovered = [*uncovered, votes or Votes(dtype, device)]
+        split = _split_of(self.model, [*layers, *uncovered], ranks)
+        plan = method.plan(layers, uncovered, strategy, ranks, dtype.itemsize, split)
+        method.check(layers, self.optimizer, self._team, plan)
+        check_momentum(self.optimizer, strategy, method.momentum)
+        return Drawn(layers, uncovered, plan, dtype, device)
+
+    def _build(self, drawn: Drawn) -> Built:
+        """Compare ranks, make the communicators, and build the parts of a step.
+
+        Collective over: world.
+
+        Raises:
+            UserError: ranks disagree.
+        """
+        comm, model, plan = self._team.trains, self.model, drawn.plan
+        method = self._method.compared()
+        strategy = {"strategy": plan.strategy} if method else {}
+        compared = {**describe(model, self.optimizer), **strategy, "plan": plan.digest(), **method}
+        agree(comm, compared)
+        broadcast(comm, [*model.parameters(), *model.buffers()])
+        per_node = self._strategy.transport.ranks_per_node
+        grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.distribution)
+        kind = drawn.dtype, drawn.device
+        site = Site(plan.of(comm.rank), grid, self.trace, *kind, self.nonfinite, Flags())
+        gradients = Gradients(site, model, drawn.layers, drawn.uncovered)
+        exchange = self._method.exchange(site, gradients)
+        more = list(attached(site, gradients, model))
+        step = self._method.build(gradients, model, self.optimizer, self._team, plan)
+        return Built(
+            plan,
+            grid,
+            gradients,
+            step,
+            exchange,
+            self._method.update(gradients, exchange),
+            [*step.parts, exchange, *more],
+            gradients.stepped(model),
+        )
+
+    def _take_up(self) -> None:
+        """Build the parts anew, for the model as it is now; averages of unchanged layers stay."""
+        before = self.built
+        before.method.check_same_model()
+        before.exchange.combine()
+        before.method.gather()
+        with taking_up():
+            drawn = self._draw(before.gradients.votes)
+        self.detach()
+        before.grid.free()
+        self.built = self._build(drawn)
+        self.built.method.take_over(before.method)
+        self.built.exchange.take_over(before.exchange)
+        steps = before.stepped, self.built.stepped
+        hand_over_state(self.built.grid.world, self.model, self.optimizer, *steps)
+        self._begin(self.steps)
+        log.info("step %d: the trained parameters have changed; taken up", self.steps)
+
+    def detach(self) -> None:
+        """Remove the hooks; the model is as before, except for the weights."""
+        self.built.method.detach()
+        self.built.gradients.detach()
+
+    def close(self) -> None:
+        """Free the communicators, and let curvature ranks go: on curvature ranks, `serve` returns.
+
+        Pending messages are sent and kept first, and hooks are removed. No step may follow.
+
+        Collective over: world.
+        """
+        self.built.method.finish()
+        self.detach()
+        self.built.grid.free()
+        self.built.method.close()
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rank's share of the state, by name; shares of all ranks make the whole.
+
+        Model, optimizer, the number of steps, and with K-FAC factors as packed triangles (or
+        vectors), weights of factors, bases and pending bases, scales, averages of grafting, and
+        adapted damping: everything needed to resume exactly, also between two decompositions.
+        Losses of encoding are dropped, as in a restart.
+
+        With `exchanged="weights"`, the optimizer's state of each rank.
+
+        Collective over: world with `reduce_at="bases"` or `overlap`, else none.
+
+        Raises:
+            ValueError: ranks hold different copies of the model; `combine` comes first.
+        """
+        self.built.exchange.check_combined()
+        state = model_state(self.model, self.optimizer, self.built.stepped)
+        for part in self.built.parts:
+            state |= {part.PREFIX + name: value for name, value in part.state_dict().items()}
+        self.built.grid.forget()  # now that no message is on its way
+        return self.built.exchange.shared(state | {STEPS: self.steps})
+
+    def missing(self, names: Collection[str]) -> set[str]:
+        """Return the names of a complete state that `names` lack."""
+        complete = {
+            part.PREFIX + name
+            for part in self.built.parts
+            for name in part.complete(_without(part.PREFIX, names))
+        }
+        return missing_state(self.model, names) | complete.difference(names)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the rank's part of `state`, from any strategy and any number of ranks.
+
+        All ranks load the state, or no rank does. A first-order run's state is accepted, and a
+        state of a different estimator, of all layers or of some: statistics of layers with a
+        different estimator, and all bases, are made at the next step.
+
+        Collective over: world.
+
+        Raises:
+            UserError: on some rank an item is missing, has another dtype or shape than the model,
+                or cannot be read.
+        """
+        built, optimizer = self.built, self.optimizer
+        with together(built.grid.world, "loading state", untrusted=True):
+            state = built.exchange.of_rank(state)
+            items = needed_state(self.model, optimizer, built.stepped, state)
+            check_loaded_momentum(items, state, self._strategy, self._method.momentum)
+            names = {part: self._names_for(part, state) for part in built.parts}
+            needed = {
+                part.PREFIX + name: value
+                for part in built.parts
+                for name, value in part.needed(names[part]).items()
+            }
+            values = fitting(state, needed, rounded=True)
+        built.gradients.recall()
+        built.method.recall()
+        load_model_state(self.model, optimizer, built.stepped, items)
+        built.gradients.keep()
+        built.gradients.discard()
+        for part in built.parts:
+            part.forget()
+        built.grid.forget()
+        for part in built.parts:
+            of_part = {n.removeprefix(part.PREFIX): v for n, v in values.items()}
+            part.load_state_dict(of_part, names[part])
+        self._begin(int(items[STEPS]))
+
+    def _names_for(self, part: Part, state: Mapping[str, Any]) -> Collection[str]:
+        """Return the names of items of a state that a part may take."""
+        return self.built.method.known(state) if part.PREFIX else state.keys()
+
+
+class DataParallel(Trainer):
+    """First-order training: average gradients over ranks and step the optimizer.
+
+    The baseline for comparisons with K-FAC, with the same arena and collectives.
+
+    Args:
+        strategy: what ranks exchange, and how: `exchange`, `transport` and `update` of a strategy;
+            choices about factors and decompositions have no effect. None: ranks average gradients
+            by a single sum.
+
+    Collective over: world. The model becomes rank 0's.
+
+    Raises:
+        ValueError: a choice cannot work; raised before any communication.
+        UserError: ranks disagree on the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        comm: Comm,
+        strategy: Strategy | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        check_optimizer(optimizer, model)
+        strategy = (strategy or Strategy()).first_order()
+        super().__init__(model, optimizer, Team(comm), strategy, Method(), trace)
+
+
+def _refuse_former(former: Mapping[str, Any]) -> None:
+    """Refuse arguments that `step` no longer has.
+
+    Raises:
+        ValueError: an argument has moved; the text names the new place.
+        TypeError: `step` never had the argument.
+    """
+    for name in former:
+        if name not in FORMER:
+            raise TypeError(f"step() got an unexpected keyword argument {name!r}")
+        raise ValueError(f"step({name}=...) is {FORMER[name]} now")
+
+
+def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> Split:
+    """Return what a plan has to know of the split layers of a model, which their `forward` tells.
+
+    Raises:
+        ValueError: the layers are split over another number of ranks.
+    """
+    for module in model.modules():
+        describe = getattr(vars(module).get("forward"), "describe", None)
+        if describe is not None:
+            split: Split = describe(model, blocks, ranks)
+            return split
+    return Split()
+
+
+def _without(prefix: str, names: Collection[str]) -> set[str]:
+    """Return the names that begin with the prefix, without the prefix."""
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
