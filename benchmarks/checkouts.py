@@ -21,7 +21,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,24 +76,46 @@ def cases() -> Iterator[Case]:
         more = shorter.get(name, {})
         trainers = ["Asynchronous"] if name == "a-sgd" else ["KFAC", "DataParallel"]
         for trainer in trainers:
-            yield Case(f"{name} {trainer}", more, every.get(name, {}), trainer, named=name, momentum=plain)
+            yield Case(
+                f"{name} {trainer}", more, every.get(name, {}), trainer, named=name, momentum=plain
+            )
         if name in ("local-sgd", "lsgd", "parle", "diloco", "power-sgd", "staggered"):
-            yield Case(f"{name} float64", more, every.get(name, {}), "KFAC", "frozen", "float64", name)
+            yield Case(
+                f"{name} float64", more, every.get(name, {}), "KFAC", "frozen", "float64", name
+            )
     solvers = "eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"
     for solver in solvers:
         for source in ("orthogonal", "adam", "sgd", "own"):
-            yield Case(f"{solver} {source}", {"workers": "all"}, {"solver": solver, "length": {"source": source}})
+            yield Case(
+                f"{solver} {source}",
+                {"workers": "all"},
+                {"solver": solver, "length": {"source": source}},
+            )
         for kind in ("fisher", "kl", "norm"):
-            yield Case(f"{solver} {kind}", {"workers": "half"}, {"solver": solver, "length": {kind: 1e-3}}, dtype="float64")
+            yield Case(
+                f"{solver} {kind}",
+                {"workers": "half"},
+                {"solver": solver, "length": {kind: 1e-3}},
+                dtype="float64",
+            )
         yield Case(f"{solver} relative off", {"workers": 1}, {"solver": solver, "damping": 0.003})
         for program in ("scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"):
-            yield Case(f"{solver} {program}", {"workers": "all"}, {"solver": solver}, program=program)
+            yield Case(
+                f"{solver} {program}", {"workers": "all"}, {"solver": solver}, program=program
+            )
     for workers in (1, "half", "all"):
         for reduction in ("everyone", "owners", "none"):
             for update in ("everyone", "owner"):
                 for late in ("factors", "bases"):
-                    placed = dict(workers=workers, reduction=reduction, update=update, reduce_at=late)
-                    yield Case(f"placed {workers} {reduction} {update} {late}", placed, {"solver": "eigen"}, program="frozen")
+                    placed = dict(
+                        workers=workers, reduction=reduction, update=update, reduce_at=late
+                    )
+                    yield Case(
+                        f"placed {workers} {reduction} {update} {late}",
+                        placed,
+                        {"solver": "eigen"},
+                        program="frozen",
+                    )
     choices: dict[str, dict[str, Any]] = {
         "overlap": {"overlap": True},
         "overlap owner": {"overlap": True, "update": "owner", "workers": 1, "reduction": "owners"},
@@ -111,9 +133,19 @@ def cases() -> Iterator[Case]:
         "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
         "wire late": {"factor_wire": "bfloat16", "reduce_at": "bases"},
         "nodes": {"ranks_per_node": 1},
-        "copies nodes": {"exchanged": "weights", "exchange_every": 3, "copies_of": "node", "ranks_per_node": 1},
+        "copies nodes": {
+            "exchanged": "weights",
+            "exchange_every": 3,
+            "copies_of": "node",
+            "ranks_per_node": 1,
+        },
         "copies median": {"exchanged": "weights", "exchange_every": 2, "combine": "median"},
-        "copies top-k": {"exchanged": "weights", "exchange_every": 2, "gradient_wire": "top-k", "top_share": 0.2},
+        "copies top-k": {
+            "exchanged": "weights",
+            "exchange_every": 2,
+            "gradient_wire": "top-k",
+            "top_share": 0.2,
+        },
     }
     for name, chosen in choices.items():
         chosen = {"workers": "all"} | chosen
@@ -143,15 +175,40 @@ def cases() -> Iterator[Case]:
     yield Case("adapted", {"workers": "all"}, adapted, program="adapted")
     for dtype in ("float32", "float64"):
         quadratic = {"length": {"source": "quadratic"}, "damping": {"value": 0.01}}
-        yield Case(f"quadratic {dtype}", {"workers": "half"}, quadratic, program="quadratic", dtype=dtype, lr=1.0, momentum=0.0)
+        yield Case(
+            f"quadratic {dtype}",
+            {"workers": "half"},
+            quadratic,
+            program="quadratic",
+            dtype=dtype,
+            lr=1.0,
+            momentum=0.0,
+        )
         quadratic = quadratic | {"damping": "adapted value"}
-        yield Case(f"quadratic adapted {dtype}", {"workers": "all"}, quadratic, program="quadratic", dtype=dtype, lr=1.0, momentum=0.0)
+        yield Case(
+            f"quadratic adapted {dtype}",
+            {"workers": "all"},
+            quadratic,
+            program="quadratic",
+            dtype=dtype,
+            lr=1.0,
+            momentum=0.0,
+        )
     for solver in solvers:
-        yield Case(f"precondition {solver}", {"workers": "all"}, {"solver": solver}, program="precondition")
-        yield Case(f"delayed {solver}", {"workers": "all", "delay": 2}, {"solver": solver}, program="resumed")
+        yield Case(
+            f"precondition {solver}", {"workers": "all"}, {"solver": solver}, program="precondition"
+        )
+        yield Case(
+            f"delayed {solver}",
+            {"workers": "all", "delay": 2},
+            {"solver": solver},
+            program="resumed",
+        )
     yield Case("split", {"workers": "all"}, {}, program="split")
     yield Case("split first-order", {}, {}, "DataParallel", program="split")
-    yield Case("split owner", {"workers": 1, "update": "owner"}, {"solver": "eigen"}, program="split")
+    yield Case(
+        "split owner", {"workers": 1, "update": "owner"}, {"solver": "eigen"}, program="split"
+    )
     yield Case("split ekfac", {"workers": "all"}, {"solver": "ekfac"}, program="split")
     yield Case("discarded", {"workers": "all"}, {"solver": "eigen"}, program="discarded")
     yield Case("not finite", {"workers": "all"}, {"solver": "eigen"}, program="not finite")
@@ -189,7 +246,9 @@ class Recorder:
             self.record["messages"].append(["in order", stage, list(parts.shape), flat.numel()])
             return in_order(grid, parts, flat, stage)
 
-        def heard_overlapped(grid: Any, messages: Any, layout: Any, flat: Any, *more: Any, **named: Any) -> Any:
+        def heard_overlapped(
+            grid: Any, messages: Any, layout: Any, flat: Any, *more: Any, **named: Any
+        ) -> Any:
             note("overlapped", messages, flat)
             return overlapped(grid, messages, layout, flat, *more, **named)
 
@@ -274,7 +333,10 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     named: dict[str, Any] = {}
     choices = dict(case.choices)
     optimizer = torch.optim.SGD(
-        model.parameters(), lr=case.lr, momentum=case.momentum, weight_decay=0.0 if case.lr == 1 else 1e-3
+        model.parameters(),
+        lr=case.lr,
+        momentum=case.momentum,
+        weight_decay=0.0 if case.lr == 1 else 1e-3,
     )
     apart = {"curvature-ranks": 1, "a-sgd": 1}.get(case.named, 0)
     team = mpikfac.split(comm, apart) if apart else comm
@@ -287,7 +349,9 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     ranks, trains = comm.size - apart, team.trains if apart else comm
     if "workers" in choices:
         half = max(1, ranks // 2) if ranks % 2 == 0 else 1
-        choices["workers"] = {"all": ranks, "half": half}.get(choices["workers"], choices["workers"])
+        choices["workers"] = {"all": ranks, "half": half}.get(
+            choices["workers"], choices["workers"]
+        )
     if case.named == "a-sgd":
         choices["client_ranks"] = ranks
     if case.named:
@@ -325,16 +389,26 @@ def train(case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
     model = network(case.dtype)
     pupils = None
     if program == "codistillation":
-        pupils = mpikfac.Codistillation(model, comm, burn_in=2, groups=2 if comm.size % 2 == 0 else 1, every=2)
+        pupils = mpikfac.Codistillation(
+            model, comm, burn_in=2, groups=2 if comm.size % 2 == 0 else 1, every=2
+        )
         comm = pupils.group
     if program == "split":
         ways = comm.size
-        mpikfac.split_layers(model, comm, mpikfac.Distribution(ways, {"6": "outputs", "9": "inputs"}))
+        mpikfac.split_layers(
+            model, comm, mpikfac.Distribution(ways, {"6": "outputs", "9": "inputs"})
+        )
     trainer, world = made(case, comm, model)
     if trainer is None:
         return
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) if program == "scaled" else None
-    optimizer = mpikfac.Optimizer(trainer, max_norm=0.5) if program == "optimizer" else trainer.optimizer
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        if program == "scaled"
+        else None
+    )
+    optimizer = (
+        mpikfac.Optimizer(trainer, max_norm=0.5) if program == "optimizer" else trainer.optimizer
+    )
     step = 0
     while step < STEPS:
         if program == "frozen" and step in (3, 5):
@@ -342,13 +416,18 @@ def train(case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
             model[3].bias.requires_grad_(step == 5)
         if program == "resumed" and step == 4:
             trainer.combine()
-            mine = {n: v.cpu().clone() if torch.is_tensor(v) else v for n, v in trainer.state_dict().items()}
+            mine = {
+                n: v.cpu().clone() if torch.is_tensor(v) else v
+                for n, v in trainer.state_dict().items()
+            }
             shares = world.allgather(mine)
             whole = {n: v for share in shares for n, v in share.items()}
             record["states"].append({n: digest(v) for n, v in sorted(mine.items())})
             record["notes"].append(["missing", sorted(trainer.missing(whole.keys()))])
             if folder and world.rank == 0:
-                with open(Path(folder) / f"{case.name}.{comm.size}.pkl".replace("/", "_"), "wb") as file:
+                with open(
+                    Path(folder) / f"{case.name}.{comm.size}.pkl".replace("/", "_"), "wb"
+                ) as file:
                     pickle.dump(whole, file)
             trainer.close()
             model = network(case.dtype)
@@ -398,7 +477,10 @@ def train(case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
             arguments["examples"] = len(images)
         if program == "quadratic":
             if "inputs" in inspect.signature(trainer.step).parameters:
-                arguments |= {"inputs": images, "loss": lambda outputs: F.cross_entropy(outputs, labels)}
+                arguments |= {
+                    "inputs": images,
+                    "loss": lambda outputs: F.cross_entropy(outputs, labels),
+                }
             else:
                 trainer.length.batch(images, lambda outputs: F.cross_entropy(outputs, labels))
         if program == "precondition":
@@ -500,7 +582,9 @@ def differences(old: Record, new: Record) -> Iterator[str]:
             )
             before, after = before[place : place + 1], after[place : place + 1]
             if name == "states" and before and after:
-                items = [n for n in {**before[0], **after[0]} if before[0].get(n) != after[0].get(n)]
+                items = [
+                    n for n in {**before[0], **after[0]} if before[0].get(n) != after[0].get(n)
+                ]
                 before, after = [items[:3], len(items)], [len(after[0])]
             yield f"{name}[{place}]: {before} -> {after}"
         else:
@@ -516,11 +600,15 @@ def compare(old: Path, new: Path, ranks: Sequence[int], words: Sequence[str], st
         refused = sum("refused" in records[0] for records in before.values())
         for name in before.keys() | after.keys():
             pairs = zip(before.get(name, [{}] * count), after.get(name, [{}] * count))
-            lines = [f"rank {r}: {line}" for r, pair in enumerate(pairs) for line in differences(*pair)]
+            lines = [
+                f"rank {r}: {line}" for r, pair in enumerate(pairs) for line in differences(*pair)
+            ]
             differ += bool(lines)
             for line in lines[:4]:
                 print(f"{count} ranks, {name}: {line[:400]}")
-        print(f"{count} ranks: {len(before)} cases, {refused} of them refused, compared", flush=True)
+        print(
+            f"{count} ranks: {len(before)} cases, {refused} of them refused, compared", flush=True
+        )
     return differ
 
 

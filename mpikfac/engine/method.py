@@ -193,6 +193,6 @@ class Method:
 def described(
     uncovered: Sequence[Other],
 ) -> tuple[list[tuple[str, tuple[int, ...]]], list[str]]:
-    """Return names and shapes of uncovered tensors, and the names of those that are no parameters."""
+    """Return names and shapes of uncovered tensors, and the names of running statistics."""
     shapes = [(other.name, tuple(other.tensor.shape)) for other in uncovered]
     return shapes, [other.name for other in uncovered if not other.parameters]

@@ -101,7 +101,7 @@ class Part:
             tensor.copy_(state[name])
 
     def take_over(self, before: Any) -> set[str]:
-        """Copy the tensors that keep name and shape from the same part before a change of the model.
+        """Copy tensors that keep name and shape from the part of the model before a change.
 
         Returns:
             The names of the items that the rank has taken over.

@@ -37,7 +37,7 @@ def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
 
 
 def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
-    """Return the views of which ranks take means by sums; a robust rule takes vectors as they are."""
+    """Return the views that sums turn into means; a robust rule takes vectors as they are."""
     if plan.strategy.exchange.robust.combine == "mean":
         return [arena.flat]
     return [arena[name] for name in plan.means]

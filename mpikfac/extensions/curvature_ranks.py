@@ -7,6 +7,7 @@ decompositions at a fixed step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +44,9 @@ class OnCurvatureRanks(AtOnce):
         factor_of: Mapping[str, str],
     ) -> None:
         super().__init__(site, arena, factor_of)
-        self._link = team.link
+        self._link: Any = team.link
         self._finish: Callable[[], object] = _nothing
-        tell(team.link, (plan, solvers))
+        tell(self._link, (plan, solvers))
 
     def start(self, request: Request) -> Ready:
         """Send packed factors and damping; return a function to wait for the blocks.

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 import mpikfac
 from mpikfac.comm import SUMMABLE
-from mpikfac.model.state import group_settings
 from mpikfac.errors import UserError
 from mpikfac.layers import Layer, Other, in_words
+from mpikfac.model.state import group_settings
 from mpikfac.plan import Strategy
 
 Block = Layer | Other

@@ -126,7 +126,8 @@ def one_step(
     gradients = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     kfac.precondition()
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
-    factors = {layer.name: recorded(kfac.factors.averages, layer.shape) for layer in kfac.layers}
+    state = kfac.state_dict()  # a single process holds all factors
+    factors = {layer.name: recorded(state, layer.shape) for layer in kfac.layers}
     return Step(factors, gradients, directions)
 
 

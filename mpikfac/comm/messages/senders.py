@@ -6,7 +6,7 @@ The choices of a strategy select the sender; those who fill an arena call every 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from mpikfac.plan import Message
 if TYPE_CHECKING:
     from mpikfac.comm.grid import Grid
 
-Turns = Mapping[int | None, Sequence[Message]]
-"""The messages of an arena, by turn of a refresh; None for all layers."""
+Turns = Mapping[Any, Sequence[Message]]
+"""The messages of an arena, by turn of a refresh, a number; None for all layers."""
 
 
 class Sender:

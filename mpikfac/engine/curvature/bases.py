@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mpikfac.engine.curvature.decomposers import (
@@ -121,7 +120,9 @@ class Bases(Part):
         self._due = step + (self.plan.strategy.refresh.delay if self.ready else 0)
         decompositions = [d for d in self._decompositions if turn in (None, d.factor.share)]
         forms = {d.factor.name: d.factor.solver for d in decompositions}
-        plain = [d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)]
+        plain = [
+            d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)
+        ]
         given = factors, damping, self.relative, self.site.dtype
         errors = errors_of(plain, *given)
         precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN

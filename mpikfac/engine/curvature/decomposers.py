@@ -136,7 +136,11 @@ class AtOnce:
             for stacked in _of_one_kind([of[name] for name in names], dtypes):
                 factors = [decomposition.factor for decomposition in stacked]
                 own = [factor.name for factor in factors]
-                added = torch.stack([request.added[n] for n in own]) if own[0] in request.added else None
+                added = (
+                    torch.stack([request.added[n] for n in own])
+                    if own[0] in request.added
+                    else None
+                )
                 stack = torch.stack([packed[name] for name in own])
                 given = stacked[0].solver, stack.to(dtypes[own[0]]), added, dtype
                 if of_stack := decomposed_together(factors, *given):

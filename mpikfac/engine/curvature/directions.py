@@ -99,14 +99,15 @@ class Directions(Part):
 
     def _clip(self, bound: float) -> None:
         """Bound the Fisher norm of the direction or of the step, or the direction's norm."""
-        squared, bound_of_square = {
-            "fisher_clip": (lambda: self._along_gradient(0), bound**2),
-            "kl_clip": (lambda: self._along_gradient(2), bound),
-            "norm_clip": (self._square, bound**2),
-        }[self.settings.length.bound]
-        square = squared()
+        kind = self.settings.length.bound
+        squares = {
+            "fisher_clip": lambda: self._along_gradient(0),
+            "kl_clip": lambda: self._along_gradient(2),
+            "norm_clip": self._square,
+        }
+        square = squares[kind]()
         self.site.grid.exchange(self._bound, square)
-        self.scale = clip_scale(square, bound_of_square)
+        self.scale = clip_scale(square, bound if kind == "kl_clip" else bound**2)
         self.arena.flat *= self.scale
 
     def _predict(self) -> None:

@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from mpikfac.comm import Team
-from mpikfac.engine.curvature.bases import Bases
+from mpikfac.engine.curvature.bases import Bases, Decomposer
 from mpikfac.engine.curvature.cautions import Cautions
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
@@ -67,7 +67,7 @@ class Preconditioner(FirstOrder):
         transport, refresh = self.plan.strategy.transport, self.plan.strategy.refresh
         dtype, at_identity = estimator.factor_dtype or site.dtype, estimator.start == "identity"
         self.factors: Factors = FACTORS[transport.reduce_at](site, dtype, at_identity)
-        decomposer = InBackground if refresh.delay else AtOnce
+        decomposer: Decomposer = InBackground if refresh.delay else AtOnce
         if refresh.curvature_ranks:
             decomposer = partial(resolve_name(ON_CURVATURE_RANKS), plan, solvers, team)
         self.bases = Bases(site, solvers, settings.damping.is_relative, decomposer)
@@ -316,11 +316,10 @@ class Curvature(Method):
         needs = [need for form in forms for need in form.needs]
         check_layers([*SETTINGS, *needs], layer_shapes, choices)
         averages, bases = self.estimator.factor_dtype, run.dtype
-        sizes = [dtype.itemsize if dtype else itemsize for dtype in (averages, bases)]
+        of_averages = averages.itemsize if averages else itemsize
+        sizes = itemsize, of_averages, bases.itemsize if bases else itemsize
         shapes, means = described(uncovered)
-        return plan_for(
-            layer_shapes, ranks, strategy, shapes, forms, itemsize, *sizes, means, split
-        )
+        return plan_for(layer_shapes, ranks, strategy, shapes, forms, *sizes, means, split)
 
     def check(self, layers: Iterable[Layer], optimizer: Optimizer, team: Team, plan: Plan) -> None:
         """Return if optimizer and ranks suit the method.

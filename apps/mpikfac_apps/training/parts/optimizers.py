@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.optim.swa_utils import AveragedModel, update_bn
 
-from mpikfac.engine import fitting, laid_out
+from mpikfac.model import fitting, laid_out
 from mpikfac_apps.inspecting.weights import last_module
 from mpikfac_apps.options.options import Options
 

@@ -95,7 +95,7 @@ def make_trainer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
-) -> mpikfac.KFAC | mpikfac.DataParallel:
+) -> mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous:
     """Return the trainer of a start, without the state of a checkpoint.
 
     Collective over: the team.
