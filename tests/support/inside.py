@@ -76,7 +76,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 }
 
 
-# -- numbers as the parts hold them: changes of tensors change the parts ----------------------------
+# -- numbers as the parts hold them: changes of tensors change the parts ---------------------------
 
 
 def factors(kfac: KFAC) -> Arena:
