@@ -1,6 +1,6 @@
 """Measure errors of directions and savings with averages and decompositions in bfloat16.
 
-    OMP_NUM_THREADS=1 python benchmarks/kept.py --data DIR --steps 60
+    PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/kept.py --data DIR --steps 60
 
 ResNet-20 is trained on CIFAR-10. K-FAC with further dtypes sees the same batches and weights at
 every step. Errors are relative errors of directions before any bound, medians over layers and over
@@ -24,6 +24,7 @@ from mpikfac.solvers import named_solver
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
+from support import inside
 
 BF16 = torch.bfloat16
 WAYS = {  # dtypes of averages and of decompositions
@@ -70,7 +71,7 @@ def compared(options: argparse.Namespace, solver: str, damping: float) -> dict[s
             kfac.step()
         if step >= options.steps - EVERY:
             for way, other in others.items():
-                pairs = zip(other.directions.arena.values(), own.directions.arena.values())
+                pairs = zip(inside.directions(other).values(), inside.directions(own).values())
                 errors[way] += [error(ours, exact) for ours, exact in pairs]
     return {
         way: f"{statistics.median(errors[way]):.2%} | {max(errors[way]):.1%} | {kept(other)}"

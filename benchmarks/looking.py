@@ -1,6 +1,6 @@
 """Measure the seconds that a step takes to compare the model with the known model.
 
-OMP_NUM_THREADS=1 python benchmarks/looking.py --model resnet50
+PYTHONPATH=tests OMP_NUM_THREADS=1 python benchmarks/looking.py --model resnet50
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps.problems import models
+from support import inside
 
 
 def main() -> None:
@@ -30,7 +31,7 @@ def main() -> None:
     looks, steps = [], []
     for _ in range(options.repetitions):
         start = time.perf_counter()
-        trainer.gradients.look(trainer._in_force())
+        inside.look(trainer)
         middle = time.perf_counter()
         model(images).square().mean().backward()
         trainer.step()

@@ -1,6 +1,6 @@
 """Time leading eigenvectors by iteration against `eigh`, and measure the errors of low rank.
 
-    export OMP_NUM_THREADS=1
+    export OMP_NUM_THREADS=1 PYTHONPATH=tests
     python benchmarks/low_rank.py                        # spectra that fall as 1 / i and 1 / i^2
     python benchmarks/low_rank.py --data DIR --steps 20  # input factors of a ResNet-18 in training
 
@@ -29,6 +29,7 @@ from mpikfac.solvers.eigen import _by_iteration, leading_eigenbasis
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
+from support import inside
 
 ORDERS = (1152, 2304)  # of spectra that follow a law
 SHARES = (16, 8, 4)  # of the order
@@ -87,8 +88,8 @@ def trained(options: argparse.Namespace) -> Iterator[tuple[str, Tensor, Tensor]]
         F.cross_entropy(model(x), labels).backward()
         kfac.step()
     for name in sorted(LAYERS):
-        factor = triangles.unfold_triangle(kfac.factors.averages[f"{name}.A"])
-        yield f"{len(factor)}, {name}", factor, kfac.gradients.arena[name].clone()
+        factor = triangles.unfold_triangle(inside.factors(kfac)[f"{name}.A"])
+        yield f"{len(factor)}, {name}", factor, inside.gradients(kfac)[name].clone()
 
 
 def measured(factor: Tensor, gradient: Tensor, repeat: int) -> Iterator[tuple[int, list[str]]]:

@@ -1,6 +1,7 @@
 """Measure the time that overlapped messages hide: the same messages in turn and overlapped.
 
     bash jobs/emulated_cluster.sh up 4 --rate 1gbit
+    export PYTHONPATH=tests
     bash jobs/emulated_cluster.sh run -n 2 python -m mpi4py benchmarks/overlap.py --data DIRECTORY
 
 The steps have new factors and old bases. Groups of steps of both ways take turns; times are medians
@@ -23,6 +24,7 @@ from cluster import Images
 import mpikfac
 from mpikfac_apps.problems import models
 from mpikfac_apps.text import table
+from support import inside
 
 STAGES = ("reduce statistics", "reduce gradients")
 AT_ONCE = 5  # steps
@@ -94,7 +96,7 @@ def timed(comm: Any, kfac: Any, step: Step) -> list[float]:
         kfac.trace.clear()
         step()
         waited.append({stage: kfac.trace.seconds[stage] for stage in STAGES})
-    kfac.factors.settle()  # unfinished messages count, too
+    inside.settle(kfac)  # unfinished messages count, too
     comm.Barrier()
     seconds = time.perf_counter() - start
     everyone = comm.allgather(waited)

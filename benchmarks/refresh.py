@@ -1,9 +1,9 @@
 """Measure time and error of ways to refresh the decompositions of all factors of a network.
 
     export OMP_NUM_THREADS=1
-    python benchmarks/refresh.py record --data DIR --out runs/refresh
-    python benchmarks/refresh.py time --out runs/refresh
-    python benchmarks/refresh.py errors --out runs/refresh
+    PYTHONPATH=tests python benchmarks/refresh.py record --data DIR --out runs/refresh
+    PYTHONPATH=tests python benchmarks/refresh.py time --out runs/refresh
+    PYTHONPATH=tests python benchmarks/refresh.py errors --out runs/refresh
 
 `record` trains, and keeps gradients and the factors' running averages of the last step and of 10
 steps before. At the earlier step, all factors were decomposed exactly. `record` also keeps the
@@ -30,6 +30,7 @@ from mpikfac.solvers import damped_inverse, eigenbasis, tikhonov_share
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches
 from mpikfac_apps.training.augmentation.moves import Augmentation
+from support import inside
 
 INTERVAL = 10  # steps between refreshes
 DAMPINGS = (1e-3, 3e-2)
@@ -87,12 +88,10 @@ def record(options: argparse.Namespace) -> dict[str, dict]:
         if step == options.steps - INTERVAL:
             before = {
                 name: triangles.unfold_triangle(packed)
-                for name, packed in kfac.factors.averages.items()
+                for name, packed in inside.factors(kfac).items()
             }
-    now = {
-        name: triangles.unfold_triangle(packed) for name, packed in kfac.factors.averages.items()
-    }
-    gradients = {name: kfac.gradients.arena[name].clone() for name in kfac.directions.arena}
+    now = {name: triangles.unfold_triangle(packed) for name, packed in inside.factors(kfac).items()}
+    gradients = {name: inside.gradients(kfac)[name].clone() for name in inside.directions(kfac)}
     return {name: recorded(name, gradients[name], before, now) for name in gradients}
 
 

@@ -213,7 +213,7 @@ def floors_of(
     kfac: mpikfac.KFAC, calls: list[tuple[nn.Module, Tensor, int]], machine: Machine
 ) -> dict[str, float]:
     """Return seconds of this rank's floor by stage."""
-    plan, rank = kfac.plan, kfac.grid.world.rank
+    plan, rank = kfac.plan, mpikfac.world().rank
     inputs = [input_factor(*call) for call in calls]
     outputs = [output_factor(len(module.weight), positions) for module, _, positions in calls]
     shapes = {layer.name: (layer.outputs, layer.inputs) for layer in plan.layers}

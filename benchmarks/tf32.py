@@ -1,7 +1,7 @@
 """Measure how TF32 changes factors, inverses and directions of a ResNet-20.
 
     python tests/emulated/build.py
-    PYTHONPATH=tests/emulated OMP_NUM_THREADS=1 python benchmarks/tf32.py --solver inverse
+    PYTHONPATH=tests:tests/emulated OMP_NUM_THREADS=1 python benchmarks/tf32.py --solver inverse
 
 TF32 rounds the operands of products to mantissas of 10 bits, and adds up in float32. The emulated
 GPU runs the kernels that a GPU would run; here the operands of some kernels are rounded before.
@@ -29,6 +29,7 @@ import mpikfac
 from mpikfac.layers.convolution import autocorrelation
 from mpikfac.numerics import unfold_triangle
 from mpikfac_apps.problems import datasets, models
+from support import inside
 
 CONVOLUTIONS = ("aten::convolution", "aten::convolution_backward")
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
@@ -151,11 +152,11 @@ def numbers(
     images, labels = batch[0].to(device, dtype), batch[1].to(device)
     F.cross_entropy(model(images), labels).backward()
     kfac.step()
-    bases = kfac.bases
-    own = {name: kfac.gradients.arena[name] for name in bases.held}
+    bases = inside.decompositions(kfac)
+    own = {name: inside.gradients(kfac)[name] for name in bases.held}
     gradients = own if gradients is None else gradients
     found = {
-        "factors": {n: unfold_triangle(one) for n, one in kfac.factors.averages.items()},
+        "factors": {n: unfold_triangle(one) for n, one in inside.factors(kfac).items()},
         "inverses": {
             f"{name}.{side}": inverse(kinds, damping)
             for name, held in bases.held.items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 LIBRARY = sorted((ROOT / "mpikfac").rglob("*.py"))
 PROGRAMS = sorted((ROOT / "apps").rglob("*.py"))
 ROOMS = sorted(path.parent.name for path in (ROOT / "mpikfac").glob("*/__init__.py"))
+TESTS = sorted({*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")})
 INHERITED = ("forward", "emit", "find_class")  # the base class documents the method
 
 
@@ -185,3 +187,119 @@ def test_functions_are_short(path):
 def test_a_mistake_can_be_planted(mistake):
     """Oracle: the file, which has the right line once."""
     assert (ROOT / "mpikfac" / mistake.file).read_text().count(mistake.old) == 1
+
+
+# -- the inside of trainers ------------------------------------------------------------------------
+
+CLASSES = {
+    one
+    for trainer in (mpikfac.KFAC, mpikfac.DataParallel, mpikfac.Asynchronous)
+    for one in trainer.__mro__
+    if one.__module__.startswith("mpikfac.")
+}
+CLOSED = {"engine", *(one.__module__.split(".")[1] for one in CLASSES)}  # modules of the library
+PUBLIC = {
+    *("step", "precondition", "record", "collect", "discard", "combine", "adapt", "paused"),
+    *("call", "detach", "close", "state_dict", "load_state_dict", "missing"),
+    *("model", "optimizer", "plan", "steps", "votes", "nonfinite", "intact", "combined"),
+    *("trace", "communicators", "kl_scale", "version", "staleness", "client_ranks"),
+}
+# What has a member of the name of a part, and is no trainer: names, and functions' results.
+NO_TRAINERS = {
+    *("axis", "distribution", "hypothesis", "layer", "layouts", "mpikfac", "network", "options"),
+    *("plan", "shape", "make_plan", "plan_of", "choose_distribution"),
+}
+# The file that knows the inside; and files without trainers, where the same names are members of
+# plans, predictions and results.
+OPEN = {"inside.py", "test_plan.py", "test_simulate.py", "test_simulator.py", "test_study.py"}
+
+
+def last(node: ast.expr) -> str:
+    """Return the last name of a chain: "trainer" for `self.trainer`, "plan" for `plan(2)`."""
+    if isinstance(node, ast.Call):
+        return last(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def parts_of_trainers() -> set[str]:
+    """Return the names that trainers give to their members, without the public interface."""
+    trees = [ast.parse(inspect.getsource(one)) for one in CLASSES]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    of_self = {n.attr for n in nodes if isinstance(n, ast.Attribute) and last(n.value) == "self"}
+    methods = {function.name for tree in trees for function in functions(tree)}
+    return {name for name in of_self | methods if not name.startswith("__")} - PUBLIC
+
+
+PARTS = parts_of_trainers()
+
+
+def members(tree: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """Return owners and names of members, also of members that are named by a text.
+
+    A public name that is called, as in `counts.update(more)`, is no part of a trainer.
+    """
+    nodes = list(ast.walk(tree))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            if node.attr.startswith("_") or id(node) not in called:
+                yield node.value, node.attr
+        elif isinstance(node, ast.Call) and last(node.func) in ("getattr", "setattr", "object"):
+            texts = [a.value for a in node.args[1:2] if isinstance(a, ast.Constant)]
+            yield from ((node.args[0], str(text)) for text in texts)
+
+
+def reaching_in(tree: ast.AST) -> Iterator[str]:
+    """Return the ways into trainers: imports and names of closed modules, and members."""
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    for name in (*imported(tree), *(text for text in texts if isinstance(text, str))):
+        if name.startswith("mpikfac.") and name.split(".")[1] in CLOSED:
+            yield name
+    for node, name in members(tree):
+        owner = last(node)
+        options = isinstance(node, ast.Attribute) and owner == "kfac"  # as in `options.kfac`
+        public = options or (owner in NO_TRAINERS and not name.startswith("_"))
+        if name in PARTS and owner != "self" and not public:
+            yield f"{ast.unparse(node)}.{name} (line {node.lineno})"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in TESTS if path.name not in OPEN],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_one_file_of_tests_knows_the_inside_of_trainers(path):
+    """Oracle: the members of trainers in the library's classes, without the public interface.
+
+    Whatever moves inside of trainers then changes `tests/support/inside.py` alone.
+    """
+    assert list(reaching_in(parse(path))) == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("import mpikfac.engine", "from mpikfac.engine.bases import Bases"),
+        *("from mpikfac import kfac", "from mpikfac.data_parallel import DataParallel"),
+        'monkeypatch.setattr("mpikfac.engine.bases.Bases.decompose", None)',
+        *("kfac.factors.averages['0.A']", "self.trainer.grid.world", "first.bases.pending"),
+        *("trainer(comm).layers[0]", "kfac._publish_bases()", "optimizer.trainer.gradients"),
+        'monkeypatch.setattr(kfac, "gradients", None)',
+        'monkeypatch.setattr(mpikfac.KFAC, "_publish_bases", fail)',
+    ],
+)
+def test_a_way_into_a_trainer_is_seen(line):
+    """Oracle: ways that tests once took, and ways that are like them."""
+    assert list(reaching_in(ast.parse(line)))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("kfac.state_dict()", "kfac.plan.layers", "trainer.plan.of(0).layouts.gradients"),
+        *("inside.factors(kfac)['0.A']", "mpikfac.layers.cover(model)", "options.kfac.estimator"),
+    ],
+)
+def test_the_public_interface_is_open(line):
+    """Oracle: what tests may take: the public interface, the plan, and options of programs."""
+    assert not list(reaching_in(ast.parse(line)))

@@ -392,8 +392,7 @@ def test_the_configurations_of_the_project_are_valid(path, ranks):
 def test_the_published_recipe_scales_and_starts_factors_as_published():
     """Oracle: the code of the SC20 paper, whose averages start at the identity."""
     recipe = Path(__file__).parents[2] / "jobs" / "configs" / "cifar10_resnet20_kfac.yaml"
-    kfac = parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac
-    chosen = kfac.estimator
+    chosen = parse([f"--config={recipe}", "--data.path=somewhere"], ranks=1).kfac.estimator
     assert (chosen.normalization, chosen.start, chosen.decay) == ("sc20", "identity", 0.95)
 
 

@@ -12,6 +12,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps.inspecting import export
+from support import inside
 from support.problem import network
 
 
@@ -47,8 +48,8 @@ def test_factors_are_those_of_the_running_trainer(trained, tmp_path):
     assert export.main([str(tmp_path / "run"), "--factors", str(file)]) == 0
     with np.load(file) as arrays:
         found = dict(arrays)
-    assert found.keys() == trained.factors.averages.keys()
-    for name, packed in trained.factors.averages.items():
+    assert found.keys() == inside.factors(trained).keys()
+    for name, packed in inside.factors(trained).items():
         assert np.array_equal(found[name], found[name].T)
         assert np.array_equal(found[name], mpikfac.numerics.unfold_triangle(packed).numpy())
 

@@ -55,12 +55,12 @@ def test_the_rate_is_the_published_rate(name, epochs, falls):
 
 def test_curvature_is_as_published():
     """Oracle: the job of 64 GPUs in the code of the paper, with the defaults of its program."""
-    kfac = chosen("imagenet_resnet50_kfac").kfac
-    damping = kfac.damping.number
+    options = chosen("imagenet_resnet50_kfac").kfac
+    damping = options.damping.number
     assert [damping(epoch) for epoch in (0, 39.9, 40, 54.9)] == [1e-3, 1e-3, 5e-4, 5e-4]
     assert numbers_of(damping) == (1e-3, 5e-4)
-    assert (kfac.factor_every, kfac.basis_every, kfac.solver) == (10, 100, "eigen")
-    assert (kfac.length.kl, kfac.estimator.decay) == (1e-3, 0.95)
+    assert (options.factor_every, options.basis_every, options.solver) == (10, 100, "eigen")
+    assert (options.length.kl, options.estimator.decay) == (1e-3, 0.95)
 
 
 def test_the_recipe_plans_for_32_ranks():

@@ -12,7 +12,7 @@ import torch
 
 import mpikfac
 from mpikfac_apps.inspecting import inspect, spectra
-from support import problem
+from support import inside, problem
 from support.problem import SETTINGS, network, run, sgd
 
 
@@ -40,7 +40,7 @@ def test_eigenvalues_and_conditions_are_those_of_the_dense_matrices(trained, tmp
     assert "damping 0.01 and solver eigen" in heading
     assert list(found) == ["0", "3", "5"]
     for layer, words in found.items():
-        packed = (trained.factors.averages[f"{layer}.{side}"] for side in "AG")
+        packed = (inside.factors(trained)[f"{layer}.{side}"] for side in "AG")
         sides = [mpikfac.numerics.unfold_triangle(triangle).numpy() for triangle in packed]
         expected = []
         for matrix in sides:
@@ -111,7 +111,7 @@ def test_a_layer_is_judged_by_its_own_solver(tmp_path, capsys):
     assert heading.endswith("solver eigen, 3: inverse, 5: rank-one")
     assert list(found) == ["0", "3"]
     for layer, solver in (("0", "eigen"), ("3", "inverse")):
-        packed = (kfac.factors.averages[f"{layer}.{side}"] for side in "AG")
+        packed = (inside.factors(kfac)[f"{layer}.{side}"] for side in "AG")
         values = (spectra.eigenvalues(mpikfac.numerics.unfold_triangle(one)) for one in packed)
         expected = spectra.Spectrum(layer, *values).condition(solver, SETTINGS["damping"])
         assert float(found[layer][-1]) == close(expected)
@@ -141,7 +141,7 @@ def test_contents_are_counted(trained, tmp_path, capsys):
     assert f", {size:,} bytes" in text
     assert rows(text, "Shards") == {"shard-0.h5": [f"{size:,}", "ok"]}
     model = trained.model.state_dict().values()
-    factors = trained.factors.averages.values()
+    factors = inside.factors(trained).values()
     counted = rows(text, "Contents")
     assert counted["model"] == [str(len(model)), f"{sum(t.nbytes for t in model):,}"]
     assert counted["factors"] == [str(len(factors)), f"{sum(t.nbytes for t in factors):,}"]
@@ -179,13 +179,13 @@ def test_the_picture_has_a_line_for_every_layer(trained, tmp_path):
     svg, png = tmp_path / "new" / "spectra.svg", tmp_path / "spectra.png"
     for file in (svg, png):
         assert inspect.main([str(tmp_path / "run"), "--picture", str(file)]) == 0
-    assert all(f"<!-- {layer.name} -->" in svg.read_text() for layer in trained.layers)
+    assert all(f"<!-- {layer.name} -->" in svg.read_text() for layer in trained.plan.layers)
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_factors_that_are_not_finite_are_shown(trained, tmp_path, capsys):
     """Oracle: NaN; a diverged run can be inspected, and the picture is drawn."""
-    trained.factors.averages["3.G"][0, 0] = float("nan")
+    inside.factors(trained)["3.G"][0, 0] = float("nan")
     root = tmp_path / "diverged"
     mpikfac.save_checkpoint(mpikfac.world(), root, trained.state_dict(), trained.steps)
     picture = tmp_path / "spectra.png"

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import mpikfac
-from mpikfac.engine import of_copies
-from support import problem
+from support import inside, problem
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoint.md"
 
@@ -39,5 +38,5 @@ def test_items_that_the_page_names_exist():
     ]
     exchange = {"exchanged": "weights", "exchange_every": 2, "outer_momentum": 0.9}
     copies = items_of(strategy=mpikfac.Strategy.comm_opt(1, **exchange))
-    known.append(of_copies(copies, 2))
+    known.append(inside.of_copies(copies, 2))
     assert set(names) <= set().union(*known)

@@ -110,7 +110,7 @@ def test_factors_of_boxes_and_of_a_head_called_on_every_level():
             found = triangles.unfold_triangle(state[f"kfac/factors/{name}.{side}"])
             scale = float(moment.abs().max())
             torch.testing.assert_close(found / scale, moment / scale, rtol=1e-4, atol=1e-5)
-    assert len(kfac.layers) == sum(hasattr(module, "weight") for module in model.modules())
+    assert len(kfac.plan.layers) == sum(hasattr(module, "weight") for module in model.modules())
 
 
 def keeping(kept):

@@ -14,7 +14,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Asynchronous, DataParallel, Strategy, UserError
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 RATE, MOMENTUM, SIZE = 0.05, 0.9, 6
@@ -406,7 +406,7 @@ def test_an_update_goes_once_to_the_servers(comm, push_every):
     model = network()
 
     def train(trainer, ranks):
-        size = trainer.gradients.arena.layout.size * 8
+        size = inside.gradients(trainer).layout.size * 8
         for step in range(4):
             trainer.trace.clear()
             steps(trainer, ranks.rank, ranks.size, [step])

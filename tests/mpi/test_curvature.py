@@ -13,10 +13,9 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import Strategy, Trace
 from mpikfac.comm import curvature_ranks as intercomm
-from mpikfac.engine import decomposers
 from mpikfac.plan import NAMED
 from mpikfac.solvers import eigen, inverse
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "inverse", "unsplit-inverse"
@@ -61,12 +60,12 @@ def trainer(comm, curvature=None, dtype=torch.float64, choices=CHOICES["all work
 
 def run(kfac, steps=STEPS):
     """Train on this rank's shards, a shard as a part if batches come in parts; return the state."""
-    ranks, rank, dtype = kfac.plan.ranks, kfac.grid.world.rank, kfac.votes.dtype
+    ranks, rank, dtype = kfac.plan.ranks, inside.grid(kfac).world.rank, kfac.votes.dtype
     for step in steps:
         images, labels = problem.shards(step, ranks)[rank]
         kfac.optimizer.zero_grad()
         F.cross_entropy(kfac.model(images.to(dtype)), labels).backward()
-        if kfac.plan.of(kfac.grid.world.rank).parts:
+        if kfac.plan.of(inside.grid(kfac).world.rank).parts:
             kfac.collect()
         kfac.step()
     return problem.state(kfac.model)
@@ -128,13 +127,14 @@ def test_relative_damping(comm, solver):
 
 def test_a_late_curvature_rank_is_waited_for(comm, monkeypatch):
     """Oracle: see `assert_same`; a decomposition takes longer than the steps until its use."""
-    make = decomposers._answer
+    place = inside.PLACES["decompose for others"]
+    make = getattr(*place)
 
     def slow(*args):
         time.sleep(0.1)
         return make(*args)
 
-    monkeypatch.setattr(decomposers, "_answer", slow)
+    monkeypatch.setattr(*place, slow)
     assert_same(comm, 1)
 
 
@@ -192,10 +192,10 @@ def test_a_run_goes_on_with_other_curvature_ranks(comm, others):
     def before(training, curvature):
         kfac = trainer(training, curvature, factor_every=1, basis_every=4)
         run(kfac, range(5))
-        assert kfac.bases.pending
         state = {}
         for share in training.allgather(kfac.state_dict()):
             state |= share
+        assert "kfac/due" in state
         expected = run(kfac, range(5, 10))
         kfac.close()
         return state, expected
@@ -221,7 +221,7 @@ def test_a_run_may_end_before_its_last_bases_are_used(comm, curvature_ranks):
         run(kfac, range(3))
         training.Barrier()
         time.sleep(0.2 * training.rank)  # later, ranks request the decomposition of step 3
-        kfac.bases.decompose(kfac.factors.whole(None), 3, 0.01, None)
+        inside.decompositions(kfac).decompose(inside.whole_factors(kfac), 3, 0.01, None)
         kfac.close()
 
     on_both(comm, curvature_ranks, train)
@@ -235,7 +235,7 @@ def test_curvature_ranks_are_let_go_once(comm, monkeypatch):
         sent.append(curvature)
         intercomm.leave(curvature)
 
-    monkeypatch.setattr(decomposers, "leave", leave)
+    monkeypatch.setattr(*inside.PLACES["let curvature ranks go"], leave)
 
     def train(training, curvature):
         kfac = trainer(training, curvature)

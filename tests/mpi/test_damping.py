@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LevenbergMarquardt
-from support import oracles, problem
+from support import inside, oracles, problem
 
 RANKS = mpikfac.world().size
 EXACT = problem.strategies(RANKS, ("everyone", "owners"))
@@ -67,11 +67,11 @@ def test_the_length_of_a_step_is_the_textbooks(comm, strategy, lengths):
         found = problem.run(kfac, comm, [step])
         assert kfac.kl_scale.item() == pytest.approx(scales[step])
         planned = problem.planned(kfac, step)
-        if not kfac.settings.length.bound:
+        if not inside.settings(kfac).length.bound:
             planned.pop("clip", None)
         assert +collections.Counter(kfac.trace.sent) == planned
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    assert bool(kfac.settings.length.bound) == (
+    assert bool(inside.settings(kfac).length.bound) == (
         max(scales) < 1
     )  # else the bound would not be tested
     assert all(torch.equal(found, other) for other in comm.allgather(found))
@@ -95,7 +95,7 @@ def run_adaptive(comm, kfac, steps):
         with torch.no_grad():
             after = F.cross_entropy(kfac.model(images), labels)
         ratio = kfac.adapt(loss.item(), after.item())
-        seen.append((ratio, kfac.settings.at("damping", kfac.steps)))
+        seen.append((ratio, inside.damping(kfac, kfac.steps)))
     return problem.state(kfac.model), seen
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
-from support import problem
+from support import inside, problem
 from support.copies import (
     DILOCO,
     ELASTIC,
@@ -135,16 +135,17 @@ def test_the_best_node_leads(comm):
     choices = {**LEADER, "copies_of": "node", "ranks_per_node": PER_NODE, "leader_step": 1.0}
     strategy = Strategy.mem_opt(exchanged="weights", **choices)
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
+    rule = inside.replicas(trainer).rule
     for step in range(3):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         model.zero_grad()
         F.cross_entropy(model(images), labels).backward()
         if step == 2:
-            trainer.replicas.rule.merge = lambda: None
+            rule.merge = lambda: None
         trainer.step(mean_loss=float(comm.size - comm.rank // PER_NODE))
     before = comm.allgather(problem.state(model))
     assert all(torch.equal(before[r], before[r // PER_NODE * PER_NODE]) for r in range(comm.size))
-    type(trainer.replicas.rule).merge(trainer.replicas.rule)
+    type(rule).merge(rule)
     torch.testing.assert_close(problem.state(model), before[-1])
 
 
@@ -208,7 +209,7 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
     plans = map(trainer.plan.of, range(comm.size))
     planned = sum(message.bytes for plan in plans for message in plan.exchange_weights())
     assert comm.allreduce(sum(trainer.trace.sent.values())) == planned
-    assert nbytes(trainer.replicas.rule) == trainer.plan.memory(comm.rank)["copies"]
+    assert inside.memory(trainer)["copies"] == trainer.plan.memory(comm.rank)["copies"]
     with pytest.raises(ValueError, match="call combine"):
         trainer.state_dict()
     copies = comm.allgather(problem.state(model))
@@ -451,11 +452,5 @@ def test_memory_of_copies_is_the_plans(comm, outer, kept):
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", exchange_every=2, **outer)
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    found, plan = nbytes(trainer.replicas.rule), trainer.plan
+    found, plan = inside.memory(trainer)["copies"], trainer.plan
     assert found == plan.memory(comm.rank)["copies"] == kept * plan.memory(comm.rank)["gradients"]
-
-
-def nbytes(rule):
-    """Return the bytes of a rule's arenas, also of arenas in lists."""
-    found = [one for v in vars(rule).values() for one in (v if isinstance(v, list) else [v])]
-    return sum(one.flat.nbytes for one in found if isinstance(one, mpikfac.numerics.Arena))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac.numerics import triangles
-from support import problem
+from support import inside, problem
 
 STORED = Path(__file__).parents[1] / "golden" / "kfac_pytorch.npz"
 CASES = [
@@ -80,7 +80,7 @@ def test_equals_kfac_pytorch(comm, world: int, scaling: str, solver: str, clip: 
         at = f"world{world}/{scaling}/decay0.95/{solver}/klclip_{clip}/step{step + 1}"
         for layer in ("conv1", "conv2", "fc"):
             for factor in "AG":
-                found = triangles.unfold_triangle(kfac.factors.averages[f"{layer}.{factor}"])
+                found = triangles.unfold_triangle(inside.factors(kfac)[f"{layer}.{factor}"])
                 close(found, stored[f"{at}/{factor}/{layer}"])
         for name, parameter in net.named_parameters():
             close(parameter.grad, stored[f"{at}/pgrad/{name}"])

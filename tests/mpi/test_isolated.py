@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.timeline import Recorded, collective_means
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 STEPS = range(4)
@@ -55,7 +55,7 @@ def trained(comm, choices, alone):
         steps[step] = began, time.perf_counter()
         if alone and step == 1:
             plan = kfac.plan.of(comm.rank)
-            isolated = mpikfac.comm.isolated_seconds(kfac.grid, plan, problem.DEVICE)
+            isolated = mpikfac.comm.isolated_seconds(inside.grid(kfac), plan, problem.DEVICE)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     kfac.close()  # after the last overlapped message
     return kfac, Recorded(steps, list(trace.events)), weights, isolated

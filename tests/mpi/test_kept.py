@@ -9,7 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import Strategy
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 BF16 = torch.bfloat16
@@ -72,7 +72,7 @@ def test_they_train_as_one_process_does_and_send_what_is_planned(comm, kept, pla
     if "delay" not in placement:
         assert +collections.Counter(kfac.trace.sent) == sent
     memory = kfac.plan.memory(comm.rank)
-    for name, arena in (("averages", kfac.factors.averages), ("bases", kfac.bases.arena)):
+    for name, arena in (("averages", inside.factors(kfac)), ("bases", inside.bases(kfac))):
         assert memory[name] == arena.flat.nbytes
 
 
@@ -95,8 +95,8 @@ def test_a_checkpoint_may_have_them_in_another_dtype(comm, placement, towards):
     problem.run(first, comm, range(4))
     second.load_state_dict(problem.whole_state(first, comm))
     for ours, theirs in (
-        (second.factors.averages, first.factors.averages),
-        (second.bases.arena, first.bases.arena),
+        (inside.factors(second), inside.factors(first)),
+        (inside.bases(second), inside.bases(first)),
     ):
         assert ours.flat.dtype != theirs.flat.dtype
         assert torch.equal(ours.flat, theirs.flat.to(ours.flat.dtype))

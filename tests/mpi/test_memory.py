@@ -8,7 +8,7 @@ import torch
 import mpikfac
 from mpikfac import Strategy
 from mpikfac_apps.problems import models
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 
@@ -18,28 +18,11 @@ def trainer(comm, strategy):
     return problem.kfac(model, problem.sgd(model), comm, strategy, **problem.SETTINGS)
 
 
-def arenas(kfac):
-    """Return the bytes of all buffers."""
-    kept = {
-        "statistics": kfac.factors.statistics,
-        "squares": kfac.factors._squares,
-        "averages": kfac.factors.averages,
-        "bases": kfac.bases.arena,
-        "denominators": kfac.bases.denominators,
-        "scales": kfac.scales.averages,
-        "scale sums": kfac.scales.sums,
-        "gradients": kfac.gradients.arena,
-        "directions": kfac.directions.arena,
-        "copies": kfac.replicas.rule.copy,
-    }
-    return {name: arena.flat.numel() * arena.flat.element_size() for name, arena in kept.items()}
-
-
 @pytest.mark.parametrize("strategy", problem.strategies(RANKS), ids=problem.label)
 def test_every_rank_keeps_the_plans_bytes(comm, strategy):
     """Oracle: the plan's memory, rank by rank."""
     kfac = trainer(comm, strategy)
-    assert arenas(kfac) == kfac.plan.memory(comm.rank)
+    assert inside.memory(kfac) == kfac.plan.memory(comm.rank)
 
 
 @pytest.mark.parametrize("reduction", ["everyone", "owners"])
@@ -52,10 +35,10 @@ def test_factor_memory_of_resnet32(comm, workers, reduction):
     model = models.build("resnet32", classes=10)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kfac = mpikfac.KFAC(model, optimizer, comm, Strategy(workers, reduction))
-    kept = arenas(kfac)
+    kept = inside.memory(kfac)
     assert kept == kfac.plan.memory(comm.rank)
     found = kept["statistics"] + kept["averages"] + kept["bases"]
-    x = 4 * sum(factor.work(2) for layer in kfac.layers for factor in layer.shape.factors)
+    x = 4 * sum(factor.work(2) for layer in inside.layers(kfac) for factor in layer.shape.factors)
     spread = 1 if reduction == "everyone" else 1 / comm.size
     expected = x * ((1 + spread) / 2 + workers / comm.size)
     assert comm.allreduce(found) / comm.size == pytest.approx(expected, rel=0.01)

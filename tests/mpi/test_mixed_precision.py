@@ -13,7 +13,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 SETTINGS = problem.SETTINGS | {"factor_every": 1, "basis_every": 1}
@@ -62,8 +62,8 @@ def everything(trainer):
     for number, state in enumerate(trainer.optimizer.state.values()):
         found |= {f"{number}/{key}": value for key, value in state.items()}
     if isinstance(trainer, mpikfac.KFAC):
-        found |= trainer.factors.averages | {f"{n}#": w for n, w in trainer.factors.weights.items()}
-        found |= trainer.bases.arena
+        found |= inside.factors(trainer) | {f"{n}#": w for n, w in inside.weights(trainer).items()}
+        found |= inside.bases(trainer)
     return {name: value.clone() for name, value in found.items()}
 
 
@@ -79,8 +79,8 @@ def unspoiled(strategy):
     kfac, plain = trainer(mpikfac.world(), strategy), scaler()
     for number in range(4):
         if number == 2:
-            kfac.gradients.grid.encoded.forget()
-        step(kfac, kfac.gradients.grid.world, number, plain)
+            inside.grid(kfac).encoded.forget()
+        step(kfac, inside.grid(kfac).world, number, plain)
     assert kfac.steps == 4
     return everything(kfac), plain.get_scale()
 
@@ -149,7 +149,7 @@ def test_numbers_of_one_rank_skip_no_step_of_all_ranks(comm, spoil):
         parameter.grad = torch.ones_like(parameter)  # an average over ranks
     scale.unscale_(kfac.optimizer)
     kfac.precondition(scale)
-    assert comm.allgather(bool(kfac.factors.started)) == [True] * comm.size
+    assert comm.allgather("kfac/started" in kfac.state_dict()) == [True] * comm.size
 
 
 def test_a_rank_without_a_loss_follows_the_scale(comm):
@@ -189,7 +189,7 @@ def test_bfloat16_models_stay_alike(comm, strategy):
         assert all(torch.equal(state, other) for other in comm.allgather(state))
         if strategy == "sgd":
             mean = torch.stack(comm.allgather(own)).double().mean(0).float()
-            gradient = one.gradients.arena["5.bias"].cpu()
+            gradient = inside.gradients(one)["5.bias"].cpu()
             torch.testing.assert_close(gradient, mean, rtol=1e-6, atol=1e-8)
             assert torch.equal(one.model[5].bias.grad.cpu(), gradient.bfloat16())
     assert state.isfinite().all()

@@ -12,9 +12,8 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy, UserError
-from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.solvers import eigen, inverse
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 ALL = problem.strategies(RANKS)
@@ -55,12 +54,12 @@ def test_a_batch_that_is_not_finite_on_one_rank_changes_nothing(comm, strategy, 
     """Oracle: weights, momentum and averages before; a count for every layer and both factors."""
     kfac = trainer(comm, strategy)
     problem.run(kfac, comm, [0, 1])
-    before = state_and_momentum(kfac), kfac.factors.averages.flat.clone()
+    before = state_and_momentum(kfac), inside.factors(kfac).flat.clone()
     spoil = (lambda images: images * bad) if comm.rank == comm.size - 1 else None
     backward(kfac, comm, 2, spoil)
     kfac.step()
     if strategy.reduction != "none":  # with "none", ranks have factors of different data
-        assert torch.equal(kfac.factors.averages.flat, before[1])
+        assert torch.equal(inside.factors(kfac).flat, before[1])
         assert total(comm, kfac, "statistics") == 6
     assert torch.equal(state_and_momentum(kfac), before[0])
     assert total(comm, kfac, "gradient") == 5  # 3 layers, scale and shift of the norm
@@ -89,13 +88,13 @@ def test_factors_that_are_not_finite_at_first_are_the_identity(comm, strategy):
     """Oracle: the identity's triangle, and the statistics of the remaining factors."""
     kfac = trainer(comm, strategy)
     backward(kfac, comm, 0)
-    if "0.A" in kfac.factors.statistics:
-        kfac.factors.statistics["0.A"][0, 0] = math.nan
+    if "0.A" in inside.statistics(kfac):
+        inside.statistics(kfac)["0.A"][0, 0] = math.nan
     kfac.step()
-    if "0.A" in kfac.factors.averages:
+    if "0.A" in inside.factors(kfac):
         identity = torch.eye(kfac.plan.factors["0.A"].order, dtype=torch.float64)
         torch.testing.assert_close(
-            mpikfac.numerics.unfold_triangle(kfac.factors.averages["0.A"]), identity
+            mpikfac.numerics.unfold_triangle(inside.factors(kfac)["0.A"]), identity
         )
     assert total(comm, kfac, "statistics") == 1
     assert_alike(comm, kfac)
@@ -106,15 +105,15 @@ def test_vectors_that_are_not_finite_at_first_are_0(comm, strategy):
     """Oracle: 0, and hence the gradient divided by the damping."""
     kfac = trainer(comm, strategy, solver="rank-one", damping=0.5, kl_clip=None)
     backward(kfac, comm, 0)
-    if "0.A" in kfac.factors.statistics:
-        kfac.factors.statistics["0.A"][0] = math.nan
+    if "0.A" in inside.statistics(kfac):
+        inside.statistics(kfac)["0.A"][0] = math.nan
     kfac.step()
-    if "0.A" in kfac.factors.averages:
-        assert not kfac.factors.averages["0.A"].any()
+    if "0.A" in inside.factors(kfac):
+        assert not inside.factors(kfac)["0.A"].any()
     preconditioned = {layer.name for layer in kfac.plan.of(comm.rank).preconditioned}
     if strategy.update == "everyone" and "0" in preconditioned:
-        expected = kfac.gradients.arena["0"] / 0.5
-        torch.testing.assert_close(kfac.directions.arena["0"], expected)
+        expected = inside.gradients(kfac)["0"] / 0.5
+        torch.testing.assert_close(inside.directions(kfac)["0"], expected)
     assert total(comm, kfac, "statistics") == 1
     assert_alike(comm, kfac)
 
@@ -125,10 +124,10 @@ def test_a_failed_decomposition_leaves_the_one_before(comm, strategy, solver, mo
     """Oracle: the bases before; layers whose decompositions work get new ones."""
     kfac = trainer(comm, strategy, solver=solver, basis_every=1, factor_every=1)
     problem.run(kfac, comm, [0])
-    before = {name: block.clone() for name, block in kfac.bases.arena.items()}
+    before = {name: block.clone() for name, block in inside.bases(kfac).items()}
     fail_at(monkeypatch, order=kfac.plan.factors["3.A"].order)
     problem.run(kfac, comm, [1])
-    for name, block in kfac.bases.arena.items():
+    for name, block in inside.bases(kfac).items():
         assert torch.equal(block, before[name]) == name.startswith("3.A"), name
     assert total(comm, kfac, "decomposition") == 1
     assert_alike(comm, kfac)
@@ -142,10 +141,10 @@ def test_a_layer_without_any_decomposition_takes_its_gradient(comm, strategy, so
     kfac = trainer(comm, strategy, solver=solver)
     backward(kfac, comm, 0)
     kfac.step()
-    if "3" in kfac.directions.arena:
-        gradient = kfac.gradients.arena["3"]
+    if "3" in inside.directions(kfac):
+        gradient = inside.gradients(kfac)["3"]
         if strategy.update == "everyone":
-            assert torch.equal(kfac.directions.arena["3"], gradient * kfac.kl_scale)
+            assert torch.equal(inside.directions(kfac)["3"], gradient * kfac.kl_scale)
     assert total(comm, kfac, "decomposition") == 1
     assert_alike(comm, kfac)
 
@@ -200,11 +199,11 @@ def test_too_many_in_a_row_end_the_run(comm, update):
     alone = comm.Split(comm.rank)  # the layer's owner raises and ends the job
     kfac = trainer(alone, Strategy(1, update=update))
     problem.run(kfac, alone, [0])
-    for _ in range(TOLERATED):
+    for _ in range(inside.TOLERATED):
         backward(kfac, alone, 0, lambda images: images * math.nan)
         kfac.step()
     backward(kfac, alone, 0, lambda images: images * math.nan)
-    with pytest.raises(UserError, match=rf"rank 0, step {TOLERATED + 1}: the \w+ of '0"):
+    with pytest.raises(UserError, match=rf"rank 0, step {inside.TOLERATED + 1}: the \w+ of '0"):
         kfac.step()
 
 
@@ -217,9 +216,9 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     kfac = trainer(alone, Strategy(1).changed(stagger=2), basis_every=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
     assert kfac.plan.shares_of["0"] == 1
-    last = 3 + 6 * (TOLERATED - 1)
+    last = 3 + 6 * (inside.TOLERATED - 1)
     problem.run(kfac, alone, range(last))
-    assert kfac.nonfinite.counts["decomposition"] == TOLERATED
+    assert kfac.nonfinite.counts["decomposition"] == inside.TOLERATED
     with pytest.raises(UserError, match=rf"rank 0, step {last}: the decomposition of '0.A'"):
         problem.run(kfac, alone, [last])
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import LevenbergMarquardt, Strategy
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 EVERYONE = [s for s in problem.strategies(RANKS, ("everyone", "owners")) if s.update == "everyone"]
@@ -43,12 +43,12 @@ def train(kfac, comm, steps=STEPS, cut=None):
         before = loss(kfac.model(images))
         before.backward()
         kfac.step(inputs=images, loss=loss, examples=len(images) if cut else None)
-        numbers.append(kfac.directions.expected.item())
+        numbers.append(inside.predicted_change(kfac).item())
         with torch.no_grad():
             after = loss(kfac.model(images))
         if not cut:
             kfac.adapt(before.item(), after.item())
-            numbers.append(kfac.settings.at("damping", kfac.steps))
+            numbers.append(inside.damping(kfac, kfac.steps))
     return problem.state(kfac.model), numbers
 
 

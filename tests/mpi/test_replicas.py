@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
-from support import problem
+from support import inside, problem
 from support.copies import DILOCO, ELASTIC, PER_NODE, STREAM, kfac_of, trainer_of
 
 
@@ -30,7 +30,7 @@ def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
             images, labels = problem.shards(step, ranks)[comm.rank]
             F.cross_entropy(model(images), labels).backward()
         kfac.step()
-        for layer in kfac.layers:
+        for layer in inside.layers(kfac):
             module = alone.get_submodule(layer.name)
             precondition(module, *factors_of(kfac, layer), damping=problem.SETTINGS["damping"])
         optimizer.step()
@@ -41,7 +41,7 @@ def test_local_kfac_preconditions_the_ranks_own_gradient(comm):
 
 def factors_of(kfac, layer):
     """Return both averages of a layer as matrices."""
-    whole = kfac.factors.whole()
+    whole = inside.whole_factors(kfac)
     return [mpikfac.numerics.unfold_triangle(whole[f"{layer.name}.{side}"]) for side in "AG"]
 
 

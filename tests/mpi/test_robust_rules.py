@@ -15,7 +15,7 @@ import mpikfac
 from mpikfac import DataParallel, Strategy
 from mpikfac.numerics import BY_COORDINATE, by_vector
 from mpikfac.plan import Robust
-from support import problem
+from support import inside, problem
 from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained
 
 ROBUST = [
@@ -156,4 +156,4 @@ def test_a_rule_keeps_its_memory_for_the_same_number_of_ranks_only(comm):
     assert not trainer.missing(state)
     other = {name.replace(f" of {comm.size}/", " of 5/"): v for name, v in state.items()}
     trainer.load_state_dict(other)
-    assert not any(kept.any() for kept in trainer.replicas.state_dict().values())
+    assert not any(kept.any() for kept in inside.replicas(trainer).state_dict().values())

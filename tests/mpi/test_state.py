@@ -7,7 +7,7 @@ import torch
 
 import mpikfac
 from mpikfac import Strategy, UserError
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 STOP = 2  # between two decompositions
@@ -140,7 +140,7 @@ def test_a_share_on_its_way_is_used_where_shares_are_dealt_otherwise(
     state = whole_state(comm, first)
     second.load_state_dict(state)
     problem.run(second, comm, [begun + 1])
-    for name, block in second.bases.arena.items():
+    for name, block in inside.bases(second).items():
         kind = "decompositions" if name[0] in layers else "bases"
         assert torch.equal(block, state[f"kfac/{kind}/{name}"]), name
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import DataParallel, Strategy
 from mpikfac.plan import NAMED
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 SOLVERS = "eigen", "unsplit-inverse", "rank-one"
@@ -119,7 +119,7 @@ def test_a_strategy_trains_as_one_process_does_and_sends_what_is_planned(comm, n
         if strategy.refresh.delay == 0 and not strategy.transport.overlap:
             assert +collections.Counter(kfac.trace.sent) == sent
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
-    kfac.factors.settle()
+    inside.settle(kfac)
     if strategy.refresh.delay == 0:
         assert +collections.Counter(kfac.trace.sent) == sent
 
@@ -142,7 +142,7 @@ def test_a_detached_model_sends_nothing(comm):
     kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
     problem.run(kfac, comm, [0])
     kfac.detach()
-    kfac.factors.settle()
+    inside.settle(kfac)
     kfac.trace.clear()
     images, labels = problem.shards(0, comm.size)[comm.rank]
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_nothing_runs_beside_a_trainer_that_was_closed(comm):
     used = kfac.communicators
     kfac.close()
     assert threading.active_count() == before
-    assert kfac.factors.settled
+    assert inside.settled(kfac)
     assert not any(used)  # MPI's null communicators
 
 
@@ -203,7 +203,7 @@ def test_a_run_goes_on_from_factors_that_were_on_their_way(comm, choices):
     strategy = Strategy().changed(overlap=True, fusion=1, **choices)
     first, second = (trainer(comm, strategy, "eigen") for _ in range(2))
     problem.run(first, comm, range(3))
-    assert first.factors.settled == first.intact == (RANKS == 1)
+    assert inside.settled(first) == first.intact == (RANKS == 1)
     state = problem.whole_state(first, comm)
     second.load_state_dict(state)
     expected = problem.run(first, comm, range(3, 9))
@@ -243,7 +243,7 @@ def test_late_averages_go_on_from_a_checkpoint_to_the_last_bit(comm):
         serial.optimizer.zero_grad()
         F.cross_entropy(serial.model(images), labels).backward()
         serial.step()
-    for name, average in serial.factors.averages.items():
+    for name, average in inside.factors(serial).items():
         torch.testing.assert_close(state[f"kfac/factors/{name}"], average.cpu(), rtol=0, atol=1e-12)
 
 
@@ -253,9 +253,9 @@ def test_a_share_is_refreshed_at_its_turn(comm):
     kfac = trainer(comm, strategy, "unsplit-inverse", factor_every=1)
     changed = []
     for step in range(13):
-        before = {name: block.clone() for name, block in kfac.bases.arena.items()}
+        before = {name: block.clone() for name, block in inside.bases(kfac).items()}
         problem.run(kfac, comm, [step])
-        now = kfac.bases.arena
+        now = inside.bases(kfac)
         layers = {n.partition(".")[0] for n in now if not torch.equal(now[n], before[n])}
         changed.append({kfac.plan.shares_of[layer] for layer in layers})
     assert changed[0] == {0, 1, 2} or RANKS > 1

@@ -9,7 +9,7 @@ import pytest
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.timeline import Recorded, waiting
-from support import problem
+from support import inside, problem
 
 RANKS = mpikfac.world().size
 STRATEGIES = problem.strategies(RANKS)
@@ -44,7 +44,7 @@ def test_events_are_the_plans_messages(comm, strategy):
 def test_members_of_a_communicator_see_the_same_collectives(comm, strategy):
     """Oracle: the communicator's members."""
     kfac, steps = recorded(comm, strategy)
-    grid = kfac.grid
+    grid = inside.grid(kfac)
     for over, team in (("world", grid.world), ("column", grid.column), ("row", grid.row)):
         issued = [event.name for events in steps for event in events if event.over == over]
         assert len(set(map(tuple, team.allgather(issued)))) == 1

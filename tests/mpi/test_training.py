@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
-from support import oracles, problem
+from support import inside, oracles, problem
 
 RANKS = mpikfac.world().size
 WORKERS = mpikfac.plan.divisors(RANKS)
@@ -45,7 +45,7 @@ def run_as_planned(comm, kfac):
         kfac.trace.clear()
         problem.run(kfac, comm, [step])
         planned = collections.Counter()
-        kind = step % 2 == 0, step % 3 == 0, bool(kfac.settings.length.bound)
+        kind = step % 2 == 0, step % 3 == 0, bool(inside.settings(kfac).length.bound)
         for message in kfac.plan.messages(comm.rank, *kind):
             planned[message.stage] += message.bytes
         assert dict(kfac.trace.sent) == dict(planned)

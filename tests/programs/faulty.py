@@ -19,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from mpikfac import comm
 from mpikfac.checkpoint import durable
-from mpikfac.engine import bases, decomposers
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
 from mpikfac_apps.training import batches, checkpoints, run, train
+from support import inside
 
 # A place's function, and the number of the bad call: the first step may take longer.
 PLACES = {
@@ -32,9 +34,9 @@ PLACES = {
     "data": (datasets, "load", 1),
     "forward": (batches.Normalise, "__call__", 3),  # the first call looks at the outputs
     "reduce statistics": (comm.Grid, "exchange", 2),
-    "decompose": (bases.Bases, "decompose", 2),
+    "decompose": (*inside.PLACES["decompose"], 2),
     "publish bases": (comm.Grid, "exchange", 2),
-    "curvature": (decomposers, "_answer", 16),
+    "curvature": (*inside.PLACES["decompose for others"], 16),
     "checkpoint": (checkpoints.Saver, "save", 1),
     "write": (durable, "write", 1),
     "evaluation": (run.Run, "evaluate", 1),

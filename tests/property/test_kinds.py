@@ -16,7 +16,7 @@ from torch import nn
 import mpikfac
 from mpikfac import layers
 from mpikfac.numerics import triangles
-from support import brute, problem
+from support import brute, inside, problem
 
 COVERS = {**layers.KINDS, **layers.NORMS}
 PRECISION = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 1e-4}  # sums in float32
@@ -154,12 +154,12 @@ def assert_as_defined(kfac, layer, uses, dtype):
     uses = [tuple(vectors.double() for vectors in use) for use in uses]
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype]}
     for name, expected in by_definition(layer.shape, uses, kfac.plan.forms[0].vector).items():
-        found = kfac.factors.averages[name]
+        found = inside.factors(kfac)[name]
         found = (found if kfac.plan.forms[0].vector else triangles.unfold_triangle(found)).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
     if dtype != torch.bfloat16:  # gradients of bfloat16 are rounded sums
         expected = sum(torch.einsum("bsgo,bsgi->goi", g, a) for a, g in uses)
-        found = kfac.gradients.arena[layer.name].double()
+        found = inside.gradients(kfac)[layer.name].double()
         torch.testing.assert_close(found.view_as(expected), expected, **precision)
 
 
@@ -199,7 +199,7 @@ def test_layers_that_multiply_by_a_weight(data, batch, rule, dtype):
     if x.dim() in LAST and data.draw(st.booleans()):
         model, x = model.to(memory_format=LAST[x.dim()]), x.to(memory_format=LAST[x.dim()])
     kfac, _ = step(model, x, rule, data.draw(st.sampled_from(["eigen", "rank-one"])))
-    (layer,) = kfac.layers
+    (layer,) = inside.layers(kfac)
     uses = [(brute.vectors(layer, x), brute.rows(layer, y.grad)) for x, y in model.seen]
     assert_as_defined(kfac, layer, uses, dtype)
 
@@ -216,12 +216,12 @@ def test_normalisations(data, batch, rule, dtype):
         x = x.to(memory_format=LAST[x.dim()])
     x.requires_grad_()  # torch's GroupNorm needs grad with channels last
     kfac, _ = step(model, x, rule)
-    (layer,) = kfac.layers
+    (layer,) = inside.layers(kfac)
     _, u = brute.own_gradients(module.double(), x.double(), model.seen[0][1].grad.double())
     whole = batch * torch.einsum("bui,buj->uij", u, u)
     precision = {"rtol": PRECISION[dtype], "atol": PRECISION[dtype] * float(whole.abs().max())}
     for name, expected in in_form(layer.shape, "A", whole).items():
-        found = triangles.unfold_triangle(kfac.factors.averages[name]).double()
+        found = triangles.unfold_triangle(inside.factors(kfac)[name]).double()
         torch.testing.assert_close(found, expected.reshape(found.shape), **precision)
 
 
@@ -237,19 +237,19 @@ def test_attention(data, batch, rule, bias, batch_first, weights):
     kfac, gradient = step(model, x, rule)
     uses = model.written_out(x)
     uses["attention.out_proj"][0][1].backward(gradient)
-    assert [layer.name for layer in kfac.layers] == list(uses)
+    assert [layer.name for layer in kfac.plan.layers] == list(uses)
     precision = {"rtol": PRECISION[torch.float64], "atol": PRECISION[torch.float64]}
-    for layer in kfac.layers:
+    for layer in inside.layers(kfac):
         expected = []
         for member, (a, y) in zip(layer.members, uses[layer.name], strict=True):
             a = F.pad(a.detach(), (0, 1), value=1.0) if bias else a.detach()
             use, group = (a.unsqueeze(2), y.grad.unsqueeze(2)), member.group or 0
             for name, factor in by_definition(member.shape, [use], False).items():
-                found = triangles.unfold_triangle(kfac.factors.averages[name])
+                found = triangles.unfold_triangle(inside.factors(kfac)[name])
                 found = found.view(len(layer.members), *factor.shape)[group]
                 torch.testing.assert_close(found, factor, **precision)
             expected.append(torch.einsum("bso,bsi->oi", y.grad, a))
-        found = kfac.gradients.arena[layer.name]
+        found = inside.gradients(kfac)[layer.name]
         torch.testing.assert_close(found, torch.stack(expected).view_as(found), **precision)
 
 

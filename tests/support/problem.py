@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from mpikfac import KFAC, Coverage, Damping, Estimator, Length, Strategy, world
 from mpikfac.plan import divisors
 from mpikfac.solvers import named_solver
+from support import inside
 
 SETTINGS = {
     **{"damping": 0.01, "factor_every": 2, "basis_every": 3, "decay": 0.8, "kl_clip": 0.001},
@@ -169,12 +170,9 @@ def by_one_process(train: Callable[..., Any]) -> Callable[..., Any]:
 
 def planned(kfac, step: int) -> collections.Counter[str]:
     """Return the planned bytes of a step, by stage."""
-    stagger = kfac.plan.strategy.refresh.stagger
-    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
-    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
-    statistics = kfac.settings.due("factor_every", step)
+    statistics, refresh, share = inside.due(kfac, step)
     found: collections.Counter[str] = collections.Counter()
-    messages = kfac.plan.messages(kfac.grid.world.rank, statistics, refresh, True, share)
+    messages = kfac.plan.messages(inside.grid(kfac).world.rank, statistics, refresh, True, share)
     for message in messages:
         found[message.stage] += message.bytes
     return +found

@@ -12,7 +12,7 @@ from torch import nn
 
 from mpikfac import LevenbergMarquardt
 from mpikfac.numerics import triangles
-from support import problem
+from support import inside, problem
 
 DAMPING = 0.05
 
@@ -64,7 +64,7 @@ def gauss_newton(model, index, x):
 
 def damped_product(kfac, name):
     """Return a layer's `(G + damping / pi) (x) (A + damping pi)`, written out."""
-    a, g = (triangles.unfold_triangle(kfac.factors.averages[f"{name}.{side}"]) for side in "AG")
+    a, g = (triangles.unfold_triangle(inside.factors(kfac)[f"{name}.{side}"]) for side in "AG")
     pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
     shares = pi * DAMPING**0.5, DAMPING**0.5 / pi
     a, g = (m + share * torch.eye(len(m)) for m, share in zip((a, g), shares))
@@ -117,7 +117,7 @@ def test_damping_moves_to_where_the_model_is_right(comm, widths, power):
     ratio, _ = adapted_step(kfac, *batch(model))
     assert ratio > 1 if power == 1 else ratio < 1 / 4
     assert damping.damping == pytest.approx(DAMPING * 0.9 ** (3 * power), rel=1e-15)
-    assert kfac.settings.at("damping", kfac.steps) == damping.damping
+    assert inside.damping(kfac, kfac.steps) == damping.damping
 
 
 @pytest.mark.parametrize(

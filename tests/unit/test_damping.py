@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac.numerics import triangles
-from support import problem
+from support import inside, problem
 
 INVERSES = ("inverse", "unsplit-inverse")
 FORMS = {
@@ -42,7 +42,7 @@ def side(kfac, layer, name, group):
     """Return a group's A or G as a matrix, and for every eigenvalue the block's mean eigenvalue."""
     blocks, means = [], []
     for shape in layer.side(name):
-        factor = triangles.unfold_triangle(kfac.factors.averages[shape.name])
+        factor = triangles.unfold_triangle(inside.factors(kfac)[shape.name])
         if name in layer.diagonal:
             factor = factor.view(layer.groups, -1).diag_embed()
         block = factor if factor.dim() == 2 else factor[group]
@@ -77,8 +77,8 @@ def test_damping_is_relative_to_mean_eigenvalues(comm, solver):
     kfac.precondition()
     for name, layer in ((layer.name, layer) for layer in kfac.plan.layers):
         groups = (-1, layer.outputs, layer.inputs)
-        found = kfac.directions.arena[name].view(groups)
-        for group, gradient in enumerate(kfac.gradients.arena[name].view(groups)):
+        found = inside.directions(kfac)[name].view(groups)
+        for group, gradient in enumerate(inside.gradients(kfac)[name].view(groups)):
             sides = [side(kfac, layer, which, group) for which in "AG"]
             if solver != "eigen":  # the identity is not damped
                 for which, (_, means) in zip("AG", sides):
@@ -99,7 +99,7 @@ def test_a_smaller_loss_gives_the_same_direction_but_for_its_length(comm, solver
         kfac = problem.kfac(model, optimizer, comm, **settings)
         (weight * model(torch.randn(10, 6).double()).square().mean()).backward()
         kfac.precondition()
-        return kfac.directions.arena["0"]
+        return inside.directions(kfac)["0"]
 
     torch.testing.assert_close(direction(0.01), 100 * direction(1), rtol=1e-9, atol=0)
 
@@ -114,14 +114,14 @@ def test_a_factor_of_zeros_is_damped_by_the_damping_itself(comm, solver):
     kfac = problem.kfac(model, optimizer, comm, **settings)
     F.cross_entropy(model(torch.randn(8, 6).double()), torch.arange(8) % 4).backward()
     kfac.step()
-    assert not kfac.factors.averages["0.G"].any()
-    assert not kfac.directions.arena["0"].any()
-    assert kfac.directions.arena["1"].isfinite().all()
+    assert not inside.factors(kfac)["0.G"].any()
+    assert not inside.directions(kfac)["0"].any()
+    assert inside.directions(kfac)["1"].isfinite().all()
     assert not kfac.nonfinite.counts
     if solver != "eigen":
         share = 0.1**0.5 if solver == "inverse" else 0.1
         expected = torch.eye(5).double() / share
-        torch.testing.assert_close(kfac.bases.arena["0.G.inverse"], expected)
+        torch.testing.assert_close(inside.bases(kfac)["0.G.inverse"], expected)
 
 
 def test_relative_damping_needs_matrices(comm):

@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mpikfac.engine import directions
 from mpikfac.numerics import products, triangles
 from mpikfac.plan.layout import triangle_shape
 from mpikfac.solvers import eigen, inverse, rank_one
-from support import oracles
+from support import inside, oracles
 
 
 def symmetric(order, rank=None):
@@ -186,5 +185,5 @@ def test_a_vector_may_stand_for_one_side(missing):
 )
 def test_the_kl_clip_is_its_formula(divergence, scale):
     """Oracle: min(1, sqrt(kl_clip / |divergence|)) at kl_clip 0.001 [SC20, eq. 18]."""
-    found = directions.clip_scale(torch.tensor([divergence], dtype=torch.float64), 0.001)
+    found = inside.clip_scale(torch.tensor([divergence], dtype=torch.float64), 0.001)
     assert found.item() == pytest.approx(scale)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mpikfac
-from support import problem
+from support import inside, problem
 
 SETTINGS = {"damping": 0.1, "basis_every": 2, "solver": "eigen", "kl_clip": None}
 CHANNELS, SIZE, CLASSES = 4, 6, 3
@@ -240,11 +240,11 @@ def test_a_smaller_last_batch_weighs_less(comm):
         learn(split, x[some], y[some])
         split.precondition()  # weights stay
     counts = torch.tensor([0.5] * 6 + [1.0] * 3).double()
-    assert split.factors.weights["head.A"] == 0.5 * counts.sum()
+    assert inside.weights(split)["head.A"] == 0.5 * counts.sum()
     a = joined.model.front(x).tanh().flatten(2).mean(2).detach()
     a = torch.cat([a, a.new_ones(9, 1)], 1)
     expected = (a.T * counts) @ a / counts.sum()
-    found = mpikfac.numerics.unfold_triangle(split.factors.averages["head.A"])
+    found = mpikfac.numerics.unfold_triangle(inside.factors(split)["head.A"])
     torch.testing.assert_close(found, expected)
 
 
@@ -253,13 +253,13 @@ def test_numbers_that_are_not_finite_change_nothing(comm):
     kfac = make(comm, network())
     train(kfac, range(2))
     before = [p.detach().clone() for p in kfac.model.parameters()]
-    averages = kfac.factors.averages.flat.clone()
+    averages = inside.factors(kfac).flat.clone()
     x, y = batch(2)
     kfac.optimizer.zero_grad()
     learn(kfac, x * math.nan, y)
     kfac.step()
     assert all(torch.equal(p, old) for p, old in zip(kfac.model.parameters(), before))
-    assert torch.equal(kfac.factors.averages.flat, averages)
+    assert torch.equal(inside.factors(kfac).flat, averages)
 
 
 def test_a_run_goes_on_between_two_decompositions(comm):
@@ -284,7 +284,7 @@ def test_a_schedule_does_not_compound(comm):
     """Oracle: damping by hand: halved at two steps, for any calls in between."""
     damping = mpikfac.schedule.step_decay(0.4, at=[2, 4], factor=0.5)
     kfac = make(comm, network(), damping=damping)
-    assert [kfac.settings.at("damping", step) for step in (0, 2, 3, 4, 4, 9)] == [
+    assert [inside.damping(kfac, step) for step in (0, 2, 3, 4, 4, 9)] == [
         *(0.4, 0.2, 0.2, 0.1, 0.1, 0.1),
     ]
 

@@ -13,7 +13,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
-from support import oracles, problem
+from support import inside, oracles, problem
 
 BFLOAT16 = torch.autocast("cpu", torch.bfloat16)
 
@@ -35,7 +35,7 @@ def batch(step):
 
 
 def factors(kfac):
-    return {n: triangles.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
+    return {n: triangles.unfold_triangle(packed) for n, packed in inside.factors(kfac).items()}
 
 
 # -- autocast ------------------------------------------------------------------------------------
@@ -68,16 +68,16 @@ def mean_loss(outputs, labels):
     return F.cross_entropy(outputs.float(), labels)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, inside):
+@pytest.mark.parametrize("loss_too", [False, True])
+def test_factors_under_autocast_are_those_of_what_layers_multiplied(comm, loss_too):
     """Oracle: a pass with all rounding written out, without autocast, and sums in float64."""
     kfac = trainer(comm, layered(nn.Conv2d, nn.Linear))
     images, labels = batch(0)
     with BFLOAT16:
         outputs = kfac.model(images)
-        if inside:
+        if loss_too:
             mean_loss(outputs, labels).backward()
-    if not inside:
+    if not loss_too:
         mean_loss(outputs, labels).backward()
     kfac.step()
     plain = layered(Conv2d, Linear)
@@ -158,12 +158,12 @@ def test_factors_of_a_bfloat16_model_are_sums_in_float32(comm):
             torch.testing.assert_close(found.double(), factor, rtol=1e-5, atol=1e-6 * scale)
         gradient = oracles.gradient_matrix(plain.get_submodule(name)).double()
         direction = oracles.kronecker_solve(gradient, expected["A"], expected["G"], 0.01)
-        found = kfac.directions.arena[name].double()
+        found = inside.directions(kfac)[name].double()
         torch.testing.assert_close(found, direction, rtol=1e-3, atol=1e-3)
         weight = kfac.model.get_submodule(name).weight
         assert weight.dtype == weight.grad.dtype == torch.bfloat16
         written = oracles.gradient_matrix(kfac.model.get_submodule(name))
-        assert torch.equal(written, kfac.directions.arena[name].bfloat16())
+        assert torch.equal(written, inside.directions(kfac)[name].bfloat16())
 
 
 def test_sgd_of_a_bfloat16_model_is_torchs(comm):
@@ -217,7 +217,7 @@ def test_frequencies_of_a_bfloat16_embedding_are_exact(comm, sharing):
     expected = [1001 / 1004, 3 / 1004, 0]
     if sharing == "reduce":
         expected = [((248 / 251) ** 2 + 3) / 4, (3 / 251) ** 2 / 4, 0]
-    found = kfac.factors.averages["0.A"].flatten().tolist()
+    found = inside.factors(kfac)["0.A"].flatten().tolist()
     assert found == pytest.approx(expected, rel=2e-5)
 
 

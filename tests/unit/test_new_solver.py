@@ -11,7 +11,7 @@ import torch
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.solvers import SOLVERS
-from support import diagonal, oracles, problem
+from support import diagonal, inside, oracles, problem
 from support.diagonal import Diagonal
 
 SETTINGS = problem.SETTINGS | {"solver": Diagonal()}
@@ -51,13 +51,13 @@ def test_a_line_gives_the_solver_a_name(comm, monkeypatch):
     )
     problem.run(kfac, comm)
     assert kfac.state_dict()["kfac/solver"] == "eigen, 3: diagonal"
-    assert set(kfac.bases.arena) >= {"3.A.diagonal", "3.G.diagonal", "0.A.vectors"}
+    assert set(inside.bases(kfac)) >= {"3.A.diagonal", "3.G.diagonal", "0.A.vectors"}
 
 
 def test_its_bytes_are_planned_and_its_state_is_resumed(comm):
     """Oracle: elements by hand, each block rounded up to 16; the uninterrupted run."""
     first, second = trainer(comm), trainer(comm)
-    shapes = {name: tuple(block.shape) for name, block in first.bases.arena.items()}
+    shapes = {name: tuple(block.shape) for name, block in inside.bases(first).items()}
     assert shapes == {f"{n}.diagonal": (f.order,) for n, f in first.plan.factors.items()}
     padded = sum(-(-factor.order // 16) * 16 for factor in first.plan.factors.values())
     assert first.plan.memory(0)["bases"] == 8 * padded

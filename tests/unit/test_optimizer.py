@@ -89,7 +89,7 @@ def test_a_new_group_is_trained():
         backward(optimizer)
         optimizer.step()
     assert optimizer.trainer.optimizer.param_groups[1]["lr"] == 0.2
-    assert len(optimizer.trainer.layers) == 3
+    assert len(optimizer.trainer.plan.layers) == 3
     assert not torch.equal(new.weight, before)
 
 

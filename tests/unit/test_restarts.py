@@ -14,7 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import triangles
-from support import problem
+from support import inside, problem
 
 
 class Words(nn.Module):
@@ -110,7 +110,7 @@ def test_the_identity_weighs_alike_in_layers_that_come_later(comm):
             kfac.model(torch.randn(5, 4).double()), torch.tensor([0, 1, 2, 0, 1])
         ).backward()
         kfac.step()
-    identity = triangles.unfold_triangle(kfac.factors.averages["later.G"])
+    identity = triangles.unfold_triangle(inside.factors(kfac)["later.G"])
     torch.testing.assert_close(identity, 0.9**2 * torch.eye(3).double())
 
 
@@ -134,13 +134,13 @@ def test_lost_bases_on_their_way_are_missed(comm):
 def test_a_state_that_has_taken_the_next_gradient_is_not_intact(comm, monkeypatch, graft, intact):
     """Oracle: whether any saved item changed before directions were sent."""
 
-    def broken():
+    def broken(*_):
         raise RuntimeError("a rank died")
 
     kfac = trainer(comm, problem.network(), length=graft)
     learn(kfac, 0)
     before = {n: v.clone() for n, v in kfac.state_dict().items() if n.startswith("kfac/graft/")}
-    monkeypatch.setattr(kfac.directions, "publish", broken)
+    monkeypatch.setattr(*inside.PLACES["publish gradients"], broken)
     with pytest.raises(RuntimeError, match="a rank died"):
         learn(kfac, 1)
     state = kfac.state_dict()

@@ -11,10 +11,9 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
-from mpikfac.engine.statistics import scales
 from mpikfac.plan import count_of
 from mpikfac.solvers import ekfac, products_of_values
-from support import oracles, problem
+from support import inside, oracles, problem
 
 DAMPING = 0.02
 SETTINGS = {
@@ -98,7 +97,7 @@ def dense_bases(kfac, layer):
     groups, outputs, inputs = (1, *layer.shape.gradient)[-3:]
     whole = []
     for side, order in (("G", outputs), ("A", inputs)):
-        blocks = [kfac.bases.arena[f"{f.name}.vectors"] for f in layer.shape.side(side)]
+        blocks = [inside.bases(kfac)[f"{f.name}.vectors"] for f in layer.shape.side(side)]
         if not blocks:
             whole.append(torch.eye(order).double().expand(groups, -1, -1))
         elif side in layer.shape.diagonal:
@@ -123,7 +122,7 @@ def dense_direction(kfac, layer, gradient, examples, weight=None):
 
 
 def assert_directions(kfac, examples, gradients, weight=None):
-    for layer in kfac.layers:
+    for layer in inside.layers(kfac):
         found = matrix(layer, [p.grad for p in layer.parameters])
         of_layer = examples[layer.name]
         expected = dense_direction(kfac, layer, gradients[layer.name], of_layer, weight)
@@ -135,10 +134,9 @@ def step_in_bases(kfac, x):
     learn(kfac, x, labels_of(x))
     kfac.precondition()
     x, labels = x.flip(0) * 1.5, labels_of(x, 1)
-    kfac.recorder.recording = False
-    losses = F.cross_entropy(kfac.model(x), labels, reduction="none")
-    examples = {layer.name: of_examples(layer, losses) for layer in kfac.layers}
-    kfac.recorder.recording = True
+    with kfac.paused():
+        losses = F.cross_entropy(kfac.model(x), labels, reduction="none")
+    examples = {layer.name: of_examples(layer, losses) for layer in inside.layers(kfac)}
     learn(kfac, x, labels)
     kfac.precondition()
     return examples, {name: sum(each) / len(each) for name, each in examples.items()}
@@ -168,7 +166,10 @@ def test_projections_of_an_attention(comm):
     """Oracle: the same dense solve."""
     torch.manual_seed(0)
     kfac = trainer(comm, Attention().double())
-    assert [layer.name for layer in kfac.layers][:2] == ["attention.in_proj", "attention.out_proj"]
+    assert [layer.name for layer in kfac.plan.layers][:2] == [
+        "attention.in_proj",
+        "attention.out_proj",
+    ]
     assert_directions(kfac, *step_in_bases(kfac, torch.randn(9, *TOKENS).double()))
 
 
@@ -194,12 +195,13 @@ def test_a_bias_alone(comm):
 def test_examples_are_taken_a_few_at_a_time(comm, kind, monkeypatch):
     """Oracle: all at once."""
     found = []
-    for chunk in (scales.CHUNK, 1):
-        monkeypatch.setattr(scales, "CHUNK", chunk)
+    place = inside.PLACES["examples at a time"]
+    for chunk in (getattr(*place), 1):
+        monkeypatch.setattr(*place, chunk)
         model, x = network(kind)
         kfac = trainer(comm, model)
         step_in_bases(kfac, x)
-        found.append(kfac.scales.averages.flat)
+        found.append(inside.scales(kfac).flat)
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-15)
 
 
@@ -224,12 +226,12 @@ def test_exact_labels(comm):
         outputs = model(x)
         kfac.record(outputs)
         F.cross_entropy(outputs, labels_of(x)).backward()
-        gradients = {y.name: matrix(y, [p.grad for p in y.parameters]) for y in kfac.layers}
+        gradients = {y.name: matrix(y, [p.grad for p in y.parameters]) for y in inside.layers(kfac)}
         kfac.precondition()
-    kfac.recorder.recording = False
-    logs = model(x).log_softmax(1)
+    with kfac.paused():
+        logs = model(x).log_softmax(1)
     losses = (logs.detach().exp().sqrt() * logs).flatten()
-    examples = {layer.name: of_examples(layer, losses) for layer in kfac.layers}
+    examples = {layer.name: of_examples(layer, losses) for layer in inside.layers(kfac)}
     assert_directions(kfac, examples, gradients, weight=1 / len(x))
 
 
@@ -256,7 +258,7 @@ def test_calls_of_one_pass_are_squared_apart(comm):
     seen = torch.autograd.grad(loss, [inner, outer])
     kfac.discard()
     learn(kfac, x, labels_of(x))
-    gradients = {"0": matrix(kfac.layers[0], [p.grad for p in layer.parameters()])}
+    gradients = {"0": matrix(inside.layers(kfac)[0], [p.grad for p in layer.parameters()])}
     calls = []
     for a, g in zip((x, torch.tanh(inner)), seen):
         a = torch.cat([a, torch.ones(len(a), 1).double()], 1).detach()
@@ -300,9 +302,9 @@ def test_where_inputs_and_gradients_are_independent_scales_are_products(comm):
     for _ in range(2):
         learn(kfac, x, c, along)
         kfac.precondition()
-    products = torch.empty_like(kfac.scales.averages["0"])
-    products_of_values(*kfac.bases.sides("0", "values"), out=products)
-    torch.testing.assert_close(kfac.scales.averages["0"], products, rtol=1e-10, atol=1e-12)
+    products = torch.empty_like(inside.scales(kfac)["0"])
+    products_of_values(*inside.decompositions(kfac).sides("0", "values"), out=products)
+    torch.testing.assert_close(inside.scales(kfac)["0"], products, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("start", ["first", "identity"])
@@ -311,9 +313,9 @@ def test_batches_weigh_by_examples_and_age(comm, start):
     kfac, x, c = independent(comm, decay=0.8, start=start)
     learn(kfac, x, c, along)
     kfac.precondition()
-    expected, weight = kfac.scales.averages["0"].clone(), kfac.scales.weights["0"].clone()
-    assert torch.equal(weight, kfac.factors.weights["0.A"])
-    q_a, q_g = (kfac.bases.arena[f"0.{side}.vectors"] for side in "AG")
+    expected, weight = inside.scales(kfac)["0"].clone(), inside.scale_weights(kfac)["0"].clone()
+    assert torch.equal(weight, inside.weights(kfac)["0.A"])
+    q_a, q_g = (inside.bases(kfac)[f"0.{side}.vectors"] for side in "AG")
     for count in (3, 7, 1):
         some_x, some_c = x[-count:] * count, c[-count:]
         learn(kfac, some_x, some_c, along)
@@ -323,9 +325,9 @@ def test_batches_weigh_by_examples_and_age(comm, start):
         parts = 0.8 * weight, 0.2 * count
         expected = (parts[0] * expected + parts[1] * batch) / sum(parts)
         weight = sum(parts)
-        torch.testing.assert_close(kfac.scales.averages["0"], expected, rtol=1e-12, atol=1e-14)
-        assert torch.equal(kfac.scales.weights["0"], kfac.factors.weights["0.A"])
-    torch.testing.assert_close(kfac.scales.weights["0"], weight)
+        torch.testing.assert_close(inside.scales(kfac)["0"], expected, rtol=1e-12, atol=1e-14)
+        assert torch.equal(inside.scale_weights(kfac)["0"], inside.weights(kfac)["0.A"])
+    torch.testing.assert_close(inside.scale_weights(kfac)["0"], weight)
 
 
 @pytest.mark.parametrize("chosen", ["empirical", "exact"])
@@ -342,7 +344,7 @@ def test_passes_of_one_step_are_one_batch(comm, chosen):
                 kfac.record(outputs)
                 (F.cross_entropy(outputs, some) / parts).backward()
             kfac.precondition()
-        found.append(kfac.scales.averages.flat)
+        found.append(inside.scales(kfac).flat)
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-14)
 
 
@@ -356,15 +358,15 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
     kfac = problem.kfac(model, problem.sgd(model), comm, Strategy().changed(stagger=3), **settings)
     problem.run(kfac, comm, range(3))
     for step in range(3, 6, 2):  # no statistics, hence every change is new
-        before = {name: one.clone() for name, one in kfac.scales.averages.items()}
+        before = {name: one.clone() for name, one in inside.scales(kfac).items()}
         problem.run(kfac, comm, [step])
-        share = kfac.settings.turn("basis_every", step, 3)
-        for name, one in kfac.scales.averages.items():
+        share = inside.due(kfac, step)[2]
+        for name, one in inside.scales(kfac).items():
             products = torch.empty_like(one)
-            products_of_values(*kfac.bases.sides(name, "values"), out=products)
+            products_of_values(*inside.decompositions(kfac).sides(name, "values"), out=products)
             in_share = kfac.plan.shares_of[name] == share
             assert torch.equal(one, products if in_share else before[name]), name
-            merged = kfac.plan.shares_of[name] == kfac.settings.turn("basis_every", step - 2, 3)
+            merged = kfac.plan.shares_of[name] == inside.due(kfac, step - 2)[2]
             assert torch.equal(one, products) != merged, name
         problem.run(kfac, comm, [step + 1])
 
@@ -381,7 +383,7 @@ def test_embeddings_keep_products(comm):
             learn(kfac, x, labels_of(x))
             kfac.precondition()
         found[solver] = [p.grad for p in model.parameters()]
-    assert list(kfac.scales.averages) == ["2"]
+    assert list(inside.scales(kfac)) == ["2"]
     assert torch.equal(found["ekfac"][0], found["eigen"][0])
     assert not torch.allclose(found["ekfac"][1], found["eigen"][1])
 
@@ -391,8 +393,8 @@ def test_relative_damping_is_in_units_of_the_factors(comm):
     model, x = network("strided")
     kfac = trainer(comm, model, relative_damping=True)
     examples, gradients = step_in_bases(kfac, x)
-    for layer in kfac.layers:
-        values = [kfac.bases.arena[f"{layer.name}.{side}.values"].mean() for side in "AG"]
+    for layer in inside.layers(kfac):
+        values = [inside.bases(kfac)[f"{layer.name}.{side}.values"].mean() for side in "AG"]
         unit = values[0] * values[1]
         found = matrix(layer, [p.grad for p in layer.parameters]) * unit
         scaled = [example / unit.sqrt() for example in examples[layer.name]]
@@ -415,7 +417,7 @@ def test_a_scaled_loss(comm, broken):
             given = x * torch.inf if broken and seed == 1 else x
             scaler.scale(F.cross_entropy(model(given), labels_of(x, seed))).backward()
             kfac.step(scaler)
-        found.append(torch.cat([kfac.scales.averages.flat, problem.state(model)]))
+        found.append(torch.cat([inside.scales(kfac).flat, problem.state(model)]))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-14)
 
 
@@ -425,15 +427,15 @@ def test_sums_that_are_not_finite_count_for_nothing(comm, caplog):
     kfac = trainer(comm, model, decay=0.8)
     learn(kfac, x, labels_of(x))
     kfac.step()
-    before = kfac.scales.averages.flat.clone(), kfac.scales.weights["0"].clone()
+    before = inside.scales(kfac).flat.clone(), inside.scale_weights(kfac)["0"].clone()
     learn(kfac, x, labels_of(x))
-    kfac.scales.sums["0"][0, 0] = torch.inf
+    inside.scale_sums(kfac)["0"][0, 0] = torch.inf
     kfac.step()
-    assert torch.equal(kfac.scales.averages["0"].flatten(), before[0][:25])
-    assert torch.equal(kfac.scales.weights["0"], 0.8 * before[1])
+    assert torch.equal(inside.scales(kfac)["0"].flatten(), before[0][:25])
+    assert torch.equal(inside.scale_weights(kfac)["0"], 0.8 * before[1])
     assert kfac.nonfinite.counts["scales"] == 1
     assert "the scales of '0' is not finite; their averages stay as they are" in caplog.text
-    assert not torch.equal(kfac.scales.averages.flat, before[0])
+    assert not torch.equal(inside.scales(kfac).flat, before[0])
 
 
 def test_a_layer_without_a_basis_records_nothing(comm, monkeypatch):
@@ -441,13 +443,13 @@ def test_a_layer_without_a_basis_records_nothing(comm, monkeypatch):
     model, x = network("linear")
     kfac = trainer(comm, model)
     learn(kfac, x, labels_of(x))
-    restart = kfac.scales.restart
+    restart = getattr(*inside.PLACES["restart scales"])
 
     def with_nan(*given):
-        kfac.bases.arena["0.A.values"].fill_(torch.nan)
+        inside.bases(kfac)["0.A.values"].fill_(torch.nan)
         restart(*given)
 
-    monkeypatch.setattr(kfac.scales, "restart", with_nan)
+    monkeypatch.setattr(*inside.PLACES["restart scales"], with_nan)
     kfac.step()
     for _ in range(5):
         learn(kfac, x, labels_of(x))
@@ -464,10 +466,10 @@ def test_forgotten_passes_leave_no_sums(comm):
     learn(kfac, x, labels_of(x))
     kfac.step()
     learn(kfac, x, labels_of(x))
-    assert kfac.scales.sums["0"].abs().sum() > 0
+    assert inside.scale_sums(kfac)["0"].abs().sum() > 0
     kfac.discard()
-    assert not kfac.scales.sums.flat.any()
-    assert set(kfac.scales.sums) == {"0", "3", count_of("0"), count_of("3")}
+    assert not inside.scale_sums(kfac).flat.any()
+    assert set(inside.scale_sums(kfac)) == {"0", "3", count_of("0"), count_of("3")}
 
 
 def test_another_solvers_state_starts_anew(comm):
@@ -479,11 +481,12 @@ def test_another_solvers_state_starts_anew(comm):
     state = eigen.state_dict()
     kfac = problem.kfac(second, problem.sgd(second), comm, **settings | {"solver": "ekfac"})
     kfac.load_state_dict(state)
-    assert kfac.missing(state) == {f"kfac/{name}" for name in kfac.scales.items()}
+    kinds = "scales", "scale-weights"
+    assert kfac.missing(state) == {f"kfac/{kind}/{layer}" for kind in kinds for layer in "035"}
     problem.run(kfac, comm, [2])
-    for name, found in kfac.scales.averages.items():
+    for name, found in inside.scales(kfac).items():
         products = torch.empty_like(found)
-        products_of_values(*kfac.bases.sides(name, "values"), out=products)
+        products_of_values(*inside.decompositions(kfac).sides(name, "values"), out=products)
         assert torch.equal(found, products)
     assert not kfac.missing(kfac.state_dict())
 
@@ -494,7 +497,7 @@ def test_other_solvers_have_no_scales(comm):
     kfac = problem.kfac(model, problem.sgd(model), comm, **problem.SETTINGS)
     memory = kfac.plan.memory(0)
     assert (memory["scales"], memory["scale sums"]) == (0, 0)
-    assert kfac.recorder.after_call is None
+    assert not inside.records_scales(kfac)
 
 
 REFUSED = {
@@ -533,4 +536,4 @@ def test_scales_of_oracles_factors(comm):
     examples, _ = step_in_bases(kfac, x)
     for name in oracles.kfac_modules(model):
         expected = sum(example.square().sum() for example in examples[name]) / len(x)
-        torch.testing.assert_close(kfac.scales.averages[name].sum(), expected)
+        torch.testing.assert_close(inside.scales(kfac)[name].sum(), expected)

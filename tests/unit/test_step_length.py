@@ -14,7 +14,7 @@ import mpikfac
 from mpikfac import Strategy
 from mpikfac.numerics import orthogonalised
 from mpikfac.solvers import inverse
-from support import oracles, problem
+from support import inside, oracles, problem
 
 SOLVERS = ["eigen", "ekfac", "inverse", "rank-one"]
 
@@ -72,10 +72,10 @@ def test_orthogonal_directions_have_kfacs_singular_vectors_and_the_length_of_ada
     _, plain, _ = directions(comm)
     for name, gradient in gradients.items():
         left, values, right = torch.linalg.svd(plain[name], full_matrices=False)
-        inside = left.T @ found[name] @ right.T
-        torch.testing.assert_close(left @ inside @ right, found[name])
-        torch.testing.assert_close(inside, inside.diagonal().diag(), rtol=0, atol=1e-9)
-        large = inside.diagonal()[values > 0.002 * values.norm()]
+        turned = left.T @ found[name] @ right.T
+        torch.testing.assert_close(left @ turned @ right, found[name])
+        torch.testing.assert_close(turned, turned.diagonal().diag(), rtol=0, atol=1e-9)
+        large = turned.diagonal()[values > 0.002 * values.norm()]
         assert len(large) > 1 and large.max() / large.min() < 1.21 / 0.68
         first = gradient / (gradient.abs() + 1e-8)  # Adam's first step
         torch.testing.assert_close(found[name].norm(), first.norm())
@@ -225,7 +225,7 @@ def test_a_layer_without_bases_keeps_the_momentum(comm, length):
         gradient = model.weight.grad.clone()
         mean = beta * mean + (1 - beta) * gradient
         if step == 2:
-            kfac.bases.arena.flat.fill_(math.nan)  # as after decompositions that failed
+            inside.bases(kfac).flat.fill_(math.nan)  # as after decompositions that failed
         before = model.weight.detach().clone()
         kfac.step()
     direction = beta * mean + (1 - beta) * gradient
@@ -326,9 +326,10 @@ def test_without_a_choice_directions_are_orthogonal(comm):
     assert mpikfac.Damping() == mpikfac.Damping(relative=0.1)
     model = problem.network()
     kfac = mpikfac.KFAC(model, problem.sgd(model), comm)
-    assert (kfac.settings.length.source, kfac.settings.damping.is_relative) == ("orthogonal", True)
+    chosen = inside.settings(kfac)
+    assert (chosen.length.source, chosen.damping.is_relative) == ("orthogonal", True)
     vectors = mpikfac.KFAC(model, problem.sgd(model), comm, solver="rank-one")
-    assert vectors.settings.damping == mpikfac.Damping(0.003)
+    assert inside.settings(vectors).damping == mpikfac.Damping(0.003)
 
 
 @pytest.mark.parametrize("graft", ["sgd", "adam", "orthogonal"])

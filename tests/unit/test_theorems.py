@@ -11,7 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac.numerics import triangles
-from support import oracles, problem
+from support import inside, oracles, problem
 
 LOSSES = {
     "squared-error": F.mse_loss,
@@ -45,7 +45,7 @@ def trainer(comm, model, lr=1.0, **settings):
 
 
 def factors(kfac):
-    return {n: triangles.unfold_triangle(packed) for n, packed in kfac.factors.averages.items()}
+    return {n: triangles.unfold_triangle(packed) for n, packed in inside.factors(kfac).items()}
 
 
 def recorded(comm, model, x, loss):

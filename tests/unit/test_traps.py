@@ -15,6 +15,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import mpikfac
 from mpikfac import KFAC, Coverage, DataParallel, Estimator, Length, UserError
+from support import inside
 
 COMM = mpikfac.world()
 EXAMPLES = 8
@@ -44,7 +45,7 @@ def learn(kfac: KFAC, model: nn.Module | None = None, seed: int = 0) -> None:
 
 
 def averages(kfac: KFAC) -> list[torch.Tensor]:
-    return [average.clone() for average in kfac.factors.averages.values()]
+    return [average.clone() for average in inside.factors(kfac).values()]
 
 
 # -- layers and passes that K-FAC does not see -----------------------------------------------------
@@ -279,7 +280,7 @@ def test_a_weight_that_is_computed_from_now_on_is_seen(change, refused):
             learn(kfac)
     else:
         learn(kfac)
-        assert [layer.name for layer in kfac.layers] == ["2"]
+        assert [layer.name for layer in kfac.plan.layers] == ["2"]
 
 
 @pytest.mark.parametrize("make", [KFAC, DataParallel])
@@ -431,7 +432,7 @@ def test_no_pass_is_recorded_after_the_end():
     kfac.close()
     x, y = batch()
     F.cross_entropy(kfac.model(x), y).backward()
-    assert not kfac.factors.statistics.flat.any()
+    assert not inside.statistics(kfac).flat.any()
 
 
 def test_a_loaded_statistic_outlives_a_batch_of_nan():
@@ -480,7 +481,7 @@ def test_positions_of_a_loss_count_in_the_empirical_fisher():
     logits = outputs.detach().reshape(-1, 3).requires_grad_()
     (g,) = torch.autograd.grad(F.cross_entropy(logits, y.reshape(-1), reduction="sum"), logits)
     expected = g.T @ g / len(g)
-    found = mpikfac.numerics.unfold_triangle(kfac.factors.averages[".G"])
+    found = mpikfac.numerics.unfold_triangle(inside.factors(kfac)[".G"])
     torch.testing.assert_close(found, expected)
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mpikfac import UserError
-from mpikfac.engine import Nonfinite
-from mpikfac.engine.nonfinite import TOLERATED
 from mpikfac.numerics import all_finite, not_finite
+from support.inside import TOLERATED, Nonfinite
 
 
 def test_numbers_are_counted_and_told_once_in_a_row(caplog):
