@@ -123,7 +123,7 @@ class KFAC(Trainer):
         self.settings = Settings(damping, factor_every, basis_every, estimator.decay, length)
         self.estimator = estimator
         method = Curvature(self.settings, estimator, solvers, coverage)
-        strategy = strategy or Strategy.comm_opt(team.size)
+        strategy = strategy or Strategy.comm_opt(team.trains.size)
         super().__init__(model, optimizer, team, strategy, method, trace)
         if team.trains.rank == 0:
             uncovered = self.built.gradients.uncovered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import cast
 
 import torch
@@ -46,7 +45,7 @@ class EarlyReader(Reader):
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(hook)
             for slot in self.slots
-            for hook in [Hook(partial(self._on_gradient, slot, []))]
+            for hook in [Hook(self._on_gradient, slot, [])]
             for parameter in slot.block.parameters
         ]
 

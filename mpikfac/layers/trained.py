@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -38,15 +38,8 @@ def trainer_of(model: nn.Module) -> Trainer | None:
     return None if found is None else found()
 
 
-class Hook:
+class Hook(partial[None]):
     """A hook of a trainer on a model; in a copied or saved model the hook does nothing."""
-
-    def __init__(self, function: Callable[..., None]) -> None:
-        self._function = function
-
-    def __call__(self, *arguments: Any) -> None:
-        """Call the trainer's function."""
-        self._function(*arguments)
 
     def __reduce__(self) -> Any:
         return partial, (_nothing,)

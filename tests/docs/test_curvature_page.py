@@ -106,7 +106,7 @@ def test_length_and_momentum_come_from_a_quadratic_model(tmp_path):
     """Oracle: a loss that falls on both ranks; the same weights; a last step in the state."""
     batch = "images, labels = torch.randn(4, 3, 6), torch.tensor([0, 1, 0, 1])\n"
     (tmp_path / "program.py").write_text(
-        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('step(inputs=images')}"
+        f"{BEFORE}{batch}loader = [(images, labels)] * 10\n{code('length.batch(images')}"
         "    first = loss.item() if kfac.steps == 1 else first\n"
         "weights = comm.allgather(model.head.weight.tolist())\n"
         "kept = sum('momentum_buffer' in name for name in kfac.state_dict())\n"

@@ -142,7 +142,7 @@ def test_the_best_node_leads(comm):
         F.cross_entropy(model(images), labels).backward()
         if step == 2:
             rule.merge = lambda: None
-        trainer.step(mean_loss=float(comm.size - comm.rank // PER_NODE))
+        problem.take_step(trainer, float(comm.size - comm.rank // PER_NODE))
     before = comm.allgather(problem.state(model))
     assert all(torch.equal(before[r], before[r // PER_NODE * PER_NODE]) for r in range(comm.size))
     type(rule).merge(rule)
@@ -204,7 +204,7 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
         images, labels = problem.shards(step, comm.size)[comm.rank]
         F.cross_entropy(model(images), labels).backward()
         trainer.trace.clear()
-        trainer.step(mean_loss=1.0 + (comm.rank + 1) % comm.size)
+        problem.take_step(trainer, 1.0 + (comm.rank + 1) % comm.size)
         assert trainer.combined == (step == 2)
     plans = map(trainer.plan.of, range(comm.size))
     planned = sum(message.bytes for plan in plans for message in plan.exchange_weights())
@@ -414,9 +414,9 @@ def test_a_rank_without_a_finite_loss_stops_all_ranks(comm):
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", **LEADER | {"exchange_every": 2})
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    trainer.step(mean_loss=1.0)
+    problem.take_step(trainer, 1.0)
     with pytest.raises(mpikfac.UserError, match="are not finite"):
-        trainer.step(mean_loss=np.nan if comm.rank == 0 else 1.0)
+        problem.take_step(trainer, np.nan if comm.rank == 0 else 1.0)
 
 
 def test_an_exchange_at_every_step_is_the_average_of_gradients(comm):

@@ -42,7 +42,8 @@ def train(kfac, comm, steps=STEPS, cut=None):
         kfac.optimizer.zero_grad()
         before = loss(kfac.model(images))
         before.backward()
-        kfac.step(inputs=images, loss=loss, examples=len(images) if cut else None)
+        kfac.length.batch(images, loss)
+        kfac.step(examples=len(images) if cut else None)
         numbers.append(inside.predicted_change(kfac).item())
         with torch.no_grad():
             after = loss(kfac.model(images))

@@ -14,7 +14,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import DataParallel, Distribution, Exchange, Strategy, Trace, Transport, UserError
-from mpikfac.hybrid import split_forward
+from mpikfac.extensions.hybrid import split_forward
 from mpikfac.plan import activation_messages, divisors, places
 from support import problem
 

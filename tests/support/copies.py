@@ -39,7 +39,7 @@ def trained(comm, strategy, steps, nesterov=False):
         optimizer.zero_grad()
         loss = (model(matrix)[:, 0] - target).square().sum() / 2
         loss.backward()
-        trainer.step(mean_loss=loss)
+        problem.take_step(trainer, loss)
         weights.append(model.weight.detach().cpu().numpy()[0].copy())
     return weights
 

@@ -13,19 +13,14 @@ from torch import Tensor
 
 from mpikfac import KFAC, Asynchronous, DataParallel
 from mpikfac.comm import Grid
-from mpikfac.engine import (
-    Bases,
-    Directions,
-    Gradients,
-    Nonfinite,
-    Replicas,
-    Scales,
-    decomposers,
-    of_copies,
-)
-from mpikfac.engine.directions import clip_scale
+from mpikfac.engine import Bases, Directions, Gradients, Nonfinite
+from mpikfac.engine.curvature.directions import clip_scale
 from mpikfac.engine.nonfinite import TOLERATED
-from mpikfac.engine.statistics import scales as scales_of_examples
+from mpikfac.extensions import curvature_ranks
+from mpikfac.extensions import scales as scales_of_examples
+from mpikfac.extensions.copies import Copies
+from mpikfac.extensions.copies.copies import of_copies
+from mpikfac.extensions.scales import Scales
 from mpikfac.layers import Layer
 from mpikfac.numerics import Arena
 from mpikfac.settings import Settings
@@ -66,10 +61,10 @@ Trainer: TypeAlias = KFAC | DataParallel | Asynchronous
 # Where a function or a number can be replaced, as in `monkeypatch.setattr(*PLACES[...], other)`:
 # the owner and the name. A method is replaced for all trainers.
 PLACES: dict[str, tuple[Any, str]] = {
-    "reduce gradients": (Gradients, "reduce"),
+    "reduce gradients": (Gradients, "average"),
     "decompose": (Bases, "decompose"),
-    "decompose for others": (decomposers, "_answer"),  # on curvature ranks
-    "let curvature ranks go": (decomposers, "leave"),
+    "decompose for others": (curvature_ranks, "_answer"),  # on curvature ranks
+    "let curvature ranks go": (curvature_ranks, "leave"),
     "restart scales": (Scales, "restart"),
     "publish gradients": (Directions, "publish"),
     "examples at a time": (scales_of_examples, "CHUNK"),
@@ -81,52 +76,52 @@ PLACES: dict[str, tuple[Any, str]] = {
 
 def factors(kfac: KFAC) -> Arena:
     """Return the rank's running averages of factors by name, as packed triangles or vectors."""
-    return kfac.factors.averages
+    return kfac.preconditioner.factors.averages
 
 
 def weights(kfac: KFAC) -> dict[str, Tensor]:
     """Return the weights of the rank's running averages, each `[1]`, by the factor's name."""
-    return kfac.factors.weights
+    return kfac.preconditioner.factors.weights
 
 
 def statistics(kfac: KFAC) -> Arena:
     """Return the sums of the passes since the last step, by the factor's name, with counts."""
-    return kfac.factors.statistics
+    return kfac.preconditioner.factors.statistics
 
 
 def bases(kfac: KFAC) -> Arena:
     """Return the rank's decompositions in use, by the names of the state."""
-    return kfac.bases.arena
+    return kfac.preconditioner.bases.arena
 
 
 def scales(kfac: KFAC) -> Arena:
     """Return the averages of EKFAC's scales, by layer."""
-    return kfac.scales.averages
+    return _scales(kfac).averages
 
 
 def scale_weights(kfac: KFAC) -> dict[str, Tensor]:
     """Return the weights of the averages of EKFAC's scales, each `[1]`, by layer."""
-    return kfac.scales.weights
+    return _scales(kfac).weights
 
 
 def scale_sums(kfac: KFAC) -> Arena:
     """Return the sums of squares of the passes since the last step, by layer, with counts."""
-    return kfac.scales.sums
+    return _scales(kfac).sums
 
 
 def gradients(trainer: Trainer) -> Arena:
     """Return the gradients of the last step, averaged over ranks, by block."""
-    return trainer.gradients.arena
+    return trainer.built.gradients.arena
 
 
 def directions(kfac: KFAC) -> Arena:
     """Return the directions of the last step that the rank holds, by layer."""
-    return kfac.directions.arena
+    return kfac.preconditioner.directions.arena
 
 
 def predicted_change(kfac: KFAC) -> Tensor:
     """Return the change of the loss that the quadratic model predicts of the last step, `[1]`."""
-    return kfac.directions.expected
+    return kfac.preconditioner.directions.expected
 
 
 def memory(trainer: Trainer) -> dict[str, int]:
@@ -134,30 +129,43 @@ def memory(trainer: Trainer) -> dict[str, int]:
 
     "parts" and "wires" are there if something is kept for parts of a batch and for encodings.
     """
-    rule = [arena for kept in vars(trainer.replicas.rule).values() for arena in _arenas(kept)]
-    found = {"gradients": trainer.gradients.arena.flat.nbytes, "copies": _bytes(rule)}
-    parts = trainer.gradients.parts.nbytes
-    kept = [*trainer.grid.encoded.kept.values(), trainer.gradients._before.flat]
+    built = trainer.built
+    rule = getattr(built.exchange, "rule", None)
+    arenas = [arena for value in vars(rule).values() for arena in _arenas(value)] if rule else []
+    sizes = {"gradients": built.gradients.arena.flat.nbytes, "copies": _bytes(arenas)}
+    parts = built.gradients.sender.nbytes
+    losses = sum(residuals.nbytes for residuals in built.grid.encoded.kept.values())
+    before = getattr(built.update, "_before", None)
+    losses += 0 if before is None else before.flat.nbytes
     if isinstance(trainer, KFAC):
+        made = trainer.preconditioner
+        squares = getattr(made.factors.sender, "_statistics", None)
         of_kfac = {
-            "statistics": trainer.factors.statistics,
-            "squares": trainer.factors._squares,
-            "averages": trainer.factors.averages,
-            "bases": trainer.bases.arena,
-            "denominators": trainer.bases.denominators,
-            "scales": trainer.scales.averages,
-            "scale sums": trainer.scales.sums,
-            "directions": trainer.directions.arena,
+            "statistics": made.factors.statistics,
+            "averages": made.factors.averages,
+            "bases": made.bases.arena,
+            "denominators": made.bases.denominators,
+            "scales": made.bases.scales,
+            "directions": made.directions.arena,
         }
-        found |= {name: arena.flat.nbytes for name, arena in of_kfac.items()}
-        parts += trainer.factors.parts.nbytes
-    optional = {"parts": parts, "wires": sum(losses.nbytes for losses in kept)}
-    return found | {name: size for name, size in optional.items() if size}
+        sizes |= {name: arena.flat.nbytes for name, arena in of_kfac.items()}
+        sizes["squares"] = 0 if squares is None else made.factors.sender.arena.flat.nbytes
+        sizes["scale sums"] = sum(part.sums.flat.nbytes for part in made.of_solver)
+        parts += made.factors.sender.nbytes
+    optional = {"parts": parts, "wires": losses}
+    return sizes | {name: size for name, size in optional.items() if size}
 
 
-def _arenas(kept: object) -> list[Arena]:
+def _scales(kfac: KFAC) -> Scales:
+    """Return the part of EKFAC's scales."""
+    (scales,) = kfac.preconditioner.of_solver
+    return scales
+
+
+def _arenas(value: object) -> list[Arena]:
     """Return the arenas of an attribute: an arena, or arenas in a list."""
-    return [one for one in (kept if isinstance(kept, list) else [kept]) if isinstance(one, Arena)]
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, Arena)]
 
 
 def _bytes(arenas: Sequence[Arena]) -> int:
@@ -184,35 +192,35 @@ def settings(kfac: KFAC) -> Settings:
 
 def damping(kfac: KFAC, step: int) -> float:
     """Return the damping in force at a step."""
-    return kfac.settings.at("damping", step)
+    return kfac.settings.at(step).damping
 
 
 def due(kfac: KFAC, step: int) -> tuple[bool, bool, int | None]:
     """Return whether a step makes new factors and decompositions, and of which share; None: all."""
     stagger = kfac.plan.strategy.refresh.stagger
-    refresh = step == 0 or kfac.settings.due("basis_every", step, stagger)
-    share = None if step == 0 or stagger == 1 else kfac.settings.turn("basis_every", step, stagger)
-    return kfac.settings.due("factor_every", step), refresh, share
+    numbers = kfac.settings.at(step, stagger)
+    due = kfac.settings.due("factor_every", step)
+    return due, step == 0 or numbers.refreshes, None if step == 0 else numbers.turn
 
 
 def records_scales(kfac: KFAC) -> bool:
     """Return whether the hooks of layers record EKFAC's scales."""
-    return kfac.recorder.after_call is not None
+    return bool(kfac.preconditioner.of_solver)
 
 
 def decompositions(kfac: KFAC) -> Bases:
     """Return the part that decomposes: `held`, `solver_of`, `sides` and `decompose`."""
-    return kfac.bases
+    return kfac.preconditioner.bases
 
 
-def replicas(trainer: Trainer) -> Replicas:
+def replicas(trainer: Trainer) -> Copies:
     """Return the part that keeps copies of the model, with the `rule` that merges copies."""
-    return trainer.replicas
+    return trainer.built.exchange
 
 
 def whole_factors(kfac: KFAC) -> Mapping[str, Tensor]:
     """Return the factors to decompose by name, packed; with `reduce_at="bases"`, reduced now."""
-    return kfac.factors.whole(None)
+    return kfac.preconditioner.factors.whole(None)
 
 
 def settle(kfac: KFAC) -> None:
@@ -220,14 +228,15 @@ def settle(kfac: KFAC) -> None:
 
     Collective over: world with `overlap`, else none.
     """
-    kfac.factors.settle()
+    kfac.preconditioner.factors.settle()
 
 
 def settled(kfac: KFAC) -> bool:
     """Return whether no statistics are on their way."""
-    return kfac.factors.settled
+    return kfac.preconditioner.factors.settled
 
 
 def look(trainer: Trainer) -> None:
     """Compare the trained parameters of the model with those of the last step."""
-    trainer.gradients.look(trainer._in_force())
+    numbers = trainer.built.method.numbers(trainer.steps)
+    trainer.built.gradients.look(trainer._compared(numbers))

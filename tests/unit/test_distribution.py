@@ -12,7 +12,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Distribution
-from mpikfac.hybrid.rows import layers_before
+from mpikfac.extensions.hybrid.rows import layers_before
 from mpikfac.plan import CHANNELS, LayerCall, distribution_table, divisors, layer_messages, places
 from mpikfac.predict import Level, Machine, choose_distribution, distribution_seconds
 

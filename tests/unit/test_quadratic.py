@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpikfac import Length, LevenbergMarquardt, Strategy, UserError
-from mpikfac.numerics import Batch, inner_products, lowest, slopes_and_curvatures
+from mpikfac.extensions.quadratic import Batch, inner_products, lowest, slopes_and_curvatures
 from support import inside, problem
 
 DAMPING = 0.05
@@ -87,7 +87,8 @@ def take_step(kfac, x, loss, **more):
     """Take a step of `kfac` on a batch."""
     kfac.optimizer.zero_grad()
     loss(kfac.model(x)).backward()
-    kfac.step(inputs=x, loss=loss, **more)
+    kfac.length.batch(x, loss)
+    kfac.step(**more)
 
 
 # -- the numbers ---------------------------------------------------------------------------------
@@ -207,7 +208,8 @@ def test_one_step_of_a_linear_regression_is_newtons(comm):
     kfac.record(outputs, "squared-error")
     before = loss(outputs)
     before.backward()
-    kfac.step(inputs=x, loss=loss)
+    kfac.length.batch(x, loss)
+    kfac.step()
     expected = torch.linalg.lstsq(torch.cat([x, torch.ones(30, 1)], 1), y).solution
     found = torch.cat([model.weight, model.bias[:, None]], 1)
     torch.testing.assert_close(found.detach(), expected.T)
@@ -237,7 +239,8 @@ def test_curvatures_may_come_from_a_part_of_the_batch(comm, part):
     _, matrix = dense(model, x[part], some)
     before = flat(model.parameters())
     loss(model(x)).backward()
-    kfac.step(inputs=x[part], loss=some)
+    kfac.length.batch(x[part], some)
+    kfac.step()
     curvature = gradient @ matrix @ gradient + DAMPING * gradient @ gradient
     expected = before - gradient * (gradient @ gradient / curvature)
     torch.testing.assert_close(flat(model.parameters()), expected)
@@ -309,7 +312,8 @@ def test_a_scaled_loss_takes_the_same_step(comm):
     for factor in (torch.inf, 1.0):
         kfac.optimizer.zero_grad()
         scaler.scale(factor * loss(other(x))).backward()
-        kfac.step(scaler, inputs=x, loss=loss)
+        kfac.length.batch(x, loss)
+        kfac.step(scaler)
         assert torch.equal(flat(other.parameters()), before) == (factor == torch.inf)
     torch.testing.assert_close(flat(other.parameters()), flat(model.parameters()))
 
@@ -355,7 +359,8 @@ def test_another_loss_is_warned_of_once(comm, caplog, factor):
     for _ in range(2):
         kfac.optimizer.zero_grad()
         F.cross_entropy(model(x), labels()).backward()
-        kfac.step(inputs=x, loss=lambda outputs: factor * F.cross_entropy(outputs, labels()))
+        kfac.length.batch(x, lambda outputs: factor * F.cross_entropy(outputs, labels()))
+        kfac.step()
     said = [r for r in caplog.records if "the loss of backward()" in r.getMessage()]
     assert len(said) == (factor not in (0.5, 2.0))
     for record in said:
@@ -393,17 +398,35 @@ def test_a_changed_learning_rate_is_refused_at_the_step(comm):
         take_step(kfac, torch.randn(2, 4), lambda outputs: outputs.square().mean())
 
 
-@pytest.mark.parametrize("given", [{}, {"inputs": torch.ones(1, 4)}, {"loss": torch.sum}])
-def test_a_model_needs_inputs_and_loss(comm, given):
-    with pytest.raises(ValueError, match="length='quadratic' needs inputs and loss"):
-        trainer(comm, tanh_net()).step(**given)
+def test_each_step_needs_a_batch(comm):
+    """Oracle: the line; a batch serves a single step."""
+    kfac = trainer(comm, tanh_net())
+    take_step(kfac, torch.randn(2, 4), lambda outputs: outputs.square().mean())
+    with pytest.raises(ValueError, match=r"needs length.batch\(inputs, loss\) before each step"):
+        kfac.step()
 
 
-def test_inputs_and_loss_need_the_model(comm):
+def test_a_batch_needs_the_quadratic_model(comm):
     model = tanh_net()
     kfac = problem.kfac(model, torch.optim.SGD(model.parameters(), lr=1.0), comm)
     with pytest.raises(ValueError, match=r"needs length=Length\('quadratic'\)"):
-        kfac.step(inputs=torch.ones(1, 4), loss=torch.sum)
+        kfac.length.batch(torch.ones(1, 4), torch.sum)
+
+
+@pytest.mark.parametrize(
+    ("former", "place"),
+    [
+        ({"inputs": 1}, "kfac.length.batch(inputs, loss) before step() now"),
+        ({"loss": 1}, "kfac.length.batch(inputs, loss) before step() now"),
+        ({"mean_loss": 1}, "trainer.exchange.hear(loss) before step() now"),
+    ],
+)
+def test_former_arguments_of_a_step_name_their_new_places(comm, former, place):
+    """Oracle: the lines."""
+    with pytest.raises(ValueError, match=re.escape(place)):
+        trainer(comm, tanh_net()).step(**former)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'batch'"):
+        trainer(comm, tanh_net()).step(batch=1)
 
 
 def test_outputs_have_to_be_a_tensor(comm):
@@ -416,7 +439,8 @@ def test_outputs_have_to_be_a_tensor(comm):
     x = torch.randn(2, 4).double()
     model(x)[0].sum().backward()
     with pytest.raises(ValueError, match="the model returns a tuple; length='quadratic' takes"):
-        kfac.step(inputs=x, loss=torch.sum)
+        kfac.length.batch(x, torch.sum)
+        kfac.step()
 
 
 def test_an_operator_without_a_forward_mode_is_named(comm):

@@ -151,12 +151,12 @@ def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]
     return [name_of[id(module)] for layer in left for module in layer.modules]
 
 
-def recorded(averages: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
-    """Return a layer's existing factors `[groups, order, order]`."""
+def recorded(state: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
+    """Return a layer's existing factors `[groups, order, order]`, of a trainer's state."""
     found = {}
     for side in form.sides:
         (factor,) = form.side(side)
-        matrix = mpikfac.numerics.unfold_triangle(averages[factor.name])
+        matrix = mpikfac.numerics.unfold_triangle(state[f"kfac/factors/{factor.name}"])
         if side in form.diagonal:
             matrix = matrix.view(form.groups, -1).diag_embed()
         found[side] = matrix.view(form.groups, *matrix.shape[-2:])

@@ -200,12 +200,15 @@ class Run(Problem):
     def _end_step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
         """Step the trainer; a quadratic model takes the images that the factors are made of."""
         if not (isinstance(self.trainer, mpikfac.KFAC) and self.options.quadratic):
-            self.trainer.step(mean_loss=mean_loss)
+            if self.trainer.plan.strategy.exchange.merging.merge == "leader":
+                self.trainer.exchange.hear(mean_loss)
+            self.trainer.step()
             return
         every = self.options.kfac.estimator.subsample or 1
         inputs = self.normalise(images[::every])
         targets = self.task.targets(inputs, labels[::every])
-        self.trainer.step(inputs=inputs, loss=lambda outputs: self.loss(outputs, targets))
+        self.trainer.length.batch(inputs, lambda outputs: self.loss(outputs, targets))
+        self.trainer.step()
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the loss after a step on the images of the step; running statistics stay."""

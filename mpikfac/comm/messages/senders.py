@@ -51,6 +51,11 @@ class Sender:
         """The numbers of the rank's batch so far, `[..., size of the arena]`."""
         return self.arena.flat
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes kept beside the arena."""
+        return 0
+
     def ready(self, *names: str) -> None:
         """Mark blocks as complete.
 
@@ -58,8 +63,8 @@ class Sender:
         """
 
     def is_ready(self, name: str) -> bool:
-        """Return whether a block need not be marked as complete any more."""
-        return True
+        """Return whether a block was marked as complete; only an early sender keeps marks."""
+        return False
 
     def collect(self) -> None:
         """Keep the content of the arena as a part of the rank's batch.
@@ -158,6 +163,11 @@ class InOrder(Sender):
     def collected(self) -> Tensor:
         """The parts so far, `[parts, size of the arena]`."""
         return self._parts.collected
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the parts."""
+        return self._parts.nbytes
 
     def collect(self) -> None:
         """Keep the content of the arena as the next part.

@@ -71,15 +71,15 @@ class Directions(Part):
 
         Collective over: row; and world, if the step is bounded and no rank holds all directions.
         """
-        self._precondition(numbers.damping)
-        self.site.grid.exchange(self._messages, self.arena.flat)
+        self.precondition(numbers.damping)
+        self.publish()
         self._replace_broken()
         if numbers.bound is not None and self.gradients.layers:
             self._clip(numbers.bound)
         if self.settings.damping.adapted and self.length.predicted:
             self._predict()
 
-    def _precondition(self, damping: float) -> None:
+    def precondition(self, damping: float) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
         with self.site.trace.stage("precondition"):
             self.bases.damp(damping)
@@ -88,6 +88,13 @@ class Directions(Part):
                 gradient = means.get(planned.name, planned.gradient)
                 planned.direction.copy_(planned.solver.direction(gradient, planned.held))
             self.length.scale(means)
+
+    def publish(self) -> None:
+        """Send directions to the ranks that lack the directions.
+
+        Collective over: row.
+        """
+        self.site.grid.exchange(self._messages, self.arena.flat)
 
     def _replace_broken(self) -> None:
         """Replace a direction with NaN or infinity, of a layer without bases, by the gradient."""

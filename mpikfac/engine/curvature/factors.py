@@ -93,7 +93,7 @@ class Factors(Part):
 
         Collective over: none.
         """
-        for name, factors in self._of_layer.items():
+        for name, factors in self._of_layer.items() if self.sender.early else ():
             if not self.sender.is_ready(factors[0].name):
                 self.ready(name)
 

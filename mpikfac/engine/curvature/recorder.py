@@ -185,7 +185,7 @@ class Recorder(Part):
         self._turn: Turn | None = None
         self._hooks: list[Attached] = [model.register_forward_pre_hook(Hook(self._on_pass))]
         for sums in self._sums():
-            hook = Hook(partial(self._on_forward, sums.layer))
+            hook = Hook(self._on_forward, sums.layer)
             for module in sums.layer.modules:
                 self._hooks += sums.layer.attach(module, hook)
 
