@@ -457,7 +457,7 @@ def test_an_operator_without_a_forward_mode_is_named(comm):
 
 
 def test_the_caller_cannot_take_the_step(comm):
-    with pytest.raises(ValueError, match="with length='quadratic', call step"):
+    with pytest.raises(ValueError, match="with length='quadratic', call length"):
         trainer(comm, tanh_net()).precondition()
 
 

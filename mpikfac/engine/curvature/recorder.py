@@ -173,7 +173,7 @@ class Recorder(Part):
         self.recording, self.begin, self.paused = False, 0.0, False
         self.factors, self.estimator, self._of_loss = factors, estimator, estimator.of_loss
         self.statistics, self._observers = factors.statistics, observers
-        self._layers = _bound_layers(layers, factors, estimator)
+        self._layers, self._pooled = _bound_layers(layers, factors, estimator), self.plan.pooled
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
         self._counted: dict[str, Counts] = {}  # of finished layers
@@ -364,7 +364,7 @@ class Recorder(Part):
         vectors = layer.positions(g)
         if turn.first:
             sums.counts.add(len(x), vectors, forward_pass)
-        distance = sums.distance or usual_distance(len(x), vectors, self.plan.pooled, sums.order)
+        distance = sums.distance or usual_distance(len(x), vectors, self._pooled, sums.order)
         chosen = slice(int(self.begin * min(distance, len(x))), None, distance)
         chosen_x, chosen_g = layer.prepared(x, g)[chosen], g[chosen]
         weight = len(x) / max(1, len(chosen_x))
