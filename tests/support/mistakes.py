@@ -446,7 +446,7 @@ TABLE = (
     Mistake(
         "checkpoint: a restart accepts a stale shard of the right size",
         "checkpoint/shard.py",
-        "_compare(path, found, digest)",
+        "_compare(path, actual, digest)",
         "pass",
         "tests/unit/test_checkpoint.py",
     ),
