@@ -13,13 +13,13 @@ from mpikfac.comm.agreement import summed as summed
 from mpikfac.comm.agreement import together as together
 from mpikfac.comm.curvature_ranks import LEAVING as LEAVING
 from mpikfac.comm.curvature_ranks import Team as Team
+from mpikfac.comm.curvature_ranks import announce as announce
+from mpikfac.comm.curvature_ranks import announced as announced
 from mpikfac.comm.curvature_ranks import arrivals as arrivals
 from mpikfac.comm.curvature_ranks import begin_receive as begin_receive
 from mpikfac.comm.curvature_ranks import begin_send as begin_send
 from mpikfac.comm.curvature_ranks import leave as leave
 from mpikfac.comm.curvature_ranks import split as split
-from mpikfac.comm.curvature_ranks import tell as tell
-from mpikfac.comm.curvature_ranks import told as told
 from mpikfac.comm.grid import Grid as Grid
 from mpikfac.comm.group import Group as Group
 from mpikfac.comm.isolated import isolated_seconds as isolated_seconds

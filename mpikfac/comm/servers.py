@@ -122,8 +122,8 @@ def lost(link: MPI.Intercomm) -> list[int]:
     if not survives():
         return []
     failed = MPI.COMM_WORLD.Get_failed()  # of an inter-communicator, Open MPI names no rank
-    found = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
-    return [rank for rank in found if rank != MPI.UNDEFINED]
+    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
+    return [rank for rank in ranks if rank != MPI.UNDEFINED]
 
 
 def answer(link: MPI.Intercomm, client: int, tag: int, weights: Tensor, words: Answer) -> None:

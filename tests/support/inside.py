@@ -137,7 +137,7 @@ def memory(trainer: Trainer) -> dict[str, int]:
     rule = [arena for kept in vars(trainer.replicas.rule).values() for arena in _arenas(kept)]
     found = {"gradients": trainer.gradients.arena.flat.nbytes, "copies": _bytes(rule)}
     parts = trainer.gradients.parts.nbytes
-    kept = [*trainer.grid.encoded.kept.values(), trainer.gradients._before.flat]
+    kept = [*trainer.grid.encoded.memory.values(), trainer.gradients._before.flat]
     if isinstance(trainer, KFAC):
         of_kfac = {
             "statistics": trainer.factors.statistics,
