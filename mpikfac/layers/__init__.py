@@ -25,10 +25,10 @@ from mpikfac.layers.trained import Trained as Trained
 from mpikfac.layers.trained import take_model as take_model
 from mpikfac.layers.trained import trainer_of as trainer_of
 from mpikfac.layers.transposed import TransposedLayer as TransposedLayer
-from mpikfac.layers.uncovered import SKIP as SKIP
-from mpikfac.layers.uncovered import VOTES as VOTES
 from mpikfac.layers.uncovered import Counts as Counts
 from mpikfac.layers.uncovered import Other as Other
 from mpikfac.layers.uncovered import Statistic as Statistic
-from mpikfac.layers.uncovered import Votes as Votes
 from mpikfac.layers.uncovered import in_words as in_words
+from mpikfac.layers.votes import SKIP as SKIP
+from mpikfac.layers.votes import VOTES as VOTES
+from mpikfac.layers.votes import Votes as Votes

@@ -6,8 +6,8 @@ from mpikfac.solvers.eigen import Eigen as Eigen
 from mpikfac.solvers.eigen import eigenbasis as eigenbasis
 from mpikfac.solvers.eigen import products_of_values as products_of_values
 from mpikfac.solvers.eigen import values_in_basis as values_in_basis
-from mpikfac.solvers.eigenvalues import beside as beside
 from mpikfac.solvers.eigenvalues import mean_eigenvalues as mean_eigenvalues
+from mpikfac.solvers.eigenvalues import repeated as repeated
 from mpikfac.solvers.ekfac import Ekfac as Ekfac
 from mpikfac.solvers.ekfac import squares_in_bases as squares_in_bases
 from mpikfac.solvers.inverse import Inverse as Inverse
