@@ -38,8 +38,8 @@ class _Linear(torch.autograd.Function):
 def _linear(
     x: Tensor, there: Exchange, back: Exchange, stages: Stages = (FORWARD, BACKWARD)
 ) -> Tensor:
-    found: Tensor = _Linear.apply(x, there, back, stages)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Linear.apply(x, there, back, stages)  # type: ignore[no-untyped-call]
+    return output
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
