@@ -49,7 +49,7 @@ from mpikfac.comm.servers import answer as answer
 from mpikfac.comm.servers import ask as ask
 from mpikfac.comm.servers import joined as joined
 from mpikfac.comm.servers import look as look
-from mpikfac.comm.servers import lost as lost
+from mpikfac.comm.servers import lost_ranks as lost_ranks
 from mpikfac.comm.servers import receive_items as receive_items
 from mpikfac.comm.servers import receive_request as receive_request
 from mpikfac.comm.servers import send_items as send_items

@@ -114,7 +114,7 @@ def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
     return cast(Request, link.recv(source=client, tag=tag))
 
 
-def lost(link: MPI.Intercomm) -> list[int]:
+def lost_ranks(link: MPI.Intercomm) -> list[int]:
     """Return the ranks of the other side that have died, as far as MPI knows.
 
     Collective over: none.

@@ -179,7 +179,7 @@ TABLE = (
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",
         "comm/messages/encoded.py",
-        "return encode(flat[part], codec, lost[part], velocity)",
+        "return encode(flat[part], codec, residuals[part], velocity)",
         "return encode(flat[part], codec)",
         "tests/mpi/test_wires.py",
         2,

@@ -58,13 +58,13 @@ class Encoded:
         total = flat.new_zeros(length)
         for part in self._passed(comm.Alltoall, parts, parts.numel()).view(parts.shape):
             add_decoded(total, part, codec)
-        missing = torch.zeros_like(total) if codec.feedback else None
-        shard = encode(total, codec, missing)
+        residual = torch.zeros_like(total) if codec.feedback else None
+        shard = encode(total, codec, residual)
         # Only the total of all ranks' residuals matters: this rank keeps the error of the sum too.
-        if missing is not None:
+        if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
-            lost = self.memory[message.stage][start : min(start + length, span[1])]
-            lost += missing[: len(lost)]
+            residuals = self.memory[message.stage][start : min(start + length, span[1])]
+            residuals += residual[: len(residuals)]
         gathered = self._passed(comm.Allgather, shard, parts.numel())
         _decode(flat, span, [gathered[: len(encoded)]], codec)
         return parts.numel() + len(shard)
@@ -96,9 +96,9 @@ class Encoded:
     ) -> int:
         """Sum matrices on all members as products of low rank, of two sums [PowerSGD]."""
         (span,), places = message.spans, codec.matrices
-        lost = self._memory_of(message.stage, flat)
-        lost[slice(*span)] += flat[slice(*span)]
-        matrices = [matrix_in(lost, place) for place in places]
+        residuals = self._memory_of(message.stage, flat)
+        residuals[slice(*span)] += flat[slice(*span)]
+        matrices = [matrix_in(residuals, place) for place in places]
         left, right = (flat.new_empty(size) for size in codec.sides())
         before = self._memory_of((message.stage, span, RIGHT), right)
         rights, lasts = (in_turn(factor, codec, 1) for factor in (right, before))
@@ -110,7 +110,7 @@ class Encoded:
             p.copy_(orthonormal(p))
             torch.matmul(matrix.mT, p, out=q)
             matrix.sub_(p @ q.mT)
-        lost[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
+        residuals[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
         self._add_up(comm, right)
         for place, p, q in zip(places, lefts, rights):
             torch.matmul(p, q.mT, out=matrix_in(flat, place))
@@ -159,10 +159,10 @@ class Encoded:
         part = slice(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
-        lost, velocity = self._memory_of(stage, flat), None
+        residuals, velocity = self._memory_of(stage, flat), None
         if codec.momentum:
             velocity = self._memory_of((stage, LATER), flat)[part]
-        return encode(flat[part], codec, lost[part], velocity)
+        return encode(flat[part], codec, residuals[part], velocity)
 
     def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
         """Return the memory under a name; zeros at first."""
