@@ -146,15 +146,15 @@ def has_form(content: Any, form: Any) -> bool:
             least these keys; a tuple of forms, for any of the forms; None for null.
     """
     if isinstance(form, tuple):
-        return any(has_form(content, one) for one in form)
+        return any(has_form(content, alternative) for alternative in form)
     if isinstance(form, list):
-        return isinstance(content, list) and all(has_form(one, form[0]) for one in content)
+        return isinstance(content, list) and all(has_form(element, form[0]) for element in content)
     if isinstance(form, dict):
         if not isinstance(content, dict):
             return False
         if str in form:
-            return all(has_form(one, form[str]) for one in content.values())
-        return all(key in content and has_form(content[key], one) for key, one in form.items())
+            return all(has_form(element, form[str]) for element in content.values())
+        return all(key in content and has_form(content[key], inner) for key, inner in form.items())
     if form is float:
         return type(content) in (int, float) and abs(content) <= HUGE
     if form is int:
@@ -188,9 +188,9 @@ def write_bytes(path: str | Path, content: bytes | memoryview, *, named: bool = 
         OSError: the file cannot be written.
     """
     with writing(path, named=named) as file:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[file.write(rest) :]
+        remaining = memoryview(content)
+        while remaining:
+            remaining = remaining[file.write(remaining) :]
 
 
 def write_text(path: str | Path, text: str, *, named: bool = False) -> None:
@@ -261,7 +261,7 @@ def _levels(content: Any) -> int:
     """Return the levels of lists and objects in JSON; at most `DEEP` + 1 are counted."""
     level, levels = [content], 0
     while levels <= DEEP and (
-        level := [found for found in level if isinstance(found, dict | list)]
+        level := [nested for nested in level if isinstance(nested, dict | list)]
     ):
         levels += 1
         level = [

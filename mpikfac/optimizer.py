@@ -48,8 +48,8 @@ class Optimizer(torch.optim.Optimizer):
         if not isinstance(trainer, Trainer):
             raise ValueError(f"trainer={type(trainer).__name__} must be a KFAC or a DataParallel")
         _check_processes()
-        own = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}
-        super().__setstate__(own)  # __init__ would make parameter groups and a state anew
+        fields = {"trainer": trainer, "_max_norm": max_norm, "defaults": trainer.optimizer.defaults}
+        super().__setstate__(fields)  # __init__ would make parameter groups and a state anew
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]

@@ -42,12 +42,12 @@ class Recorded(NamedTuple):
 def self_seconds(events: Sequence[Event]) -> list[float]:
     """Return the seconds of every event without the seconds of inner events."""
     inside: defaultdict[tuple[str, int], float] = defaultdict(float)
-    own = []
+    durations = []
     for event in events:  # inner events end before the outer event
         seconds = event.end - event.start
-        own.append(seconds - inside.pop((event.thread, event.depth + 1), 0.0))
+        durations.append(seconds - inside.pop((event.thread, event.depth + 1), 0.0))
         inside[event.thread, event.depth] += seconds
-    return own
+    return durations
 
 
 def waiting(ranks: Sequence[Sequence[Event]], columns: int) -> list[list[float]]:
@@ -110,17 +110,17 @@ def stage_means(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
 
 def _rank_means(recorded: Recorded, waited: Sequence[float]) -> dict[str, Any]:
     totals: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0] * len(MEANS))
-    for event, own, wait in zip(recorded.events, self_seconds(recorded.events), waited):
-        for index, value in enumerate((own, 1, event.bytes, wait)):
+    for event, duration, wait in zip(recorded.events, self_seconds(recorded.events), waited):
+        for index, value in enumerate((duration, 1, event.bytes, wait)):
             totals[event.thread, event.name][index] += value
-    whole = sum(end - start for start, end in recorded.steps.values())
+    in_steps = sum(end - start for start, end in recorded.steps.values())
     training = sum(seconds for (thread, _), (seconds, *_) in totals.items() if not thread)
-    totals["", "other"][0] = whole - training
+    totals["", "other"][0] = in_steps - training
     steps = len(recorded.steps)
     threads: defaultdict[str, Stages] = defaultdict(dict)
     for (thread, stage), values in totals.items():
         threads[thread][stage] = {key: value / steps for key, value in zip(MEANS, values)}
-    return {"seconds": whole / steps, "stages": threads.pop(""), "beside": dict(threads)}
+    return {"seconds": in_steps / steps, "stages": threads.pop(""), "beside": dict(threads)}
 
 
 def stage_table(means: Mapping[str, Any]) -> list[list[str]]:
@@ -186,20 +186,20 @@ def collective_means(
             entry has None in the result.
     """
     rows = [_of_rank(recorded, alone) for recorded, alone in zip(ranks, isolated)]
-    found: dict[str, dict[str, float | None]] = {}
+    stages: dict[str, dict[str, float | None]] = {}
     for stage in dict.fromkeys(stage for row in rows for stage in row):
         of_ranks = [row.get(stage, dict.fromkeys(SENT, 0.0)) for row in rows]
         means = {key: _mean(of_ranks, key) for key in SENT}
-        found[stage] = {**means, "hidden": _hidden(means)}
+        stages[stage] = {**means, "hidden": _hidden(means)}
         if not any(stage in times for times in isolated):
-            found[stage]["isolated"] = None
-    return found
+            stages[stage]["isolated"] = None
+    return stages
 
 
 def _of_rank(recorded: Recorded, isolated: Mapping[str, float]) -> Stages:
     """Return SENT by stage of messages, per step."""
     waits = [(e.start, e.end) for e in recorded.events if e.name in COMMUNICATION and not e.thread]
-    busy, steps, found = _covered(waits), recorded.steps.values(), {}
+    busy, steps, stages = _covered(waits), recorded.steps.values(), {}
     for stage, flights in _flights(recorded.events).items():
         flown = _covered(flights)
         runs = sum(any(start <= begun < end for begun, _ in flights) for start, end in steps)
@@ -209,8 +209,8 @@ def _of_rank(recorded: Recorded, isolated: Mapping[str, float]) -> Stages:
             "in_flight": flown,
             "exposed": flown - (_covered(flights + waits) - busy),
         }
-        found[stage] = {key: value / len(steps) for key, value in values.items()}
-    return found
+        stages[stage] = {key: value / len(steps) for key, value in values.items()}
+    return stages
 
 
 def _hidden(values: Mapping[str, float]) -> float:
@@ -223,10 +223,10 @@ def _flights(events: Sequence[Event]) -> dict[str, Spans]:
     for number, event in enumerate(events, start=1):
         if event.over:
             pieces[event.name, event.thread, event.flight or -number].append(event)
-    found: defaultdict[str, Spans] = defaultdict(list)
-    for (stage, _, _), some in pieces.items():
-        found[stage].append((some[0].start, some[-1].end))
-    return found
+    flights: defaultdict[str, Spans] = defaultdict(list)
+    for (stage, _, _), parts in pieces.items():
+        flights[stage].append((parts[0].start, parts[-1].end))
+    return flights
 
 
 def _covered(spans: Spans) -> float:
@@ -241,9 +241,9 @@ def _covered(spans: Spans) -> float:
 def collective_table(means: Mapping[str, Mapping[str, float | None]]) -> list[list[str]]:
     """Return `collective_means` as rows of cells, in ms and MB, with a row of sums."""
     sums = {key: sum(values[key] or 0.0 for values in means.values()) for key in SENT}
-    every = [*means.items(), ("all", sums | {"hidden": _hidden(sums)})]
+    entries = [*means.items(), ("all", sums | {"hidden": _hidden(sums)})]
     rows = [["collective", "MB sent", "isolated", "in flight", "exposed", "hidden"]]
-    for stage, values in every:
+    for stage, values in entries:
         bytes, *times, hidden = (values[key] for key in (*SENT, "hidden"))
         ms = ["-" if seconds is None else f"{seconds * 1e3:.2f}" for seconds in times]
         rows.append([stage, f"{(bytes or 0) / 1e6:.3f}", *ms, f"{hidden or 0:.1%}"])
@@ -262,12 +262,12 @@ def chrome_trace(ranks: Sequence[Recorded], columns: int) -> dict[str, Any]:
     """
     origin = min(start for recorded in ranks for start, _ in recorded.steps.values())
     waits = waiting([recorded.events for recorded in ranks], columns)
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
     for rank, (recorded, waited) in enumerate(zip(ranks, waits)):
         place = f"rank {rank} (row {rank // columns}, column {rank % columns})"
-        found.append(_label("process_name", rank, 0, place))
-        found += _slices(recorded.later(-origin), waited, rank)
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+        events.append(_label("process_name", rank, 0, place))
+        events += _slices(recorded.later(-origin), waited, rank)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
 def _slices(recorded: Recorded, waited: Sequence[float], rank: int) -> Iterator[dict[str, Any]]:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -58,10 +59,15 @@ def private(tree: ast.AST) -> set[str]:
     public = {"mpikfac", *(f"mpikfac.{name}" for name in mpikfac.__all__)}
     for room in (*ROOMS, "files", "timeline", "trace"):
         module = importlib.import_module(f"mpikfac.{room}")
-        names = getattr(module, "__all__", vars(module))
-        public |= {f"mpikfac.{room}", *(f"mpikfac.{room}.{name}" for name in names)}
+        public |= {f"mpikfac.{room}", *(f"mpikfac.{room}.{name}" for name in names_of(module))}
     closed = ("mpikfac", "mpi4py", "h5py")
     return {name for name in imported(tree) if name.partition(".")[0] in closed} - public
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """Return the names that a module exports: `__all__`, or all public names but modules."""
+    names = [name for name, value in vars(module).items() if not isinstance(value, ModuleType)]
+    return getattr(module, "__all__", [name for name in names if not name.startswith("_")])
 
 
 def room_of(path: Path) -> str:
@@ -158,7 +164,7 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 def exported() -> set[str]:
     """Return the names that the doors of the library export."""
     doors = (importlib.import_module(f"mpikfac.{room}") for room in ROOMS)
-    return {*mpikfac.__all__, *(name for door in doors for name in door.__all__)}
+    return {*mpikfac.__all__, *(name for door in doors for name in names_of(door))}
 
 
 @pytest.mark.parametrize("path", LIBRARY + PROGRAMS, ids=lambda path: path.name)

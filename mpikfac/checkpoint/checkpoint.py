@@ -56,8 +56,8 @@ def save_checkpoint(
         UserError: writing failed on some rank, ranks disagree, or an item cannot be stored.
     """
     begun = _begin(comm, Path(root), items, step, keep)
-    mine = {name: items[name] for name in begun.names}
-    final = _finish(comm, begun, lambda: _write(begun, comm.rank, mine))
+    share = {name: items[name] for name in begun.names}
+    final = _finish(comm, begun, lambda: _write(begun, comm.rank, share))
     if comm.rank == 0:
         _prune(final, keep)
     return final
@@ -101,8 +101,8 @@ class CheckpointWriter:
         """
         self.commit()
         begun = _begin(self.comm, self.root, items, step, self.keep)
-        mine = self._copied({name: items[name] for name in begun.names})
-        self._shard = self._thread.submit(_write, begun, self.comm.rank, mine)
+        share = self._copied({name: items[name] for name in begun.names})
+        self._shard = self._thread.submit(_write, begun, self.comm.rank, share)
         self._begun = begun
 
     def commit(self) -> Path | None:
@@ -141,10 +141,10 @@ class CheckpointWriter:
 
     def _copied(self, items: Mapping[str, Value]) -> dict[str, Value]:
         """Return the items, with tensors copied to the host into the last checkpoint's buffers."""
-        kept, self._copies = self._copies, {}
+        buffers, self._copies = self._copies, {}
         for name, value in items.items():
             if isinstance(value, Tensor):
-                self._copies[name] = _to_host(value.detach(), kept.get(name))
+                self._copies[name] = _to_host(value.detach(), buffers.get(name))
         if any(isinstance(value, Tensor) and not value.is_cpu for value in items.values()):
             torch.accelerator.synchronize()
         return {**items, **self._copies}
@@ -160,11 +160,11 @@ def load_checkpoint(comm: Comm, path: str | Path) -> Checkpoint:
     Raises:
         UserError: `path` holds no complete checkpoint of this format, or the manifest is damaged.
     """
-    found = None
+    checkpoint = None
     with together(comm, f"reading checkpoint {path}", untrusted=True):
         if comm.rank == 0:
-            found = read_checkpoint(path)
-    return cast(Checkpoint, comm.bcast(found))
+            checkpoint = read_checkpoint(path)
+    return cast(Checkpoint, comm.bcast(checkpoint))
 
 
 def find_checkpoint(comm: Comm, root: str | Path, skip: Collection[str] = ()) -> Checkpoint | None:
@@ -298,8 +298,8 @@ def _is_sound(path: Path) -> bool:
 
 def _signature(checkpoint: Checkpoint) -> object:
     """Return values that change if a file of the checkpoint changes."""
-    found = {file: (checkpoint.path / file).lstat() for file in checkpoint.shards}
-    times = [(file, seen.st_ino, seen.st_size, seen.st_mtime_ns) for file, seen in found.items()]
+    stats = {file: (checkpoint.path / file).lstat() for file in checkpoint.shards}
+    times = [(file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats.items()]
     return checkpoint.digest, times
 
 
@@ -336,12 +336,12 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
     """Return every rank's names to write: largest items first, to an item's least loaded holder."""
     holders: dict[str, list[int]] = {}
     for rank, described in enumerate(held):
-        for name, found in described.items():
+        for name, form in described.items():
             ranks = holders.setdefault(name, [])
-            if ranks and found != (first := held[ranks[0]][name]):
+            if ranks and form != (first := held[ranks[0]][name]):
                 raise ValueError(
                     f"item {name!r} is {reprlib.repr(first)} on rank {ranks[0]} "
-                    f"but {reprlib.repr(found)} on rank {rank}"
+                    f"but {reprlib.repr(form)} on rank {rank}"
                 )
             ranks.append(rank)
     size = {name: held[ranks[0]][name]["bytes"] for name, ranks in holders.items()}
@@ -357,8 +357,8 @@ def _assign(held: Sequence[Mapping[str, dict[str, Any]]]) -> list[list[str]]:
 def _compare(sums: Sequence[Mapping[str, int]]) -> None:
     """Raise ValueError if ranks hold different bytes of the same item."""
     first: dict[str, tuple[int, int]] = {}
-    for rank, found in enumerate(sums):
-        for name, value in found.items():
+    for rank, checksums in enumerate(sums):
+        for name, value in checksums.items():
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
                 raise ValueError(

@@ -60,10 +60,10 @@ def write(path: Path, blocks: Iterable[bytes | memoryview]) -> int:
 
 def replace(path: Path, content: bytes) -> None:
     """Replace the file's content on disk; a killed run leaves the new or the old content."""
-    new = path.with_name(f".{path.name}.new")
-    _delete(new)
-    write(new, [content])
-    os.replace(new, path)
+    temporary = path.with_name(f".{path.name}.new")
+    _delete(temporary)
+    write(temporary, [content])
+    os.replace(temporary, path)
     _sync(path.parent)
 
 
@@ -85,7 +85,7 @@ def abandon(final: Path) -> None:
 
 def free(path: Path) -> int:
     """Return the free bytes on the file system of `path`; `path` need not exist."""
-    return shutil.disk_usage(next(found for found in [path, *path.parents] if found.exists())).free
+    return shutil.disk_usage(next(place for place in [path, *path.parents] if place.exists())).free
 
 
 def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
@@ -100,11 +100,11 @@ def prune(final: Path, keep: int, sound: Callable[[Path], bool]) -> None:
     for leftover in final.parent.glob(".step-*.deleted"):
         _delete(leftover)
     _remove(_replaced(final))
-    found = [path for path in named(final.parent) if path.is_dir() and not path.is_symlink()]
-    older = found[: found.index(final)]
-    kept = 1
-    while older and kept < keep:
-        kept += sound(older.pop())
+    checkpoints = [path for path in named(final.parent) if path.is_dir() and not path.is_symlink()]
+    older = checkpoints[: checkpoints.index(final)]
+    count = 1
+    while older and count < keep:
+        count += sound(older.pop())
     for path in older:
         _remove(path)
 
@@ -115,11 +115,11 @@ def named(root: Path) -> list[Path]:
     Raises:
         OSError: `root` is no directory, or cannot be read.
     """
-    found = {}
+    paths = {}
     for path in root.iterdir() if os.path.lexists(root) else ():
         if (step := step_of(path)) is not None:
-            found[step, not path.name.endswith(REPLACED)] = path
-    return [found[key] for key in sorted(found)]
+            paths[step, not path.name.endswith(REPLACED)] = path
+    return [paths[key] for key in sorted(paths)]
 
 
 def step_of(path: Path) -> int | None:

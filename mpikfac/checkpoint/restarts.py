@@ -34,11 +34,11 @@ def note_start(checkpoint: Checkpoint) -> None:
     """
     root = checkpoint.path.parent
     try:
-        known = _read(root)
+        starts = _read(root)
     except UNREADABLE as error:
         log.warning("starts are counted anew: %s cannot be read: %s", root / RECORD, error)
-        known = []
-    started = [start for start in known if start[0] > checkpoint.step]
+        starts = []
+    started = [start for start in starts if start[0] > checkpoint.step]
     started.append((checkpoint.step, checkpoint.digest, starts_from(checkpoint) + 1))
     record = [dict(zip(FIELDS, start)) for start in started]
     try:

@@ -98,8 +98,8 @@ def check_shard(path: Path, size: int, digest: str) -> None:
         UserError: the file is missing, or size or content differ.
     """
     with _opened(path, size) as file:
-        found = hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
-    _compare(path, found, digest)
+        actual = hashlib.file_digest(file, blake3).hexdigest()  # type: ignore[arg-type]
+    _compare(path, actual, digest)
 
 
 def read_shard(path: Path, size: int, digest: str) -> h5py.File:
@@ -158,8 +158,8 @@ def read_around(path: Path, large: str) -> tuple[dict[str, Value], int, int]:
         size = os.fstat(file.fileno()).st_size
         try:
             with h5py.File(file, "r") as shard:
-                found = {name: shard[name] for name in shard if name != large}
-                items = {name: _plain(found[name], size) for name in found}
+                datasets = {name: shard[name] for name in shard if name != large}
+                items = {name: _plain(datasets[name], size) for name in datasets}
                 place, length = shard[large].id.get_offset(), shard[large].nbytes
         except (AttributeError, LookupError, OSError, RuntimeError, TypeError) as error:
             reason = files.one_line(error)
@@ -281,8 +281,8 @@ def _content(value: Value) -> memoryview:
 def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
     try:
         with files.reading(path) as file:
-            if (found := os.fstat(file.fileno()).st_size) != size:
-                raise UserError(f"{path} is damaged: {found} bytes, {size} were written")
+            if (length := os.fstat(file.fileno()).st_size) != size:
+                raise UserError(f"{path} is damaged: {length} bytes, {size} were written")
             if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
                 raise UserError(f"{path} has {size:,} bytes; this machine's memory has {memory:,}")
             yield file
@@ -292,6 +292,6 @@ def _opened(path: Path, size: int) -> Iterator[io.BufferedReader]:
         raise UserError(f"{path} cannot be read: {files.why(error)}") from error
 
 
-def _compare(path: Path, found: str, expected: str) -> None:
-    if found != expected:
+def _compare(path: Path, actual: str, expected: str) -> None:
+    if actual != expected:
         raise UserError(f"{path} is damaged: its BLAKE3 differs from the manifest")

@@ -42,9 +42,9 @@ def together(comm: MPI.Intracomm, doing: str, untrusted: bool = False) -> Iterat
             raise
         about = " ".join(str(error).split())
         text, cause = f"the content has another form: {type(error).__name__}: {about}", error
-    texts = [found for found in comm.allgather(text) if found is not None]
-    if texts:
-        raise UserError(f"{doing}: {texts[0]}") from cause
+    failures = [failure for failure in comm.allgather(text) if failure is not None]
+    if failures:
+        raise UserError(f"{doing}: {failures[0]}") from cause
 
 
 def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
@@ -55,13 +55,13 @@ def agree(comm: MPI.Intracomm, values: Mapping[str, object]) -> None:
     Raises:
         UserError: values differ; the text names the first differing key, both values and ranks.
     """
-    mine = {key: repr(value) for key, value in values.items()}
-    first, *rest = comm.allgather(mine)
-    for rank, theirs in enumerate(rest, start=1):
-        for key in [*first, *theirs]:
-            if first.get(key) != theirs.get(key):
+    printed = {key: repr(value) for key, value in values.items()}
+    first, *following = comm.allgather(printed)
+    for rank, texts in enumerate(following, start=1):
+        for key in [*first, *texts]:
+            if first.get(key) != texts.get(key):
                 raise UserError(
-                    f"ranks disagree on {key}: {first.get(key)} on rank 0, {theirs.get(key)} on "
+                    f"ranks disagree on {key}: {first.get(key)} on rank 0, {texts.get(key)} on "
                     f"rank {rank}; start all ranks with the same code, configuration and versions"
                 )
 
@@ -75,7 +75,7 @@ def summed(comm: MPI.Intracomm, numbers: Sequence[float]) -> list[float]:
 
 
 def handed_over(
-    comm: MPI.Intracomm, held: Mapping[str, Any], wanted: Collection[str]
+    comm: MPI.Intracomm, held: Mapping[str, Any], needed: Collection[str]
 ) -> dict[str, Any]:
     """Return wanted tensors and numbers, each from the first rank that holds the name.
 
@@ -83,14 +83,14 @@ def handed_over(
 
     Collective over: comm.
     """
-    found, ranks = {}, comm.allgather((set(held), set(wanted)))
-    for name in sorted(set().union(*(some for _, some in ranks))):
+    items, ranks = {}, comm.allgather((set(held), set(needed)))
+    for name in sorted(set().union(*(names for _, names in ranks))):
         source = next((rank for rank, (names, _) in enumerate(ranks) if name in names), None)
         if source is not None:
             value = _passed_on(comm, held.get(name), source)
-            if name in wanted:
-                found[name] = value
-    return found
+            if name in needed:
+                items[name] = value
+    return items
 
 
 def _passed_on(comm: MPI.Intracomm, value: Any, source: int) -> Any:

@@ -77,21 +77,21 @@ def split(comm: MPI.Intracomm, curvature_ranks: int) -> Team:
         return Team(comm)
     first = comm.size - curvature_ranks
     trains = comm.rank < first
-    own = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
-    link = own.Create_intercomm(0, comm, first if trains else 0)
-    return Team(own if trains else None, link)
+    side = cast(MPI.Intracomm, comm.Split(color=int(trains), key=comm.rank))
+    link = side.Create_intercomm(0, comm, first if trains else 0)
+    return Team(side if trains else None, link)
 
 
-def tell(curvature: MPI.Intercomm, value: object) -> None:
-    """Send training rank 0's `value` to all curvature ranks; curvature ranks call `told`.
+def announce(curvature: MPI.Intercomm, value: object) -> None:
+    """Send training rank 0's `value` to all curvature ranks; they call `announced`.
 
     Collective over: curvature.
     """
     curvature.bcast(value, root=MPI.PROC_NULL if curvature.rank else MPI.ROOT)
 
 
-def told(curvature: MPI.Intercomm) -> Any:
-    """Return the value that training rank 0 passes to `tell`; for curvature ranks.
+def announced(curvature: MPI.Intercomm) -> Any:
+    """Return the value that training rank 0 passes to `announce`; for curvature ranks.
 
     Collective over: curvature.
     """

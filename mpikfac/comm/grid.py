@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import cast
 
@@ -57,42 +57,17 @@ class Grid:
         distribution: Distribution | None = None,
     ) -> None:
         try:
-            self._arrange(comm, rows, ranks_per_node, distribution)
+            self._teams = _communicators(comm, rows, ranks_per_node, distribution)
         except MPI.Exception as error:
             why = str(error).splitlines()[-1]
             raise UserError(
                 f"MPI makes no communicator: {why}; "
                 "call close() of trainers that take no more steps"
             ) from error
+        self.world, self.column, self.row = (self._teams[n] for n in ("world", "column", "row"))
         self._progress: dict[str, ProgressThread] = {}
-        self._keep_nothing(trace)
-
-    def _arrange(
-        self,
-        comm: MPI.Intracomm,
-        rows: int,
-        ranks_per_node: int | None,
-        distribution: Distribution | None,
-    ) -> None:
-        """Make all communicators."""
-        self.world = comm.Create_cart([rows, comm.size // rows])
-        self.column = self.world.Sub([True, False])
-        self.row = self.world.Sub([False, True])
-        self._teams: dict[str, MPI.Intracomm] = {}
-        for name, team in (("world", self.world), ("column", self.column), ("row", self.row)):
-            self._teams[name], team.name = team, name
-        if ranks_per_node is not None:
-            check_nodes(self.world, ranks_per_node)
-            self._teams |= self._two_levels(self.world.rank // ranks_per_node)
-        if distribution is not None and distribution.ways > 1:
-            self._teams |= self._groups(distribution)
-
-    def _keep_nothing(self, trace: Trace) -> None:
-        """Begin with no stage recorded in `trace`, and nothing kept of earlier messages."""
-        self.trace, direct = trace, cuda_aware()
-        self.combiner = Combiner(trace)
-        self.encoded = Encoded(direct)
-        self._buffers = Buffers(trace, direct)
+        self.trace = trace
+        self.combiner, self.encoded, self._buffers = _senders(trace)
 
     def apart(self) -> Grid:
         """Return a grid of the same communicators that knows nothing of this grid's messages.
@@ -103,33 +78,14 @@ class Grid:
         for thread in self._progress.values():
             thread.flush()
         apart = copy.copy(self)
-        apart._keep_nothing(Trace())
+        apart.trace = Trace()
+        apart.combiner, apart.encoded, apart._buffers = _senders(apart.trace)
         return apart
 
     @property
     def communicators(self) -> list[MPI.Intracomm]:
         """Return all communicators of the grid."""
         return [*self._teams.values(), *(thread.comm for thread in self._progress.values())]
-
-    def _two_levels(self, node: int) -> dict[str, MPI.Intracomm]:
-        """Split every communicator into a part inside the node and a part between nodes."""
-        parts: dict[str, MPI.Intracomm] = {}
-        for name, team in self._teams.items():
-            inside = cast(MPI.Intracomm, team.Split(node))
-            across = cast(MPI.Intracomm, team.Split(inside.rank))
-            parts |= {IN_NODE.format(name): inside, BETWEEN_NODES.format(name): across}
-            inside.name = f"{IN_NODE.format(name)} {node}"
-            across.name = f"{BETWEEN_NODES.format(name)} {inside.rank}"
-        return parts
-
-    def _groups(self, distribution: Distribution) -> dict[str, MPI.Intracomm]:
-        """Return the communicators of the groups of split layers, and of peers."""
-        rank, ranks = self.world.rank, self.world.size
-        parts: dict[str, MPI.Intracomm] = {}
-        for name, team in (("group", distribution.group), ("peers", distribution.peers)):
-            parts[name] = cast(MPI.Intracomm, self.world.Split(team(rank, ranks)[0]))
-            parts[name].name = name
-        return parts
 
     def exchange(self, messages: Sequence[Message], flat: Tensor) -> None:
         """Send the messages' spans of `flat`, message by message.
@@ -236,8 +192,8 @@ class Grid:
         """
         check_summable(flat)
         if over not in self._progress:
-            team, kept = self._teams[over], self.encoded.kept
-            self._progress[over] = ProgressThread(team, self.trace, flat.device, kept)
+            team, memory = self._teams[over], self.encoded.memory
+            self._progress[over] = ProgressThread(team, self.trace, flat.device, memory)
         return self._progress[over].overlapped(messages, layout, flat, urgency)
 
     def forget(self) -> None:
@@ -256,3 +212,50 @@ class Grid:
         for comm in self.communicators:
             comm.Free()
         self._teams, self._progress = {}, {}
+
+
+def _communicators(
+    comm: MPI.Intracomm,
+    rows: int,
+    ranks_per_node: int | None,
+    distribution: Distribution | None,
+) -> dict[str, MPI.Intracomm]:
+    """Return the communicators of a grid by name."""
+    world = comm.Create_cart([rows, comm.size // rows])
+    teams = {"world": world, "column": world.Sub([True, False]), "row": world.Sub([False, True])}
+    for name, team in teams.items():
+        team.name = name
+    levels, groups = {}, {}
+    if ranks_per_node is not None:
+        check_nodes(world, ranks_per_node)
+        levels = _two_levels(teams, world.rank // ranks_per_node)
+    if distribution is not None and distribution.ways > 1:
+        groups = _groups(world, distribution)
+    return {**teams, **levels, **groups}
+
+
+def _two_levels(teams: Mapping[str, MPI.Intracomm], node: int) -> dict[str, MPI.Intracomm]:
+    """Split every communicator into a part inside the node and a part between nodes."""
+    parts: dict[str, MPI.Intracomm] = {}
+    for name, team in teams.items():
+        inside = cast(MPI.Intracomm, team.Split(node))
+        across = cast(MPI.Intracomm, team.Split(inside.rank))
+        parts |= {IN_NODE.format(name): inside, BETWEEN_NODES.format(name): across}
+        inside.name = f"{IN_NODE.format(name)} {node}"
+        across.name = f"{BETWEEN_NODES.format(name)} {inside.rank}"
+    return parts
+
+
+def _groups(world: MPI.Intracomm, distribution: Distribution) -> dict[str, MPI.Intracomm]:
+    """Return the communicators of the groups of split layers, and of peers."""
+    parts: dict[str, MPI.Intracomm] = {}
+    for name, team in (("group", distribution.group), ("peers", distribution.peers)):
+        parts[name] = cast(MPI.Intracomm, world.Split(team(world.rank, world.size)[0]))
+        parts[name].name = name
+    return parts
+
+
+def _senders(trace: Trace) -> tuple[Combiner, Encoded, Buffers]:
+    """Return what sends messages, with no memory of earlier messages."""
+    direct = cuda_aware()
+    return Combiner(trace), Encoded(direct), Buffers(trace, direct)

@@ -51,10 +51,10 @@ class Group:
         Raises:
             UserError: layers or shapes differ; the text names both.
         """
-        first, *rest = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
-        for member, other in enumerate(rest, start=1):
-            if other != first:
-                (name, shape, dtype), (other_name, other_shape, other_dtype) = first, other
+        first, *calls = self._comm.allgather((layer, tuple(x.shape), str(x.dtype)))
+        for member, call in enumerate(calls, start=1):
+            if call != first:
+                (name, shape, dtype), (other_name, other_shape, other_dtype) = first, call
                 raise UserError(
                     f"split layers need the same call on all ranks of a group: layer {name!r} gets "
                     f"{list(shape)} {dtype} on member 0, layer {other_name!r} gets "

@@ -27,20 +27,20 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     Collective over: world.
     """
-    found: defaultdict[str, list[float]] = defaultdict(list)
+    times: defaultdict[str, list[float]] = defaultdict(list)
     apart = grid.apart()
     for share in plan.shares[1:] or plan.shares:
         for stage, messages in _by_stage(plan.messages(True, True, share=share)).items():
-            found[stage].append(_seconds(apart, plan, messages, device))
-    return {stage: fmean(seconds) for stage, seconds in found.items()}
+            times[stage].append(_seconds(apart, plan, messages, device))
+    return {stage: fmean(seconds) for stage, seconds in times.items()}
 
 
 def _by_stage(messages: Sequence[Message]) -> dict[str, list[Message]]:
-    found: defaultdict[str, list[Message]] = defaultdict(list)
+    stages: defaultdict[str, list[Message]] = defaultdict(list)
     for message in messages:
         if message.over != "curvature":
-            found[message.stage].append(message)
-    return found
+            stages[message.stage].append(message)
+    return stages
 
 
 def _seconds(

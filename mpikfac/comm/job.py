@@ -79,8 +79,8 @@ def _tell_alone() -> None:
 
 def _refuse_singletons(name: str, claimed: int, rank: int) -> None:
     if rank == 0 and MISSING:
-        said = f"{name}={claimed}, but several ranks need MPI ({MISSING}): {REMEDY}"
-        print(f"mpikfac: {said}", file=sys.stderr, flush=True)
+        text = f"{name}={claimed}, but several ranks need MPI ({MISSING}): {REMEDY}"
+        print(f"mpikfac: {text}", file=sys.stderr, flush=True)
     elif rank == 0:
         print(
             f"mpikfac: {name}={claimed} but MPI sees 1 rank: the launcher started {claimed} "
@@ -105,14 +105,14 @@ def device(comm: MPI.Intracomm, kind: str = "auto") -> torch.device:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     local_rank = node.rank
     node.Free()
-    found = _maker()
-    if kind == "cpu" or (kind == "auto" and found is None):
+    maker = _maker()
+    if kind == "cpu" or (kind == "auto" and maker is None):
         return torch.device("cpu")
-    if found is None:
+    if maker is None:
         raise ValueError(f"device={kind!r} but torch finds no GPU; use device='cpu'")
-    if kind not in ("auto", found.kind):
-        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {found.kind!r}")
-    chosen = torch.device(found.kind, local_rank % torch.accelerator.device_count())
+    if kind not in ("auto", maker.kind):
+        raise ValueError(f"device={kind!r} but torch finds a GPU of the name {maker.kind!r}")
+    chosen = torch.device(maker.kind, local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(chosen.index)
     return chosen
 
@@ -127,14 +127,14 @@ def cuda_aware() -> bool:
         return False
     with open("/proc/self/maps") as maps:
         libraries = {line.split()[-1] for line in maps if "libmpi.so" in line}
-    found = (getattr(ctypes.CDLL(path), q, None) for path in libraries for q in maker.queries)
-    return any(query is not None and query() for query in found)
+    queries = (getattr(ctypes.CDLL(path), q, None) for path in libraries for q in maker.queries)
+    return any(query is not None and query() for query in queries)
 
 
 def _maker() -> Maker | None:
     """Return the maker of the GPU that torch finds; None without a GPU of a known maker."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return next((maker for maker in MAKERS if found and maker.kind == found.type), None)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return next((maker for maker in MAKERS if accelerator and maker.kind == accelerator.type), None)
 
 
 def lowest_in_node(comm: MPI.Intracomm) -> int:

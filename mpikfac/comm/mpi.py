@@ -46,7 +46,7 @@ class _Alone:
     def Create_cart(self, sides: Sequence[int]) -> _Alone:
         return _Alone()
 
-    def Sub(self, kept: Sequence[bool]) -> _Alone:
+    def Sub(self, remain_dims: Sequence[bool]) -> _Alone:
         return _Alone()
 
     def Barrier(self) -> None: ...

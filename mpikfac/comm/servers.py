@@ -114,7 +114,7 @@ def receive_request(link: MPI.Intercomm, client: int, tag: int) -> Request:
     return cast(Request, link.recv(source=client, tag=tag))
 
 
-def lost(link: MPI.Intercomm) -> list[int]:
+def lost_ranks(link: MPI.Intercomm) -> list[int]:
     """Return the ranks of the other side that have died, as far as MPI knows.
 
     Collective over: none.
@@ -122,8 +122,8 @@ def lost(link: MPI.Intercomm) -> list[int]:
     if not survives():
         return []
     failed = MPI.COMM_WORLD.Get_failed()  # of an inter-communicator, Open MPI names no rank
-    found = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
-    return [rank for rank in found if rank != MPI.UNDEFINED]
+    ranks = MPI.Group.Translate_ranks(failed, range(failed.size), link.Get_remote_group())
+    return [rank for rank in ranks if rank != MPI.UNDEFINED]
 
 
 def answer(link: MPI.Intercomm, client: int, tag: int, weights: Tensor, words: Answer) -> None:

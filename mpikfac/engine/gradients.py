@@ -203,7 +203,7 @@ class Gradients:
 
     def keep(self) -> None:
         """Keep the present running statistics, for `discard` to go back to."""
-        copy_all(one for block in self.statistics for one in block.kept())
+        copy_all(one for block in self.statistics for one in block.snapshot())
         self.counts.keep()
 
     def discard(self) -> None:

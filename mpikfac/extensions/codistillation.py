@@ -133,9 +133,9 @@ class Codistillation:
             )
         if not self.learning:
             return outputs.new_zeros(())
-        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        arguments = inputs if isinstance(inputs, tuple) else (inputs,)
         with self.trace.stage("predictions of peers"), torch.no_grad():
-            predictions = [peer(*given).softmax(1) for peer in self.peers.values()]
+            predictions = [peer(*arguments).softmax(1) for peer in self.peers.values()]
         return self.weight * divergence(predictions, outputs)
 
     def end_step(self) -> None:
@@ -203,17 +203,17 @@ class Codistillation:
             steps = fitting(state, {STEPS: 0})[STEPS]
             check_count(f"item {STEPS!r}", steps, 0)
             needed = self._of_peers() if self._learns_after(steps) else {}
-            found = fitting(state, needed, rounded=True)
+            items = fitting(state, needed, rounded=True)
         agree(self._grid.world, {STEPS: steps})
-        copy_all((place, found[name]) for name, place in needed.items())
+        copy_all((place, items[name]) for name, place in needed.items())
         self._hand_out()
         self.steps = steps
 
     def _of_peers(self) -> dict[str, Tensor]:
         """Return the weights of the peers, by name."""
-        own = f"{self.number}/"
+        prefix = f"{self.number}/"
         blocks = self._arena.items()
-        return {PEERS + name: block for name, block in blocks if not name.startswith(own)}
+        return {PEERS + name: block for name, block in blocks if not name.startswith(prefix)}
 
 
 def real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

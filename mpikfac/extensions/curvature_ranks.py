@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.comm import Team, arrivals, begin_receive, begin_send, leave, tell, told
+from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, begin_send, leave
 from mpikfac.engine import AtOnce, Decomposed, Ready, Request, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
@@ -46,7 +46,7 @@ class OnCurvatureRanks(AtOnce):
         super().__init__(site, arena, factor_of)
         self._link: Any = team.link
         self._finish: Callable[[], object] = _nothing
-        tell(self._link, (plan, solvers))
+        announce(self._link, (plan, solvers))
 
     def start(self, request: Request) -> Ready:
         """Send packed factors and damping; return a function to wait for the blocks.
@@ -118,7 +118,7 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
     """
     if (curvature := team.link) is None:
         raise ValueError("serve() needs a team with curvature ranks; see mpikfac.split")
-    (plan, solvers), trace = told(curvature), trace or Trace()
+    (plan, solvers), trace = announced(curvature), trace or Trace()
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):
         of_owner = plan.of(owner)

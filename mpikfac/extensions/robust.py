@@ -30,7 +30,7 @@ class RuleMemory(Part):
         ranks = self.plan.grid.count
         for rank in range(ranks):
             for stage, rule in self._combiner.rules.items():
-                for name, tensor in rule.kept.items():
+                for name, tensor in rule.memory.items():
                     own = tensor if rank == self.plan.rank else None
                     yield Item(f"{NAME.format(rank, ranks)}{stage}/{name}", own)
 

@@ -1,49 +1,34 @@
 """Describe supported modules as matrices, and uncovered tensors sent with the gradients."""
 
-from __future__ import annotations
-
-from mpikfac.layers.convolution.layer import ConvLayer
-from mpikfac.layers.coverage import Coverage, Rule, cover, covered_shapes, find_uncovered, offers
-from mpikfac.layers.embedding import EmbeddingLayer
-from mpikfac.layers.kinds import KINDS, NORMS, Kinds, covered_base, maker_of, offer, same_as
-from mpikfac.layers.layer import Attached, Layer, NotCovered
-from mpikfac.layers.normalization import NormLayer
-from mpikfac.layers.refusals import Refused
-from mpikfac.layers.trained import Hook, Trained, take_model, trainer_of
-from mpikfac.layers.transposed import TransposedLayer
-from mpikfac.layers.uncovered import SKIP, VOTES, Counts, Other, Statistic, Votes, in_words
-
-__all__ = [
-    "KINDS",
-    "NORMS",
-    "SKIP",
-    "VOTES",
-    "Attached",
-    "ConvLayer",
-    "Counts",
-    "Coverage",
-    "EmbeddingLayer",
-    "Hook",
-    "Kinds",
-    "Layer",
-    "NormLayer",
-    "NotCovered",
-    "Other",
-    "Refused",
-    "Rule",
-    "Statistic",
-    "Trained",
-    "TransposedLayer",
-    "Votes",
-    "cover",
-    "covered_base",
-    "covered_shapes",
-    "find_uncovered",
-    "in_words",
-    "maker_of",
-    "offer",
-    "offers",
-    "same_as",
-    "take_model",
-    "trainer_of",
-]
+from mpikfac.layers.convolution.layer import ConvLayer as ConvLayer
+from mpikfac.layers.coverage import Coverage as Coverage
+from mpikfac.layers.coverage import Rule as Rule
+from mpikfac.layers.coverage import cover as cover
+from mpikfac.layers.coverage import covered_shapes as covered_shapes
+from mpikfac.layers.coverage import find_uncovered as find_uncovered
+from mpikfac.layers.coverage import offers as offers
+from mpikfac.layers.embedding import EmbeddingLayer as EmbeddingLayer
+from mpikfac.layers.kinds import KINDS as KINDS
+from mpikfac.layers.kinds import NORMS as NORMS
+from mpikfac.layers.kinds import Kinds as Kinds
+from mpikfac.layers.kinds import covered_base as covered_base
+from mpikfac.layers.kinds import maker_of as maker_of
+from mpikfac.layers.kinds import offer as offer
+from mpikfac.layers.kinds import same_as as same_as
+from mpikfac.layers.layer import Attached as Attached
+from mpikfac.layers.layer import Layer as Layer
+from mpikfac.layers.layer import NotCovered as NotCovered
+from mpikfac.layers.normalization import NormLayer as NormLayer
+from mpikfac.layers.refusals import Refused as Refused
+from mpikfac.layers.trained import Hook as Hook
+from mpikfac.layers.trained import Trained as Trained
+from mpikfac.layers.trained import take_model as take_model
+from mpikfac.layers.trained import trainer_of as trainer_of
+from mpikfac.layers.transposed import TransposedLayer as TransposedLayer
+from mpikfac.layers.uncovered import Counts as Counts
+from mpikfac.layers.uncovered import Other as Other
+from mpikfac.layers.uncovered import Statistic as Statistic
+from mpikfac.layers.uncovered import in_words as in_words
+from mpikfac.layers.votes import SKIP as SKIP
+from mpikfac.layers.votes import VOTES as VOTES
+from mpikfac.layers.votes import Votes as Votes

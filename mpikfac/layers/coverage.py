@@ -13,7 +13,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from mpikfac.layers.kinds import KINDS, Kinds, maker_of, offer, same_as
 from mpikfac.layers.layer import Layer, NotCovered
 from mpikfac.layers.refusals import Refused, by_reason, check_names, not_alike
-from mpikfac.layers.uncovered import Other, Statistic, Votes
+from mpikfac.layers.uncovered import Other, Statistic
+from mpikfac.layers.votes import Votes
 from mpikfac.plan import LayerShape, Shape, usual_rule
 
 Rule = Callable[[LayerShape], LayerShape]
@@ -70,9 +71,9 @@ def cover(
         ValueError: no module has a name in `skip` or `own_examples`.
     """
     coverage = coverage or Coverage()
-    skip, covers, own = tuple(coverage.skip), coverage.covers, tuple(coverage.own_examples)
+    skip, covers, own_examples = tuple(coverage.skip), coverage.covers, tuple(coverage.own_examples)
     check_names(model, "skip", skip)
-    check_names(model, "own_examples", own)
+    check_names(model, "own_examples", own_examples)
     layers: list[Layer] = []
     refused: list[tuple[str, str]] = []
     covering: dict[int, Layer] = {}  # by parameter
@@ -85,13 +86,13 @@ def cover(
             first.modules.append(module)
             continue
         try:
-            made = make(name, module)
+            covered = make(name, module)
         except NotCovered as error:
             refused.append((name, str(error)))
             continue
-        for layer in made if isinstance(made, list) else [made]:
+        for layer in covered if isinstance(covered, list) else [covered]:
             layer.rounded_to = statistics_dtype
-            layer.of_batch = not within(name, own)
+            layer.of_batch = not within(name, own_examples)
             layer.shape = _ruled(coverage.rule, layer.shape)
             layers.append(layer)
             covering |= {id(parameter): layer for parameter in layer.parameters}
@@ -100,32 +101,32 @@ def cover(
     return layers, find_uncovered(model, covering)
 
 
-def _ruled(rule: Rule, whole: LayerShape) -> LayerShape:
+def _ruled(rule: Rule, shape: LayerShape) -> LayerShape:
     """Return the shape that the rule keeps of a layer.
 
     Raises:
         ValueError: the rule keeps something that the layer does not have.
     """
-    kept = rule(whole)
+    ruled = rule(shape)
     same = ("name", "inputs", "outputs", "groups")
-    changed = [field for field in same if getattr(kept, field) != getattr(whole, field)]
-    if not kept.sides or not set(kept.sides) <= set(whole.sides):
+    changed = [field for field in same if getattr(ruled, field) != getattr(shape, field)]
+    if not ruled.sides or not set(ruled.sides) <= set(shape.sides):
         changed.append("sides")
-    if kept.rescaled and not whole.rescaled:
+    if ruled.rescaled and not shape.rescaled:
         changed.append("rescaled")
     if changed:
         field = changed[0]
         raise ValueError(
-            f"the rule makes {field}={getattr(kept, field)!r} of layer {whole.name!r}, which has "
-            f"{getattr(whole, field)!r}"
+            f"the rule makes {field}={getattr(ruled, field)!r} of layer {shape.name!r}, which has "
+            f"{getattr(shape, field)!r}"
         )
-    return kept
+    return ruled
 
 
-def alike(one: nn.Module, other: nn.Module) -> bool:
+def alike(first: nn.Module, second: nn.Module) -> bool:
     """Return whether two modules compute the same output from the same input."""
-    shared = list(map(id, one.parameters())) == list(map(id, other.parameters()))
-    return shared and (type(one), one.extra_repr()) == (type(other), other.extra_repr())
+    shared = list(map(id, first.parameters())) == list(map(id, second.parameters()))
+    return shared and (type(first), first.extra_repr()) == (type(second), second.extra_repr())
 
 
 def offers(
@@ -133,22 +134,22 @@ def offers(
 ) -> list[str]:
     """Return a line for each class of uncovered modules that computes as a covered class does."""
     coverage = coverage or Coverage()
-    uncovered = {id(other.tensor) for other in others if other.parameters}
+    uncovered = {id(block.tensor) for block in others if block.parameters}
     names: dict[type[nn.Module], list[str]] = {}
     for name, module in model.named_modules():
         left = uncovered.intersection(map(id, module.parameters(recurse=False)))
         if left and not within(name, coverage.skip) and same_as(module, coverage.covers):
             names.setdefault(type(module), []).append(name)
     return [
-        f"trained first-order, as {kind.__name__} is a derived class: {', '.join(some)}; "
+        f"trained first-order, as {kind.__name__} is a derived class: {', '.join(modules)}; "
         f"{offer(kind, coverage.covers)}"
-        for kind, some in names.items()
+        for kind, modules in names.items()
     ]
 
 
 def within(name: str, chosen: Sequence[str]) -> bool:
     """Return whether a module is one of the `chosen` modules, or inside a chosen module."""
-    return any(name == one or name.startswith(f"{one}.") for one in chosen)
+    return any(name == module or name.startswith(f"{module}.") for module in chosen)
 
 
 def find_uncovered(model: nn.Module, covered: Collection[int] = ()) -> list[Other]:

@@ -64,17 +64,17 @@ def same_as(module: nn.Module, covers: Kinds) -> bool:
 
 def offer(kind: type[nn.Module], covers: Kinds) -> str:
     """Return the choice of `covers` for a class that computes as a covered class does."""
-    base, own = covered_base(kind, covers), kind.__name__
+    base, derived = covered_base(kind, covers), kind.__name__
     assert base is not None
-    (known, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
-    same = f"mpikfac.{known}[torch.nn.{base.__name__}]"
-    return f"covers={{**mpikfac.KINDS, {own}: {same}}} covers {own}"
+    (table, *_) = [name for name, kinds in (("KINDS", KINDS), ("NORMS", NORMS)) if base in kinds]
+    same = f"mpikfac.{table}[torch.nn.{base.__name__}]"
+    return f"covers={{**mpikfac.KINDS, {derived}: {same}}} covers {derived}"
 
 
 def covered_base(kind: type[nn.Module], covers: Kinds) -> type[nn.Module] | None:
     """Return the nearest covered class of torch that a class is derived from."""
-    known = {*KINDS, *NORMS}.intersection(covers)
-    return next((base for base in kind.__mro__[1:] if base in known), None)
+    covered = {*KINDS, *NORMS}.intersection(covers)
+    return next((base for base in kind.__mro__[1:] if base in covered), None)
 
 
 def _changes(kind: type, base: type) -> bool:

@@ -86,13 +86,13 @@ class Layer:
         self.name = name
         self.modules = [module]
         self.module: nn.Module = module
-        given = given or [getattr(module, "weight", None), getattr(module, "bias", None)]
-        _check_kept(module, given)
-        trained = [p for p in given if p is not None and p.requires_grad]
+        tensors = given or [getattr(module, "weight", None), getattr(module, "bias", None)]
+        _check_registered(module, tensors)
+        trained = [p for p in tensors if p is not None and p.requires_grad]
         if not trained:
             raise NotCovered("weight and bias are not trained")
         self.parameters: list[Tensor] = trained
-        self.bias = trained[-1] is given[1]
+        self.bias = trained[-1] is tensors[1]
         self.bias_alone = self.bias and len(trained) == 1
         self.shape = self.whole_shape()
 
@@ -120,13 +120,13 @@ class Layer:
         """
         return [module.register_forward_hook(hook, with_kwargs=True, prepend=True)]
 
-    def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
+    def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the input and the hook of a module call; None without a backward pass."""
         # The hook sits on the output tensor, not on the module: an in-place activation behind a
         # layer breaks module backward hooks, and a pass without a backward records nothing.
         if not output.requires_grad:
             return None
-        x = given[0] if given else named["input"]
+        x = positional[0] if positional else named["input"]
         if x.is_floating_point():  # under autocast autograd keeps a copy: x may change in place
             x = x.detach().to(output.dtype)
         # A split layer may have other examples and channels than the rank's.
@@ -269,14 +269,14 @@ class Layer:
         return [self.arranged(parameter).shape for parameter in self.parameters]
 
 
-def _check_kept(module: nn.Module, given: Sequence[Tensor | None]) -> None:
+def _check_registered(module: nn.Module, tensors: Sequence[Tensor | None]) -> None:
     """Check that the module keeps weight and bias.
 
     Raises:
         NotCovered: weight or bias is computed in every pass.
     """
-    kept = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    if any(tensor is not None and id(tensor) not in kept for tensor in given):
+    registered = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+    if any(tensor is not None and id(tensor) not in registered for tensor in tensors):
         raise NotCovered(
             "the weight is computed in every pass, as by weight_norm, spectral_norm or prune, "
             "which is not covered"

@@ -79,8 +79,8 @@ class NormLayer(Layer):
 
     def _gradients(self, x: Tensor, g: Tensor) -> Tensor:
         """Return examples' gradients `[batch, units, 1 or 2]` of scale and shift, if trained."""
-        found = [g * x, g][2 - len(self.parameters) :] if self.bias else [g * x]
-        return torch.stack(list(map(self._totals, found)), -1)
+        gradients = [g * x, g][2 - len(self.parameters) :] if self.bias else [g * x]
+        return torch.stack(list(map(self._totals, gradients)), -1)
 
     def _totals(self, values: Tensor) -> Tensor:
         """Return sums over an example's positions `[batch, units]`."""

@@ -42,9 +42,9 @@ class Refused(ValueError):
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
         self.reasons = {name: str(refusal) for refusal in refusals for name in refusal.skip}
-        told = "; ".join(map(str, refusals))
+        text = "; ".join(map(str, refusals))
         names = ", ".join(map(repr, self.reasons))
-        super().__init__(f"{told}; add {names} to skip for first-order training")
+        super().__init__(f"{text}; add {names} to skip for first-order training")
 
 
 def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
@@ -52,7 +52,7 @@ def by_reason(refused: Iterable[tuple[str, str]]) -> list[Refusal]:
     names: dict[str, list[str]] = {}
     for name, reason in refused:
         names.setdefault(reason, []).append(name)
-    return [Refusal(tuple(some), reason, tuple(some)) for reason, some in names.items()]
+    return [Refusal(tuple(modules), reason, tuple(modules)) for reason, modules in names.items()]
 
 
 def not_alike(model: nn.Module, layers: Sequence[Layer]) -> list[Refusal]:
@@ -67,13 +67,13 @@ def not_alike(model: nn.Module, layers: Sequence[Layer]) -> list[Refusal]:
             holders.setdefault(id(parameter), {})[name] = module
     skip: dict[tuple[str, ...], dict[str, None]] = {}
     for layer in layers:
-        own = {part for module in layer.modules for part in module.modules()}
+        modules = {part for module in layer.modules for part in module.modules()}
         for parameter in layer.parameters:
             held = holders[id(parameter)]
-            if not own.issuperset(held.values()):
+            if not modules.issuperset(held.values()):
                 names = dict.fromkeys(name_of[id(module)] for module in layer.modules)
                 skip.setdefault(tuple(held), {}).update(names)
-    return [Refusal(names, ALIKE, tuple(own)) for names, own in skip.items()]
+    return [Refusal(names, ALIKE, tuple(skipped)) for names, skipped in skip.items()]
 
 
 def check_names(model: nn.Module, choice: str, chosen: Sequence[str]) -> None:

@@ -34,8 +34,8 @@ def take_model(model: nn.Module, trainer: Trainer) -> None:
 
 def trainer_of(model: nn.Module) -> Trainer | None:
     """Return the trainer of the model; None if there is none."""
-    found = TRAINERS.get(model)
-    return None if found is None else found()
+    reference = TRAINERS.get(model)
+    return None if reference is None else reference()
 
 
 class Hook(partial[None]):
@@ -53,14 +53,14 @@ class Trained:
     """The trained parameters of a model, as the trainer knows the parameters.
 
     Args:
-        known: the parameters that the trainer averages, of one dtype on one device.
+        parameters: those that the trainer averages, of one dtype on one device.
     """
 
-    def __init__(self, model: nn.Module, known: Iterable[Tensor]) -> None:
+    def __init__(self, model: nn.Module, parameters: Iterable[Tensor]) -> None:
         self._model = model
-        self._known = {id(parameter): parameter for parameter in known}
+        self._parameters = {id(parameter): parameter for parameter in parameters}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self._kinds = {(parameter.dtype, parameter.device) for parameter in self._known.values()}
+        self._kinds = {(p.dtype, p.device) for p in self._parameters.values()}
 
     def changed(self) -> bool:
         """Return whether other parameters of the model require a gradient now.
@@ -72,8 +72,8 @@ class Trained:
             ValueError: a parameter was converted or moved.
         """
         present = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        same = len(present) == len(self._known) and all(
-            id(p) in self._known and self._names[id(p)] == name for name, p in present.items()
+        same = len(present) == len(self._parameters) and all(
+            id(p) in self._parameters and self._names[id(p)] == name for name, p in present.items()
         )
         if same:
             self._check_kinds(present.values())
@@ -83,8 +83,8 @@ class Trained:
         """Set the gradients of new, frozen and replaced parameters to None."""
         present = list(self._model.parameters())
         trained = {id(parameter) for parameter in present if parameter.requires_grad}
-        for parameter in [*present, *self._known.values()]:
-            if (id(parameter) in trained) != (id(parameter) in self._known):
+        for parameter in [*present, *self._parameters.values()]:
+            if (id(parameter) in trained) != (id(parameter) in self._parameters):
                 parameter.grad = None
 
     def _check_kinds(self, present: Iterable[Tensor]) -> None:

@@ -1,8 +1,7 @@
-"""Handle tensors sent with the gradients that no layer covers: parameters, statistics, votes."""
+"""Handle tensors sent with the gradients that no layer covers: parameters and statistics."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -10,8 +9,6 @@ from torch import Tensor, nn
 
 from mpikfac.numerics import Copies
 
-VOTES = 16  # blocks of arenas begin at multiples of 16 elements: fewer votes would save no bytes
-SKIP, CHANGED, *BITS = range(VOTES - 8, VOTES)  # votes of the library itself
 NAMED = 8  # modules of a kind that a text names; a longer list counts the rest
 
 
@@ -19,18 +16,19 @@ def in_words(model: nn.Module, names: Iterable[str]) -> str:
     """Return parameters by kind of module: "BatchNorm2d 1 and 4 (weight, bias)"."""
     of_modules: dict[str, list[str]] = {}
     for name in names:
-        module, _, own = name.rpartition(".")
-        of_modules.setdefault(module, []).append(own)
+        module, _, parameter = name.rpartition(".")
+        of_modules.setdefault(module, []).append(parameter)
     kinds: dict[tuple[str, str], list[str]] = {}
     for module, parameters in of_modules.items():
         kind = type(model.get_submodule(module)).__name__
         kinds.setdefault((kind, ", ".join(parameters)), []).append(module)
     return "; ".join(
-        f"{kind} {_some(modules)}".strip() + f" ({own})" for (kind, own), modules in kinds.items()
+        f"{kind} {_listed(modules)}".strip() + f" ({parameters})"
+        for (kind, parameters), modules in kinds.items()
     )
 
 
-def _some(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str]) -> str:
     if len(names) > NAMED:
         return f"{', '.join(names[:NAMED])} and {len(names) - NAMED} more"
     *most, last = names
@@ -88,7 +86,7 @@ class Statistic(Other):
         super().__init__(name, tensor)
         self.parameters = []
         self.count = count
-        self._kept = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
+        self._snapshot = tensor.clone()  # equal on all ranks; a forward pass changes only `tensor`
 
     def gradients_to(self, parts: Sequence[Tensor]) -> Copies:
         """Return the copy of the statistic's value into the `parts` of a matrix."""
@@ -101,15 +99,15 @@ class Statistic(Other):
     def values_from(self, parts: Sequence[Tensor]) -> Copies:
         """Return the copies of the `parts` of a matrix into the statistic, and for `leave`."""
         yield self.tensor, parts[0]
-        yield self._kept, parts[0]
+        yield self._snapshot, parts[0]
 
-    def kept(self) -> Copies:
+    def snapshot(self) -> Copies:
         """Return the copy that keeps the present value for `leave`."""
-        yield self._kept, self.tensor
+        yield self._snapshot, self.tensor
 
     def leave(self) -> None:
         """Set the statistic back to the value after the last step."""
-        self.tensor.copy_(self._kept)
+        self.tensor.copy_(self._snapshot)
 
 
 class Counts:
@@ -121,14 +119,15 @@ class Counts:
     """
 
     def __init__(self, statistics: Iterable[Statistic]) -> None:
-        counts = {id(found.count): found.count for found in statistics if found.count is not None}
+        counts = {id(s.count): s.count for s in statistics if s.count is not None}
         self._counts = list(counts.values())
+        self._snapshots = [count.clone() for count in self._counts]
         self._collected: list[Tensor] = []
-        self.keep()
 
     def keep(self) -> None:
         """Keep the present counts for `leave`."""
-        self._kept = [count.clone() for count in self._counts]
+        for count, snapshot in zip(self._counts, self._snapshots):
+            snapshot.copy_(count)
 
     def collect(self) -> None:
         """Set the counts back after a part of a batch, and note the counts for `step`."""
@@ -146,46 +145,5 @@ class Counts:
     def leave(self) -> None:
         """Set the counts back to the counts after the last step."""
         self._collected = []
-        for count, kept in zip(self._counts, self._kept):
-            count.copy_(kept)
-
-
-class Votes(Statistic):
-    """Send a few numbers of the rank with the gradients; after the step, hold means over ranks.
-
-    Ranks share small facts as votes without an extra message.
-
-    A program has the first 8 votes, the library has the others. Each of the last 6 votes is a bit
-    of a checksum, 1 or -1: the mean over ranks has the size 1 if and only if all ranks have the
-    same bit. Sums of other numbers would be rounded, and a single rank would be lost among many
-    ranks. A checksum misses a difference with a chance of 1 in 64. The checksum of the next step is
-    another one, because the step is part of the values.
-
-    Attributes:
-        heard: the `counted` means, if the host has read the means before `read`.
-    """
-
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__("(votes)", torch.zeros(VOTES, dtype=dtype, device=device))
-        self.heard: list[float] = []
-
-    def leave(self) -> None:
-        """Keep the votes: votes stay until sent."""
-
-    def mark(self, values: object, changed: bool) -> None:
-        """Vote on `values`, which all ranks must have alike, and on a change of the model."""
-        self.heard = []
-        checksum = hashlib.blake2b(repr(values).encode(), digest_size=1).digest()[0]
-        bits = [1 if checksum >> place & 1 else -1 for place in range(len(BITS))]
-        votes = torch.tensor([changed, *bits], dtype=self.tensor.dtype, device="cpu")
-        self.counted(self.tensor).copy_(votes, non_blocking=True)
-
-    def counted(self, votes: Tensor) -> Tensor:
-        """Return the part of the means over ranks that `read` takes, a view."""
-        return votes[CHANGED:]
-
-    def read(self) -> tuple[bool, bool]:
-        """Return whether any rank voted for a change, and whether all checksums are equal."""
-        heard, self.heard = self.heard or self.counted(self.tensor).tolist(), []
-        changed, *bits = heard
-        return changed > 0, min(map(abs, bits)) > 1 - 1e-4
+        for count, snapshot in zip(self._counts, self._snapshots):
+            count.copy_(snapshot)

@@ -1,108 +1,55 @@
 """Compute on tensors by pure functions, and hold tensors in flat buffers."""
 
-from __future__ import annotations
-
-from mpikfac.numerics.arena import Arena, Copies, Parts, alike, copy_all
-from mpikfac.numerics.finite import all_finite, each_finite, not_finite
-from mpikfac.numerics.fisher import (
-    FISHERS,
-    LOSSES,
-    Fisher,
-    Loss,
-    check_outputs,
-    exact,
-    sampled,
-)
-from mpikfac.numerics.messages import (
-    BY_COORDINATE,
-    BY_VECTOR,
-    ByVector,
-    Near,
-    add_decoded,
-    by_vector,
-    combined,
-    encode,
-    matrix_in,
-    orthonormal,
-    renewed,
-)
-from mpikfac.numerics.moments import (
-    NORMALIZATIONS,
-    Normalization,
-    factor_scales,
-    linear_input_sum,
-    linear_input_vector,
-    linear_output_sum,
-    linear_output_vector,
-    squares,
-    vector_scales,
-    with_bias,
-    with_count,
-)
-from mpikfac.numerics.orthogonal import orthogonalised
-from mpikfac.numerics.precision import end_step, is_unscaled, without_autocast
-from mpikfac.numerics.products import (
-    Side,
-    from_left,
-    from_right,
-    of_coordinates,
-    product,
-)
-from mpikfac.numerics.steps import AdamSteps, elastic_step, nesterov
-from mpikfac.numerics.triangles import add_identity, add_triangle, triangle_trace, unfold_triangle
-
-__all__ = [
-    "BY_COORDINATE",
-    "BY_VECTOR",
-    "FISHERS",
-    "LOSSES",
-    "NORMALIZATIONS",
-    "AdamSteps",
-    "Arena",
-    "ByVector",
-    "Copies",
-    "Fisher",
-    "Loss",
-    "Near",
-    "Normalization",
-    "Parts",
-    "Side",
-    "add_decoded",
-    "add_identity",
-    "add_triangle",
-    "alike",
-    "all_finite",
-    "by_vector",
-    "check_outputs",
-    "combined",
-    "copy_all",
-    "each_finite",
-    "elastic_step",
-    "encode",
-    "end_step",
-    "exact",
-    "factor_scales",
-    "from_left",
-    "from_right",
-    "is_unscaled",
-    "linear_input_sum",
-    "linear_input_vector",
-    "linear_output_sum",
-    "linear_output_vector",
-    "matrix_in",
-    "nesterov",
-    "not_finite",
-    "of_coordinates",
-    "orthogonalised",
-    "orthonormal",
-    "product",
-    "renewed",
-    "sampled",
-    "squares",
-    "triangle_trace",
-    "unfold_triangle",
-    "vector_scales",
-    "with_bias",
-    "with_count",
-    "without_autocast",
-]
+from mpikfac.numerics.arena import Arena as Arena
+from mpikfac.numerics.arena import Copies as Copies
+from mpikfac.numerics.arena import Parts as Parts
+from mpikfac.numerics.arena import alike as alike
+from mpikfac.numerics.arena import copy_all as copy_all
+from mpikfac.numerics.finite import all_finite as all_finite
+from mpikfac.numerics.finite import each_finite as each_finite
+from mpikfac.numerics.finite import not_finite as not_finite
+from mpikfac.numerics.fisher import FISHERS as FISHERS
+from mpikfac.numerics.fisher import LOSSES as LOSSES
+from mpikfac.numerics.fisher import Fisher as Fisher
+from mpikfac.numerics.fisher import Loss as Loss
+from mpikfac.numerics.fisher import check_outputs as check_outputs
+from mpikfac.numerics.fisher import exact as exact
+from mpikfac.numerics.fisher import sampled as sampled
+from mpikfac.numerics.messages import BY_COORDINATE as BY_COORDINATE
+from mpikfac.numerics.messages import BY_VECTOR as BY_VECTOR
+from mpikfac.numerics.messages import ByVector as ByVector
+from mpikfac.numerics.messages import Near as Near
+from mpikfac.numerics.messages import add_decoded as add_decoded
+from mpikfac.numerics.messages import by_vector as by_vector
+from mpikfac.numerics.messages import combined as combined
+from mpikfac.numerics.messages import encode as encode
+from mpikfac.numerics.messages import matrix_in as matrix_in
+from mpikfac.numerics.messages import orthonormal as orthonormal
+from mpikfac.numerics.messages import renewed as renewed
+from mpikfac.numerics.moments import NORMALIZATIONS as NORMALIZATIONS
+from mpikfac.numerics.moments import Normalization as Normalization
+from mpikfac.numerics.moments import factor_scales as factor_scales
+from mpikfac.numerics.moments import linear_input_sum as linear_input_sum
+from mpikfac.numerics.moments import linear_input_vector as linear_input_vector
+from mpikfac.numerics.moments import linear_output_sum as linear_output_sum
+from mpikfac.numerics.moments import linear_output_vector as linear_output_vector
+from mpikfac.numerics.moments import squares as squares
+from mpikfac.numerics.moments import vector_scales as vector_scales
+from mpikfac.numerics.moments import with_bias as with_bias
+from mpikfac.numerics.moments import with_count as with_count
+from mpikfac.numerics.orthogonal import orthogonalised as orthogonalised
+from mpikfac.numerics.precision import end_step as end_step
+from mpikfac.numerics.precision import is_unscaled as is_unscaled
+from mpikfac.numerics.precision import without_autocast as without_autocast
+from mpikfac.numerics.products import Side as Side
+from mpikfac.numerics.products import from_left as from_left
+from mpikfac.numerics.products import from_right as from_right
+from mpikfac.numerics.products import of_coordinates as of_coordinates
+from mpikfac.numerics.products import product as product
+from mpikfac.numerics.steps import AdamSteps as AdamSteps
+from mpikfac.numerics.steps import elastic_step as elastic_step
+from mpikfac.numerics.steps import nesterov as nesterov
+from mpikfac.numerics.triangles import add_identity as add_identity
+from mpikfac.numerics.triangles import add_triangle as add_triangle
+from mpikfac.numerics.triangles import triangle_trace as triangle_trace
+from mpikfac.numerics.triangles import unfold_triangle as unfold_triangle

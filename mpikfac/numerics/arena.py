@@ -26,8 +26,8 @@ def copy_all(copies: Iterable[tuple[Tensor, Tensor]]) -> None:
     for filled, source in copies:
         plain = filled.is_contiguous() and source.is_contiguous() and filled.dtype == source.dtype
         stored.setdefault(plain, []).append((filled, source))
-    for some in stored.values():
-        torch._foreach_copy_([filled for filled, _ in some], [source for _, source in some])
+    for pairs in stored.values():
+        torch._foreach_copy_([filled for filled, _ in pairs], [source for _, source in pairs])
 
 
 def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
@@ -36,11 +36,11 @@ def alike(tensors: Mapping[Key, Tensor]) -> list[list[Key]]:
     A GPU spends as long on the start of a small kernel as on the kernel. On the CPU a stack would
     only be a copy.
     """
-    found: dict[object, list[Key]] = {}
+    groups: dict[object, list[Key]] = {}
     for name, tensor in tensors.items():
         key = name if tensor.is_cpu else (tensor.shape, tensor.dtype)
-        found.setdefault(key, []).append(name)
-    return list(found.values())
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 class Arena(dict[str, Tensor]):
@@ -77,14 +77,14 @@ class Parts:
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._flat = arena.flat
-        self._kept = arena.flat.new_empty(count, len(arena.flat)) if count else None
+        self._stored = arena.flat.new_empty(count, len(arena.flat)) if count else None
         self._count = count
         self._taken = 0
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the kept parts."""
-        return self._kept.nbytes if self._kept is not None else 0
+        return self._stored.nbytes if self._stored is not None else 0
 
     def __len__(self) -> int:
         """Return this rank's number of parts; 0 if the batch is not split into parts."""
@@ -93,7 +93,7 @@ class Parts:
     @property
     def collected(self) -> Tensor:
         """Return the parts added so far, `[parts, size]`, or the arena's `flat` without parts."""
-        return self._flat if self._kept is None else self._kept[: self._taken]
+        return self._flat if self._stored is None else self._stored[: self._taken]
 
     def add(self) -> None:
         """Keep a copy of the arena's content as the next part.
@@ -101,9 +101,9 @@ class Parts:
         Raises:
             ValueError: all of this rank's parts are already there.
         """
-        if self._kept is None or self._taken == self._count:
+        if self._stored is None or self._taken == self._count:
             raise ValueError(f"collect() was called more than {self._count} times before step()")
-        self._kept[self._taken].copy_(self._flat)
+        self._stored[self._taken].copy_(self._flat)
         self._taken += 1
 
     def take(self) -> Tensor:
@@ -112,10 +112,10 @@ class Parts:
         Raises:
             ValueError: some parts are missing.
         """
-        if self._kept is None or self._taken < self._count:
+        if self._stored is None or self._taken < self._count:
             raise ValueError(f"step() needs {self._count} parts; collect() took {self._taken}")
         self.clear()
-        return self._kept
+        return self._stored
 
     def clear(self) -> None:
         """Drop all parts added so far."""

@@ -16,8 +16,8 @@ def all_finite(flat: Tensor) -> bool:
 
 def each_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether each of the tensors is finite, `[tensors]`, as `all_finite` does."""
-    cpu = all(one.is_cpu for one in tensors)  # a GPU takes many norms by few kernels
-    sums = [one.sum() for one in tensors] if cpu else torch._foreach_norm(list(tensors), 1)
+    cpu = all(tensor.is_cpu for tensor in tensors)  # a GPU takes many norms by few kernels
+    sums = [tensor.sum() for tensor in tensors] if cpu else torch._foreach_norm(list(tensors), 1)
     return torch.stack(sums).isfinite()
 
 
@@ -26,5 +26,5 @@ def not_finite(blocks: Mapping[str, Tensor]) -> list[str]:
     if not blocks:
         return []
     sound = each_finite(list(blocks.values())).tolist()
-    doubtful = [name for name, known in zip(blocks, sound) if not known]
+    doubtful = [name for name, finite in zip(blocks, sound) if not finite]
     return [name for name in doubtful if not blocks[name].isfinite().all()]

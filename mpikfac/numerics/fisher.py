@@ -69,9 +69,9 @@ def _drawn_noise(outputs: Tensor) -> Tensor:
 
 def _drawn_bits(outputs: Tensor) -> Tensor:
     # The scale: a gradient's square is to be the Hessian of the mean over outputs, p (1 - p) / n.
-    p, rest = outputs.sigmoid(), (-outputs).sigmoid()
+    p, q = outputs.sigmoid(), (-outputs).sigmoid()
     labels = torch.rand_like(p) < p
-    return torch.where(labels, -rest, p) / math.sqrt(outputs.shape[1])
+    return torch.where(labels, -q, p) / math.sqrt(outputs.shape[1])
 
 
 def _class_root(outputs: Tensor) -> Tensor:

@@ -32,15 +32,15 @@ def orthogonalised(matrices: Sequence[Tensor]) -> list[Tensor]:
     for shape, chosen in places.items():
         unit = _unit(torch.stack([matrices[place] for place in chosen]))
         by_order[unit.shape[-2]].append((shape, unit))
-    found: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
     for stacks in by_order.values():
         squares = [unit @ unit.mT for _, unit in stacks]
         products = _products(torch.cat(squares)).split(list(map(len, squares)))
         for (shape, unit), product in zip(stacks, products):
             wide = product @ unit
             back = wide.mT if shape[-2] > shape[-1] else wide
-            found |= zip(places[shape], back.reshape(-1, *shape))
-    return [found[place] for place in range(len(matrices))]
+            results |= zip(places[shape], back.reshape(-1, *shape))
+    return [results[place] for place in range(len(matrices))]
 
 
 def _unit(stack: Tensor) -> Tensor:
@@ -52,17 +52,17 @@ def _unit(stack: Tensor) -> Tensor:
 
 def _products(squares: Tensor) -> Tensor:
     """Return the products of the polynomials F of all steps, from squares `X X^T`, `[k, n, n]`."""
-    rest = _rest(squares)
+    higher = _higher(squares)
     identity = torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-    product = torch.add(rest, identity, alpha=FIRST)
+    product = torch.add(higher, identity, alpha=FIRST)
     for _ in range(STEPS - 1):
         for _ in range(2):  # F commutes with the square
-            squares = torch.baddbmm(squares, rest, squares, beta=FIRST)
-        rest = _rest(squares)
-        product = torch.baddbmm(product, rest, product, beta=FIRST)
+            squares = torch.baddbmm(squares, higher, squares, beta=FIRST)
+        higher = _higher(squares)
+        product = torch.baddbmm(product, higher, product, beta=FIRST)
     return product
 
 
-def _rest(squares: Tensor) -> Tensor:
+def _higher(squares: Tensor) -> Tensor:
     """Return `F - FIRST I`, from squares `X X^T`."""
     return torch.baddbmm(squares, squares, squares, beta=THIRD, alpha=FIFTH)

@@ -115,5 +115,5 @@ def of_coordinates(weights: Tensor, vectors: Side) -> Tensor:
 def _of_block(block: Tensor, weights: Tensor) -> Tensor:
     if block.dim() < weights.dim() or _rows(block) == block.shape[-1]:
         return weights
-    rest, own = weights[..., :1], weights[..., 1:]
-    return torch.cat([rest.expand(*rest.shape[:-1], _rows(block)), own - rest], -1)
+    outside, inside = weights[..., :1], weights[..., 1:]
+    return torch.cat([outside.expand(*outside.shape[:-1], _rows(block)), inside - outside], -1)

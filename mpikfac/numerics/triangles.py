@@ -19,10 +19,10 @@ def add_triangle(packed: Tensor, matrix: Tensor, weight: float = 1.0) -> None:
     """Add the lower triangle of a symmetric `matrix` `[n, n]`, times `weight`, to `packed`."""
     lower_left, first, second = _fold(packed)
     half = first.shape[-1]
-    lower, rest = _lower(half, packed.dtype, packed.device), second.shape[-1]
+    lower, size = _lower(half, packed.dtype, packed.device), second.shape[-1]
     lower_left.add_(matrix[..., half:, :half], alpha=weight)
     first.addcmul_(matrix[..., :half, :half], lower, value=weight)
-    second.addcmul_(matrix[..., half:, half:], lower[:rest, :rest].mT, value=weight)
+    second.addcmul_(matrix[..., half:, half:], lower[:size, :size].mT, value=weight)
 
 
 def add_identity(packed: Tensor, weight: float | Tensor = 1.0) -> None:
@@ -40,19 +40,19 @@ def unfold_triangle(packed: Tensor) -> Tensor:
     matrix = packed.new_empty(*packed.shape[:-2], order, order)
     matrix[..., half:, :half] = lower_left
     matrix[..., :half, half:] = lower_left.mT
-    lower, rest = _lower(half, torch.bool, packed.device), order - half
+    lower, size = _lower(half, torch.bool, packed.device), order - half
     torch.where(lower, first, first.mT, out=matrix[..., :half, :half])
-    torch.where(lower[:rest, :rest], second.mT, second, out=matrix[..., half:, half:])
+    torch.where(lower[:size, :size], second.mT, second, out=matrix[..., half:, half:])
     return matrix
 
 
 def _lower(order: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a matrix `[n, n]` of ones in the lower triangle, and of zeros; the largest is kept."""
-    known = _largest.get((dtype, device))
-    if known is None or len(known) < order:
-        known = torch.ones(order, order, dtype=dtype, device=device).tril()
-        _largest[dtype, device] = known
-    return known[:order, :order]
+    ones = _largest.get((dtype, device))
+    if ones is None or len(ones) < order:
+        ones = torch.ones(order, order, dtype=dtype, device=device).tril()
+        _largest[dtype, device] = ones
+    return ones[:order, :order]
 
 
 def triangle_trace(packed: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def _fold(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = packed.shape[-2:]
     even = rows == 2 * columns + 1
     order = rows - 1 if even else rows
-    lower_left, rest = packed[..., : order - columns, :], packed[..., order - columns :, :]
+    lower_left, diagonal = packed[..., : order - columns, :], packed[..., order - columns :, :]
     if even:
-        return lower_left, rest[..., 1:, :], rest[..., :-1, :]
-    return lower_left, rest, rest[..., :-1, 1:]
+        return lower_left, diagonal[..., 1:, :], diagonal[..., :-1, :]
+    return lower_left, diagonal, diagonal[..., :-1, 1:]

@@ -1,148 +1,76 @@
 """Roles, layouts and messages of all ranks, as plain data: standard library only."""
 
-from __future__ import annotations
-
-from mpikfac.plan.activations import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    STATISTICS,
-    LayerCall,
-    Place,
-    activation_messages,
-    distribution_table,
-    gradient_messages,
-    layer_messages,
-    places,
-    wire_bytes,
-)
-from mpikfac.plan.choices import (
-    NAMED,
-    STRATEGY,
-    Asynchrony,
-    AtLeast,
-    Combination,
-    Exchange,
-    Named,
-    OneOf,
-    Outer,
-    Refresh,
-    Robust,
-    Same,
-    Strategy,
-    Transport,
-    Wires,
-    axes,
-    check,
-    check_count,
-    check_divides,
-    check_fraction,
-    check_size,
-    divisors,
-    named,
-    one_of,
-    shown,
-)
-from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
-from mpikfac.plan.distribution import CHANNELS, SPLIT, Channels, Distribution, Sliced, Split, span
-from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
-from mpikfac.plan.messages import (
-    BETWEEN_NODES,
-    IN_NODE,
-    PIECE,
-    Message,
-    NearMost,
-    gathers,
-    message,
-    shard_length,
-)
-from mpikfac.plan.plan import Plan, plan_for
-from mpikfac.plan.rank.plan import RankPlan
-from mpikfac.plan.roles import Factor, PlannedLayer
-from mpikfac.plan.shapes import (
-    FactorShape,
-    Form,
-    LayerShape,
-    check_layers,
-    count_of,
-    few,
-    forward_only,
-    usual_rule,
-)
-
-__all__ = [
-    "ALIGNMENT",
-    "BACKWARD",
-    "BETWEEN_NODES",
-    "CHANNELS",
-    "FORWARD",
-    "GRADIENTS",
-    "IN_NODE",
-    "IN_SHARDS",
-    "IN_TWO_SUMS",
-    "NAMED",
-    "PIECE",
-    "PLACE",
-    "SPLIT",
-    "STATISTICS",
-    "STRATEGY",
-    "Asynchrony",
-    "AtLeast",
-    "Channels",
-    "Codec",
-    "Combination",
-    "Distribution",
-    "Exchange",
-    "Factor",
-    "FactorShape",
-    "Form",
-    "LayerCall",
-    "LayerShape",
-    "Layout",
-    "Matrix",
-    "Message",
-    "Named",
-    "NearMost",
-    "OneOf",
-    "Outer",
-    "Place",
-    "Plan",
-    "PlannedLayer",
-    "RankPlan",
-    "Refresh",
-    "Robust",
-    "Same",
-    "Shape",
-    "Sliced",
-    "Split",
-    "Strategy",
-    "Transport",
-    "Wires",
-    "activation_messages",
-    "axes",
-    "check",
-    "check_count",
-    "check_divides",
-    "check_fraction",
-    "check_layers",
-    "check_size",
-    "count_of",
-    "distribution_table",
-    "divisors",
-    "few",
-    "forward_only",
-    "gathers",
-    "gradient_messages",
-    "lay_out",
-    "layer_messages",
-    "message",
-    "named",
-    "one_of",
-    "places",
-    "plan_for",
-    "shard_length",
-    "shown",
-    "span",
-    "usual_rule",
-    "wire_bytes",
-]
+from mpikfac.plan.activations import BACKWARD as BACKWARD
+from mpikfac.plan.activations import FORWARD as FORWARD
+from mpikfac.plan.activations import GRADIENTS as GRADIENTS
+from mpikfac.plan.activations import STATISTICS as STATISTICS
+from mpikfac.plan.activations import LayerCall as LayerCall
+from mpikfac.plan.activations import Place as Place
+from mpikfac.plan.activations import activation_messages as activation_messages
+from mpikfac.plan.activations import distribution_table as distribution_table
+from mpikfac.plan.activations import gradient_messages as gradient_messages
+from mpikfac.plan.activations import layer_messages as layer_messages
+from mpikfac.plan.activations import places as places
+from mpikfac.plan.activations import wire_bytes as wire_bytes
+from mpikfac.plan.choices import NAMED as NAMED
+from mpikfac.plan.choices import STRATEGY as STRATEGY
+from mpikfac.plan.choices import Asynchrony as Asynchrony
+from mpikfac.plan.choices import AtLeast as AtLeast
+from mpikfac.plan.choices import Combination as Combination
+from mpikfac.plan.choices import Exchange as Exchange
+from mpikfac.plan.choices import Named as Named
+from mpikfac.plan.choices import OneOf as OneOf
+from mpikfac.plan.choices import Outer as Outer
+from mpikfac.plan.choices import Refresh as Refresh
+from mpikfac.plan.choices import Robust as Robust
+from mpikfac.plan.choices import Same as Same
+from mpikfac.plan.choices import Strategy as Strategy
+from mpikfac.plan.choices import Transport as Transport
+from mpikfac.plan.choices import Wires as Wires
+from mpikfac.plan.choices import axes as axes
+from mpikfac.plan.choices import check as check
+from mpikfac.plan.choices import check_count as check_count
+from mpikfac.plan.choices import check_divides as check_divides
+from mpikfac.plan.choices import check_fraction as check_fraction
+from mpikfac.plan.choices import check_size as check_size
+from mpikfac.plan.choices import divisors as divisors
+from mpikfac.plan.choices import named as named
+from mpikfac.plan.choices import one_of as one_of
+from mpikfac.plan.choices import shown as shown
+from mpikfac.plan.codec import IN_SHARDS as IN_SHARDS
+from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
+from mpikfac.plan.codec import PLACE as PLACE
+from mpikfac.plan.codec import Codec as Codec
+from mpikfac.plan.codec import Matrix as Matrix
+from mpikfac.plan.distribution import CHANNELS as CHANNELS
+from mpikfac.plan.distribution import SPLIT as SPLIT
+from mpikfac.plan.distribution import Channels as Channels
+from mpikfac.plan.distribution import Distribution as Distribution
+from mpikfac.plan.distribution import Sliced as Sliced
+from mpikfac.plan.distribution import Split as Split
+from mpikfac.plan.distribution import span as span
+from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
+from mpikfac.plan.layout import Layout as Layout
+from mpikfac.plan.layout import Shape as Shape
+from mpikfac.plan.layout import lay_out as lay_out
+from mpikfac.plan.messages import BETWEEN_NODES as BETWEEN_NODES
+from mpikfac.plan.messages import IN_NODE as IN_NODE
+from mpikfac.plan.messages import PIECE as PIECE
+from mpikfac.plan.messages import Message as Message
+from mpikfac.plan.messages import NearMost as NearMost
+from mpikfac.plan.messages import gathers as gathers
+from mpikfac.plan.messages import message as message
+from mpikfac.plan.messages import shard_length as shard_length
+from mpikfac.plan.plan import Plan as Plan
+from mpikfac.plan.plan import plan_for as plan_for
+from mpikfac.plan.rank.plan import RankPlan as RankPlan
+from mpikfac.plan.roles import Factor as Factor
+from mpikfac.plan.roles import PlannedLayer as PlannedLayer
+from mpikfac.plan.shapes import FactorShape as FactorShape
+from mpikfac.plan.shapes import Form as Form
+from mpikfac.plan.shapes import LayerShape as LayerShape
+from mpikfac.plan.shapes import check_layers as check_layers
+from mpikfac.plan.shapes import count_of as count_of
+from mpikfac.plan.shapes import few as few
+from mpikfac.plan.shapes import forward_only as forward_only
+from mpikfac.plan.shapes import usual_rule as usual_rule

@@ -1,37 +1,19 @@
 """Predict the step times of a plan on a machine."""
 
-from __future__ import annotations
-
-from mpikfac.predict.costs import level_of
-from mpikfac.predict.distributions import choose_distribution, distribution_seconds
-from mpikfac.predict.machine import (
-    Level,
-    Machine,
-    Network,
-    Sample,
-    load_machine,
-    published_machines,
-)
-from mpikfac.predict.prediction import Clients, Job, Prediction, Step
-from mpikfac.predict.simulator import cheapest, simulate
-from mpikfac.predict.tuning import choose, tuned
-
-__all__ = [
-    "Clients",
-    "Job",
-    "Level",
-    "Machine",
-    "Network",
-    "Prediction",
-    "Sample",
-    "Step",
-    "cheapest",
-    "choose",
-    "choose_distribution",
-    "distribution_seconds",
-    "level_of",
-    "load_machine",
-    "published_machines",
-    "simulate",
-    "tuned",
-]
+from mpikfac.predict.costs import level_of as level_of
+from mpikfac.predict.distributions import choose_distribution as choose_distribution
+from mpikfac.predict.distributions import distribution_seconds as distribution_seconds
+from mpikfac.predict.machine import Level as Level
+from mpikfac.predict.machine import Machine as Machine
+from mpikfac.predict.machine import Network as Network
+from mpikfac.predict.machine import Sample as Sample
+from mpikfac.predict.machine import load_machine as load_machine
+from mpikfac.predict.machine import published_machines as published_machines
+from mpikfac.predict.prediction import Clients as Clients
+from mpikfac.predict.prediction import Job as Job
+from mpikfac.predict.prediction import Prediction as Prediction
+from mpikfac.predict.prediction import Step as Step
+from mpikfac.predict.simulator import cheapest as cheapest
+from mpikfac.predict.simulator import simulate as simulate
+from mpikfac.predict.tuning import choose as choose
+from mpikfac.predict.tuning import tuned as tuned

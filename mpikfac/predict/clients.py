@@ -71,13 +71,13 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
         ValueError: the machine has no times of the model, or the plan has layers of K-FAC, which
             servers do not know.
     """
-    asked = plan.strategy.exchange.asynchrony
+    asynchrony = plan.strategy.exchange.asynchrony
     if plan.covered:
         raise ValueError("exchanged='updates' needs training without K-FAC, such as sgd:a-sgd")
-    number, every = plan.ranks // asked.client_ranks, asked.push_every
+    number, steps = plan.ranks // asynchrony.client_ranks, asynchrony.push_every
     network = machine.network(job.model, job.batch)
     size = plan.of(0).layouts.gradients.size * plan.itemsize
-    ranks, nodes, sharing = costs.placed(range(asked.client_ranks), plan, machine)
+    ranks, nodes, sharing = costs.placed(range(asynchrony.client_ranks), plan, machine)
     stages = {
         "forward": network.forward,
         "backward": network.backward,
@@ -87,18 +87,18 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
         ),
     }
     between = 1 if machine.between is None else 2  # nodes; a server is a node of its own
-    hop = costs.collective_seconds("Recv", size / asked.servers, 2, machine, between)
-    service = 2 * hop + network.optimizer / asked.servers
-    computing = every * sum(stages.values())
-    played = play_clients(number, computing, service, job.stragglers / math.sqrt(every))
-    seconds = played.seconds / every
+    hop = costs.collective_seconds("Recv", size / asynchrony.servers, 2, machine, between)
+    service = 2 * hop + network.optimizer / asynchrony.servers
+    computing = steps * sum(stages.values())
+    played = play_clients(number, computing, service, job.stragglers / math.sqrt(steps))
+    seconds = played.seconds / steps
     step = Step(
         seconds,
         exposed=seconds - sum(stages.values()) + stages["reduce gradients"],
-        waiting=played.waiting / every,
+        waiting=played.waiting / steps,
         overlapped=0.0,
-        sent=size / every,
-        stages=stages | {"exchange updates": service / every},
+        sent=size / steps,
+        stages=stages | {"exchange updates": service / steps},
     )
     updates = number / played.seconds
     return Prediction(

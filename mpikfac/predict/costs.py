@@ -186,8 +186,8 @@ def factor_seconds(factor: Factor, machine: Machine) -> float:
     """
     if factor.solver.vector:
         return 0.0
-    whole = machine.decomposition(factor.solver.timed_as or factor.solver.name, factor.order)
-    return whole * (factor.work() / factor.order**3)
+    full = machine.decomposition(factor.solver.timed_as or factor.solver.name, factor.order)
+    return full * (factor.work() / factor.order**3)
 
 
 def precondition_seconds(
@@ -204,13 +204,13 @@ def precondition_seconds(
     Raises:
         ValueError: the plan has vectors, and the machine has no times of vectors.
     """
-    own = plan.of(rank).preconditioned
+    layers = plan.of(rank).preconditioned
     seconds = 0.0
     if vectors := _solver_of_vectors(plan):
-        mine = sum(f.size for layer in own if layer.solver.vector for f in layer.factors)
+        elements = sum(f.size for layer in layers if layer.solver.vector for f in layer.factors)
         everything = sum(factor.size for factor in plan.factors.values())
-        seconds = _of_vectors(network.vector_precondition, machine, vectors) * mine / everything
-    matrices = (layer for layer in own if not layer.solver.vector)
+        seconds = _of_vectors(network.vector_precondition, machine, vectors) * elements / everything
+    matrices = (layer for layer in layers if not layer.solver.vector)
     products = [
         product
         for layer in matrices
@@ -232,12 +232,12 @@ def statistics_seconds(plan: Plan, rank: int, machine: Machine, network: Network
     """
     vectors = _solver_of_vectors(plan)
     of_vectors = _of_vectors(network.vector_statistics, machine, vectors) if vectors else 0.0
-    found = 0.0
+    total = 0.0
     for vector, power, seconds in ((False, 2, network.statistics), (True, 1, of_vectors)):
-        mine = [f for f in plan.of(rank).recorded if f.solver.vector == vector]
+        factors = [f for f in plan.of(rank).recorded if f.solver.vector == vector]
         everything = sum(factor.work(power) for factor in plan.factors.values())
-        found += seconds * sum(factor.work(power) for factor in mine) / everything
-    return found
+        total += seconds * sum(factor.work(power) for factor in factors) / everything
+    return total
 
 
 def _solver_of_vectors(plan: Plan) -> str:

@@ -80,18 +80,18 @@ def distribution_seconds(
 def _cost(distribution: Distribution, ranks: int, machine: Machine | None, itemsize: int) -> Cost:
     """Return the cost of messages as a function."""
     if machine is None:
-        return lambda messages: sum(one.wire for one in messages)
+        return lambda messages: sum(message.wire for message in messages)
     split = Split(Distribution(distribution.ways, strided=distribution.strided))
     plan = plan_for([], ranks, Strategy.mem_opt(), itemsize=itemsize, split=split)
-    return lambda messages: sum(_seconds(one, plan, machine) for one in messages)
+    return lambda messages: sum(_seconds(message, plan, machine) for message in messages)
 
 
-def _seconds(one: Message, plan: Plan, machine: Machine) -> float:
+def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
     """Return the seconds of a message; gradients of all layers share the latency of a message."""
-    seconds = message_seconds(one, plan, 0, machine)
-    if one.stage != GRADIENTS:
+    seconds = message_seconds(message, plan, 0, machine)
+    if message.stage != GRADIENTS:
         return seconds
-    least = replace(one, spans=tuple((0, 1) for _ in one.spans), size=len(one.spans))
+    least = replace(message, spans=tuple((0, 1) for _ in message.spans), size=len(message.spans))
     return max(0.0, seconds - message_seconds(least, plan, 0, machine))
 
 
@@ -99,16 +99,16 @@ def _cheapest(
     row: Sequence[LayerCall], ways: int, ranks: int, itemsize: int, cost: Cost
 ) -> tuple[float, dict[str, Channels]]:
     """Return the least cost of a row of layers, by dynamic programming along the row."""
-    found: Ways = {Place(): (0.0, {})}
+    best: Ways = {Place(): (0.0, {})}
     for call in row:
         longer: dict[Place, tuple[float, dict[str, Channels]]] = {}
-        for before, (so_far, axes) in found.items():
+        for before, (so_far, axes) in best.items():
             for place in _places(call, before, call is row[-1], ways):
                 total = so_far + cost(layer_messages(call, place, ways, ranks, itemsize))
                 if place not in longer or total < longer[place][0]:
                     longer[place] = total, axes | ({call.name: place.axis} if place.axis else {})
-        found = longer
-    return min(found.values(), key=lambda way: way[0])
+        best = longer
+    return min(best.values(), key=lambda way: way[0])
 
 
 def _places(call: LayerCall, before: Place, last: bool, ways: int) -> Iterator[Place]:

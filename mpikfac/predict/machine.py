@@ -132,21 +132,21 @@ class Machine:
         Raises:
             ValueError: the machine has no times of the model.
         """
-        known = sorted(
+        networks = sorted(
             (network for network in self.networks if network.model == model),
             key=lambda network: network.batch,
         )
-        if not known:
+        if not networks:
             models = ", ".join(sorted({network.model for network in self.networks})) or "none"
             raise ValueError(
                 f"machine {self.name!r} has no times of model={model!r}, only of: {models}; "
                 f"measure them with mpikfac calibrate --model {model}"
             )
-        batches = [network.batch for network in known]
+        batches = [network.batch for network in networks]
         within = min(max(batch, batches[0]), batches[-1])
         values: dict[str, Any] = {}
-        for part in asdict(known[0]).keys() - {"model", "batch"}:
-            seconds = [getattr(network, part) for network in known]
+        for part in asdict(networks[0]).keys() - {"model", "batch"}:
+            seconds = [getattr(network, part) for network in networks]
             if None not in seconds:
                 grows = batch / within if part in GROWING else 1.0
                 values[part] = grows * float(np.interp(within, batches, seconds))
@@ -195,8 +195,8 @@ def machine_from_json(text: str | bytes) -> Machine:
     if values.get("products"):
         values["products"] = _points(values["products"], "products")
     if not isinstance(values["decompositions"], dict):
-        found = reprlib.repr(values["decompositions"])
-        raise ValueError(f"decompositions is {found}, not an object by solver")
+        content = reprlib.repr(values["decompositions"])
+        raise ValueError(f"decompositions is {content}, not an object by solver")
     values["decompositions"] = {
         solver: _points(points, f"decompositions.{solver}")
         for solver, points in values["decompositions"].items()
@@ -233,8 +233,8 @@ def load_machine(name: str) -> Machine:
 
 def published_machines() -> list[str]:
     """Return the names of the machines that come with the package."""
-    found = (resources.files("mpikfac.predict") / "machines").iterdir()
-    return sorted(file.name.removesuffix(".json") for file in found if file.name.endswith(".json"))
+    paths = (resources.files("mpikfac.predict") / "machines").iterdir()
+    return sorted(file.name.removesuffix(".json") for file in paths if file.name.endswith(".json"))
 
 
 def interpolated(points: Sequence[Point], at: float) -> float:
@@ -284,17 +284,17 @@ def _sample(entry: Any) -> Sample:
     for key in ("ranks", "nodes", "sharing"):
         _check_count(f"samples.{key}", values[key])
     if values["primitive"] not in PRIMITIVES:
-        known = ", ".join(PRIMITIVES)
-        found = reprlib.repr(values["primitive"])
-        raise ValueError(f"samples.primitive={found} must be one of {known}")
+        primitives = ", ".join(PRIMITIVES)
+        primitive = reprlib.repr(values["primitive"])
+        raise ValueError(f"samples.primitive={primitive} must be one of {primitives}")
     return Sample(**values)
 
 
 def _list(values: Mapping[str, Any], key: str) -> Sequence[Any]:
-    found = values.get(key, ())
-    if not isinstance(found, (list, tuple)):
-        raise ValueError(f"{key} is {reprlib.repr(found)}, not a list")
-    return found
+    entries = values.get(key, ())
+    if not isinstance(entries, (list, tuple)):
+        raise ValueError(f"{key} is {reprlib.repr(entries)}, not a list")
+    return entries
 
 
 def _check_count(key: str, value: Any) -> None:
@@ -306,13 +306,13 @@ def _checked(entry: Any, kind: Any, key: str) -> dict[str, Any]:
     """Return a JSON object with the keys of `kind`; keys with defaults may be left out."""
     if not isinstance(entry, dict):
         raise ValueError(f"{key} is {reprlib.repr(entry)}, not an object of keys and values")
-    names = [known.name for known in fields(kind)]
+    names = [spec.name for spec in fields(kind)]
     if extra := set(entry) - set(names):
         first, known_keys = reprlib.repr(min(extra)), ", ".join(names)
         raise ValueError(f"{key} has the unknown key {first}; known are {known_keys}")
-    for known in fields(kind):
-        if known.name not in entry and known.default is known.default_factory is MISSING:
-            raise ValueError(f"{key} lacks the key {known.name!r}")
+    for spec in fields(kind):
+        if spec.name not in entry and spec.default is spec.default_factory is MISSING:
+            raise ValueError(f"{key} lacks the key {spec.name!r}")
     return dict(entry)
 
 
@@ -324,10 +324,10 @@ def _check_types(values: Mapping[str, Any], kind: Any, key: str = "") -> None:
         "Mapping[str, Any]": (dict, "an object of keys and values"),
         "Mapping[str, str]": (dict, "an object of keys and values"),
     }
-    for known in fields(kind):
-        expected, what = types.get(str(known.type), (object, ""))
-        if known.name in values and not isinstance(values[known.name], expected):
-            raise ValueError(f"{key}{known.name}={reprlib.repr(values[known.name])} must be {what}")
+    for spec in fields(kind):
+        expected, what = types.get(str(spec.type), (object, ""))
+        if spec.name in values and not isinstance(values[spec.name], expected):
+            raise ValueError(f"{key}{spec.name}={reprlib.repr(values[spec.name])} must be {what}")
 
 
 def _is_number(value: Any) -> bool:

@@ -37,14 +37,14 @@ class Event(NamedTuple):
             "overlapped", a message sent during the following computations, urgent messages first;
             "wait" for the urgent messages, or "wait for all" messages.
         ready: share of the backward pass after which an overlapped message is sent.
-        felt: seconds by which an overlapped message slows the computation.
+        slowdown: seconds by which an overlapped message slows the computation.
     """
 
     stage: str
     seconds: float
     kind: Literal["compute", "message", "urgent", "overlapped", "wait", "wait for all"] = "compute"
     ready: float = 1.0
-    felt: float = 0.0
+    slowdown: float = 0.0
 
 
 def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
@@ -88,12 +88,12 @@ def cheapest(
     Raises:
         ValueError: no plan is within `memory`, or see `simulate`.
     """
-    found = {name: simulate(plan, machine, job) for name, plan in plans.items()}
-    fitting = [name for name in found if memory is None or found[name].memory <= memory]
+    predictions = {name: simulate(plan, machine, job) for name, plan in plans.items()}
+    fitting = [name for name in predictions if memory is None or predictions[name].memory <= memory]
     if not fitting:
-        least = min(prediction.memory for prediction in found.values())
+        least = min(prediction.memory for prediction in predictions.values())
         raise ValueError(f"memory={memory} bytes are too few for any plan; the least is {least}")
-    return min(fitting, key=lambda name: found[name].mean.seconds)
+    return min(fitting, key=lambda name: predictions[name].mean.seconds)
 
 
 def representatives(plan: Plan) -> list[int]:
@@ -158,7 +158,7 @@ def play(events: Sequence[Event], slack: float = 0.0) -> tuple[float, float]:
                 urgent = max(now, urgent) + event.seconds
             if event.kind == "message":
                 now = urgent
-            now += event.felt
+            now += event.slowdown
     end = max(now, urgent, line - slack)
     return end, end - computed
 
@@ -170,19 +170,19 @@ def sequence(
 
     With `overlap` the backward pass comes in slices, and some messages are ready after every slice.
     """
-    found: list[Event] = []
+    events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]
     if overlap and sent:
-        found.append(Event("forward", compute.get("forward", 0.0)))
-        found += _backward(compute, sent)
+        events.append(Event("forward", compute.get("forward", 0.0)))
+        events += _backward(compute, sent)
         compute = {s: t for s, t in compute.items() if s not in (*BACKWARD, "forward")}
         messages = [message for message in messages if message not in sent]
     left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
     for message in messages:
         while left and STAGES.index(left[0].stage) < STAGES.index(message.stage):
-            found.append(left.pop(0))
-        found.append(message)
-    return found + left
+            events.append(left.pop(0))
+        events.append(message)
+    return events + left
 
 
 def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterator[Event]:
@@ -199,8 +199,8 @@ def _of_shares(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
     """Return the mean step over the shares of layers to refresh, and over exchanges of weights."""
-    whole, *turns = plan.of(0).shares
-    shares = turns if kind[1] and turns else [whole]
+    full, *turns = plan.of(0).shares
+    shares = turns if kind[1] and turns else [full]
     often = 1 / plan.strategy.exchange.exchange_every
     steps = [
         (_step(plan, machine, job, ranks, kind, share, exchanged), part / len(shares))
@@ -213,8 +213,8 @@ def _of_shares(
 
 def _together(plan: Plan, job: Job) -> int:
     """Return the number of steps from a message of all ranks to the next."""
-    every = plan.strategy.exchange.exchange_every
-    return min(every, job.factor_every) if plan.layers else every
+    interval = plan.strategy.exchange.exchange_every
+    return min(interval, job.factor_every) if plan.layers else interval
 
 
 def _step(
@@ -260,7 +260,7 @@ def _step(
         exposed,
         waiting=sum(compute.values()) * (1 - 1 / slowest),
         overlapped=sum(event.seconds for event in events if event.kind in OVERLAPPED),
-        sent=max(sum(message.wire for message in found) for found in seen.values()),
+        sent=max(sum(message.wire for message in sent) for sent in seen.values()),
         stages=stages,
     )
 
@@ -270,15 +270,15 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
     if plan.strategy.transport.overlap:
         kinds = {"reduce gradients": "urgent"}
         kinds |= {} if plan.of(rank).late else {"reduce statistics": "overlapped"}
-    found = []
+    events = []
     for message in messages:
         seconds = costs.message_seconds(message, plan, rank, machine)
         if kind := kinds.get(message.stage):
-            felt = (1 - machine.hidden) * seconds
-            found.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), felt))
+            lost = (1 - machine.hidden) * seconds
+            events.append(Event(message.stage, seconds, kind, _ready(message, plan, rank), lost))
         else:
-            found.append(Event(message.stage, seconds, "message"))
-    return found
+            events.append(Event(message.stage, seconds, "message"))
+    return events
 
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
@@ -290,7 +290,7 @@ def _ready(message: Message, plan: Plan, rank: int) -> float:
         [layer.name] if gradients else [factor.name for factor in layer.factors]
         for layer in plan.covered
     ] or [[name] for name in plan.of(rank).messages_of]  # without K-FAC, parameters
-    numbers = {name: number for number, some in enumerate(names) for name in some}
+    numbers = {name: number for number, group in enumerate(names) for name in group}
     sent = (
         numbers[name]
         for name, offset in layout.offsets.items()
@@ -318,22 +318,22 @@ def _computations(
 ) -> dict[str, float]:
     """Return the seconds of every stage in which `rank` computes."""
     network = machine.network(job.model, job.batch)
-    found = {
+    seconds = {
         "forward": network.forward,
         "backward": network.backward,
         "gradients": network.gradients,
         "optimizer": network.optimizer * costs.stepped_share(plan, rank),
     }
     if plan.layers:
-        found["precondition"] = costs.precondition_seconds(
+        seconds["precondition"] = costs.precondition_seconds(
             plan, rank, machine, network, job.orthogonal
         )
         statistics, refresh = kind
         if statistics:
-            found["statistics"] = costs.statistics_seconds(plan, rank, machine, network)
+            seconds["statistics"] = costs.statistics_seconds(plan, rank, machine, network)
         if refresh:
-            found["decompose"] = costs.decompose_seconds(plan, rank, machine, share)
-    return found
+            seconds["decompose"] = costs.decompose_seconds(plan, rank, machine, share)
+    return seconds
 
 
 def _mean(kinds: Sequence[tuple[Step, float]]) -> Step:

@@ -50,8 +50,8 @@ def choose(
 def _candidates(ranks: int) -> Iterator[tuple[str, Strategy]]:
     for name, way in NAMED.items():
         if way.same and not way.choices.get("delay"):
-            every = [{}] if "workers" in way.choices else _between(ranks)
-            yield from ((name, way.make(ranks, **workers)) for workers in every)
+            options = [{}] if "workers" in way.choices else _between(ranks)
+            yield from ((name, way.make(ranks, **workers)) for workers in options)
 
 
 def _between(ranks: int) -> list[dict[str, int]]:
@@ -106,15 +106,15 @@ def merged(seconds: Sequence[float], ready: Sequence[float], latency: float) -> 
     groups = [1]
     start, length = ready[-1], seconds[-1]  # of the open message
     line = 0.0  # end of the messages before the open message
-    for own, at in zip(reversed(seconds[:-1]), reversed(ready[:-1])):
+    for alone, at in zip(reversed(seconds[:-1]), reversed(ready[:-1])):
         start = max(line, start)
         if at <= start or at - start < latency:
             groups[0] += 1
-            start, length = max(start, at), length + own - latency
+            start, length = max(start, at), length + alone - latency
         else:
             line = start + length
             groups.insert(0, 1)
-            start, length = at, own
+            start, length = at, alone
     return tuple(groups)
 
 

@@ -1,25 +1,14 @@
 """The numbers and choices of K-FAC as values that check themselves."""
 
-from __future__ import annotations
-
-from mpikfac.settings.combinations import SETTINGS
-from mpikfac.settings.damping import FOR_VECTORS, Damping, LevenbergMarquardt
-from mpikfac.settings.estimator import Estimator, Turn, usual_distance
-from mpikfac.settings.length import Length, Source
-from mpikfac.settings.schedule import Schedule
-from mpikfac.settings.settings import Numbers, Settings
-
-__all__ = [
-    "FOR_VECTORS",
-    "SETTINGS",
-    "Damping",
-    "Estimator",
-    "Length",
-    "LevenbergMarquardt",
-    "Numbers",
-    "Schedule",
-    "Settings",
-    "Source",
-    "Turn",
-    "usual_distance",
-]
+from mpikfac.settings.combinations import SETTINGS as SETTINGS
+from mpikfac.settings.damping import FOR_VECTORS as FOR_VECTORS
+from mpikfac.settings.damping import Damping as Damping
+from mpikfac.settings.damping import LevenbergMarquardt as LevenbergMarquardt
+from mpikfac.settings.estimator import Estimator as Estimator
+from mpikfac.settings.estimator import Turn as Turn
+from mpikfac.settings.estimator import usual_distance as usual_distance
+from mpikfac.settings.length import Length as Length
+from mpikfac.settings.length import Source as Source
+from mpikfac.settings.schedule import Schedule as Schedule
+from mpikfac.settings.settings import Numbers as Numbers
+from mpikfac.settings.settings import Settings as Settings

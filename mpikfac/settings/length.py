@@ -53,18 +53,18 @@ class Length:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
-        given = {name: bound for name, bound in self.bounds.items() if bound is not None}
-        for name, bound in given.items():
+        bounds = {name: bound for name, bound in self.bounds.items() if bound is not None}
+        for name, bound in bounds.items():
             in_force(name, bound, 0)
-        if len(given) > 1:
-            said = " and ".join(f"{name}={bound!r}" for name, bound in given.items())
-            raise ValueError(f"{said} both bound the step; leave one of them out")
+        if len(bounds) > 1:
+            text = " and ".join(f"{name}={bound!r}" for name, bound in bounds.items())
+            raise ValueError(f"{text} both bound the step; leave one of them out")
         one_of("length", self.source, (None, *SOURCES))
         if self.source is None:
-            object.__setattr__(self, "source", "own" if given else "orthogonal")
-        if self.source == "quadratic" and given:
+            object.__setattr__(self, "source", "own" if bounds else "orthogonal")
+        if self.source == "quadratic" and bounds:
             raise ValueError(
-                f"length='quadratic' needs no bound, and {self.bound}={given[self.bound]!r} is one"
+                f"length='quadratic' needs no bound, and {self.bound}={bounds[self.bound]!r} is one"
             )
         self._check_momentum()
 

@@ -28,15 +28,15 @@ def decomposed_together(
         added: what is added to the factors' diagonals, `[factors]` or `[factors, groups]`.
         dtype: of the blocks; None for the dtype of `packed`.
     """
-    whole = unfold_triangle(packed)
+    matrices = unfold_triangle(packed)
     damping = 0.0 if added is None else added.flatten()
     try:
-        made = solver.decompose(whole.flatten(0, -3), damping, factors[0].rank)
+        decomposition = solver.decompose(matrices.flatten(0, -3), damping, factors[0].rank)
     except ArithmeticError:
         return {}
     kinds = {
-        kind: blocks.to(dtype or packed.dtype).contiguous().unflatten(0, whole.shape[:-2])
-        for kind, blocks in made.items()
+        kind: blocks.to(dtype or packed.dtype).contiguous().unflatten(0, matrices.shape[:-2])
+        for kind, blocks in decomposition.items()
     }
     return {
         name: kinds[kind][place]
@@ -56,18 +56,18 @@ def decomposed(
         packed: the factor as a triangle, or as a vector.
         added: what is added to the factor's diagonal, `[]` or `[groups]`; None for nothing.
     """
-    more = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
+    increase = 10.0 if factor.solver.damped else 1.0  # other solvers hold no damping
     # How a factor is decomposed until that works: in which dtype, and how much more damped.
-    attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, more)]
+    attempts = [(packed.dtype, 1.0), (torch.float64, 1.0), (torch.float64, increase)]
     for dtype, times in dict.fromkeys(attempts if all_finite(packed) else []):
         precise = packed.to(dtype)
-        whole = precise if factor.solver.vector else unfold_triangle(precise)
+        matrix = precise if factor.solver.vector else unfold_triangle(precise)
         damping = 0.0 if added is None else added.to(dtype) * times
         try:
-            made = solver.decompose(whole, damping, factor.rank)
+            decomposition = solver.decompose(matrix, damping, factor.rank)
         except ArithmeticError:
             continue
-        blocks = {name: made[kind].to(packed.dtype) for name, kind, _ in factor.blocks}
+        blocks = {name: decomposition[kind].to(packed.dtype) for name, kind, _ in factor.blocks}
         if all(map(all_finite, blocks.values())):
             return blocks
     return {block.name: packed.new_full(block.shape, torch.nan) for block in factor.blocks}

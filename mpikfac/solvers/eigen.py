@@ -57,17 +57,17 @@ class Eigen(Solver):
 
     def damp(self, held: Sequence[Held], damping: float, relative: bool) -> None:
         """Write the damped products of eigenvalues of layers to their `denominators`."""
-        outs = [one.denominators for one in held if one.denominators is not None]
-        values = [one.sides("values", out.dtype) for one, out in zip(held, outs)]
+        outs = [layer.denominators for layer in held if layer.denominators is not None]
+        values = [layer.sides("values", out.dtype) for layer, out in zip(held, outs)]
         if not relative:
-            for one, (a, g), out in zip(held, values, outs):
-                damped_denominators(a, g, damping, out, one.scales)
+            for layer, (a, g), out in zip(held, values, outs):
+                damped_denominators(a, g, damping, out, layer.scales)
             return
-        vectors = chain.from_iterable((*one.a["vectors"], *one.g["vectors"]) for one in held)
+        vectors = chain.from_iterable((*layer.a["vectors"], *layer.g["vectors"]) for layer in held)
         means = iter(mean_eigenvalues([v for a, g in values for v in (*a, *g)], list(vectors)))
-        for one, (a, g), out in zip(held, values, outs):
+        for layer, (a, g), out in zip(held, values, outs):
             of_a, of_g = (list(islice(means, len(side))) for side in (a, g))
-            relatively_damped_denominators(a, g, of_a, of_g, damping, out, one.scales)
+            relatively_damped_denominators(a, g, of_a, of_g, damping, out, layer.scales)
 
     def direction(self, gradient: Tensor, held: Held) -> Tensor:
         """Return `(G (x) A + damping I)^-1` applied to the gradient, `[outputs, inputs]`."""
@@ -123,12 +123,12 @@ def mean_eigenvalues(values: Side, vectors: Side) -> list[Tensor]:
     """Return each block's mean in the place of every eigenvalue; 1 for a block of zeros."""
     means = list(values)
     of_values = alike(dict(enumerate(values)))
-    for places in (some for found in of_values for some in alike({p: vectors[p] for p in found})):
-        own = torch.stack([values[place] for place in places])
-        order, count = vectors[places[0]].shape[own.dim() - 2], own.shape[-1]
-        mean = own.mean(-1, keepdim=True)
+    for places in (group for equal in of_values for group in alike({p: vectors[p] for p in equal})):
+        stacked = torch.stack([values[place] for place in places])
+        order, count = vectors[places[0]].shape[stacked.dim() - 2], stacked.shape[-1]
+        mean = stacked.mean(-1, keepdim=True)
         if order > count:  # of low rank, the first one counts again
-            mean = torch.lerp(own[..., :1], mean, count / order)
+            mean = torch.lerp(stacked[..., :1], mean, count / order)
         for place, unit in zip(places, damping_unit(mean)):
             means[place] = unit.expand_as(values[place])
     return means
@@ -200,8 +200,8 @@ def leading_eigenbasis(factor: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     Raises:
         ArithmeticError: see `eigenbasis`.
     """
-    found = _by_iteration(factor, rank) if few(rank, factor.shape[-1]) else None
-    values, vectors = found or eigenbasis(factor)
+    leading = _by_iteration(factor, rank) if few(rank, factor.shape[-1]) else None
+    values, vectors = leading or eigenbasis(factor)
     return _with_mean(factor, values[..., -rank:]), vectors[..., -rank:].contiguous()
 
 
@@ -220,19 +220,19 @@ def _by_iteration(factor: Tensor, rank: int) -> tuple[Tensor, Tensor] | None:
     return (values, vectors) if good.all() else None
 
 
-def _range(factor: Tensor, vectors: int, times: int, beside: Tensor | None = None) -> Tensor:
+def _range(factor: Tensor, vectors: int, times: int, excluded: Tensor | None = None) -> Tensor:
     """Return an orthonormal basis `[n, vectors]` of a fixed start after products with the factor.
 
     Args:
-        beside: eigenvectors to leave out of the range.
+        excluded: eigenvectors to leave out of the range.
     """
     order = factor.shape[-1]
-    own = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
-    start = torch.randn(order, min(vectors, order), generator=own, device="cpu")
+    generator = torch.Generator().manual_seed(0)  # torch's generator belongs to the program
+    start = torch.randn(order, min(vectors, order), generator=generator, device="cpu")
     basis = start.to(factor)
     for _ in range(times):
         image = product(factor, basis)
-        basis = torch.linalg.qr(image if beside is None else _outside(beside, image)).Q
+        basis = torch.linalg.qr(image if excluded is None else _outside(excluded, image)).Q
     return basis
 
 

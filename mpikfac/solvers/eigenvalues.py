@@ -14,30 +14,30 @@ Factors = tuple[Factor, ...]
 
 
 def mean_eigenvalues(
-    wanted: Iterable[Factors], packed: Mapping[str, Tensor], dtype: torch.dtype
+    keys: Iterable[Factors], packed: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[Factors, Tensor]:
-    """Return the mean eigenvalue of some factors of a layer together, `[groups]`, for each wanted.
+    """Return the mean eigenvalue of some factors of a layer together, `[groups]`, for each key.
 
     The tensors are views of one vector. Factors that are not all in `packed` are left out.
 
     Args:
         packed: triangles of factors, by name.
     """
-    known = [some for some in dict.fromkeys(wanted) if all(one.name in packed for one in some)]
-    if not known:
+    present = [key for key in dict.fromkeys(keys) if all(f.name in packed for f in key)]
+    if not present:
         return {}
-    traces = _traces({one for some in known for one in some}, packed, dtype)
-    sums = [sum((traces[one] for one in some[1:]), start=traces[some[0]]) for some in known]
-    groups = [some[0].groups for some in known]
-    orders = [sum(one.size for one in some) for some in known]
-    vector = torch.cat(sums) * beside(groups, groups, sums[0]) / beside(orders, groups, sums[0])
-    return dict(zip(known, vector.split(groups)))
+    traces = _traces({f for key in present for f in key}, packed, dtype)
+    sums = [sum((traces[f] for f in key[1:]), start=traces[key[0]]) for key in present]
+    groups = [key[0].groups for key in present]
+    orders = [sum(f.size for f in key) for key in present]
+    vector = torch.cat(sums) * repeated(groups, groups, sums[0]) / repeated(orders, groups, sums[0])
+    return dict(zip(present, vector.split(groups)))
 
 
-def beside(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
+def repeated(numbers: Iterable[float], groups: Iterable[int], tensor: Tensor) -> Tensor:
     """Return the numbers, each for every group, where `tensor` lies; the host does not wait."""
-    repeated = [number for number, count in zip(numbers, groups) for _ in range(count)]
-    return torch.tensor(repeated, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
+    values = [number for number, count in zip(numbers, groups) for _ in range(count)]
+    return torch.tensor(values, dtype=tensor.dtype).to(tensor.device, non_blocking=True)
 
 
 def _traces(
@@ -45,10 +45,10 @@ def _traces(
 ) -> dict[Factor, Tensor]:
     """Return the traces of factors, `[groups]`."""
     named = {factor.name: factor for factor in factors}
-    found = {}
+    sums = {}
     for names in alike({name: packed[name] for name in named}):
         traces = triangle_trace(torch.stack([packed[name] for name in names]).to(dtype))
         for name, trace in zip(names, traces):
             groups = named[name].groups
-            found[named[name]] = trace.reshape(groups, -1).sum(1) if trace.dim() else trace.view(1)
-    return found
+            sums[named[name]] = trace.reshape(groups, -1).sum(1) if trace.dim() else trace.view(1)
+    return sums

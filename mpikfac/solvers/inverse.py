@@ -128,10 +128,10 @@ def _inverse_by_blocks(matrix: Tensor) -> Tensor:
     coupling = matrix[half:, :half]
     leading = _inverse_by_blocks(matrix[:half, :half])
     projected = product(coupling, leading)
-    rest = _inverse_by_blocks(matrix[half:, half:] - product(projected, coupling.T))
-    lower = product(rest, projected)
+    trailing = _inverse_by_blocks(matrix[half:, half:] - product(projected, coupling.T))
+    lower = product(trailing, projected)
     inverse = torch.empty_like(matrix)
-    inverse[half:, half:] = rest
+    inverse[half:, half:] = trailing
     inverse[half:, :half] = lower.neg()
     inverse[:half, half:] = inverse[half:, :half].T
     inverse[:half, :half] = product(projected.T, lower).add_(leading)

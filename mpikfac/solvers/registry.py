@@ -49,13 +49,13 @@ def solvers_by_name(solver: SolverName | Solver) -> dict[SolverName, Solver]:
     Raises:
         ValueError: no solver has the name.
     """
-    own = named_solver(solver)
-    return {own.name: own} | {n: other for n, other in SOLVERS.items() if n != own.name}
+    first = named_solver(solver)
+    return {first.name: first} | {n: entry for n, entry in SOLVERS.items() if n != first.name}
 
 
 def forms(solver: SolverName | Solver) -> tuple[Form, ...]:
     """Return descriptions for a plan: of the run's solver, then of all further solvers."""
-    return tuple(one.form for one in solvers_by_name(solver).values())
+    return tuple(entry.form for entry in solvers_by_name(solver).values())
 
 
 def make_plan(

@@ -48,7 +48,7 @@ class Held:
 
     def sides(self, kind: str, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
         """Return the blocks of a kind of A and of G, in that dtype."""
-        return [one.to(dtype) for one in self.a[kind]], [one.to(dtype) for one in self.g[kind]]
+        return [b.to(dtype) for b in self.a[kind]], [b.to(dtype) for b in self.g[kind]]
 
 
 class Solver:

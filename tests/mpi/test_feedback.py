@@ -144,7 +144,7 @@ def test_overlapped_messages_send_the_same_bits(comm, codec, to_owners):
         sender.wait()
         assert torch.equal(flat[own], expected[own])
     assert turn.trace.sent == beside.trace.sent
-    assert beside.encoded.kept.keys() == turn.encoded.kept.keys()
+    assert beside.encoded.memory.keys() == turn.encoded.memory.keys()
 
 
 def gradients_by_hand(model, layout, batch):

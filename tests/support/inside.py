@@ -134,7 +134,7 @@ def memory(trainer: Trainer) -> dict[str, int]:
     arenas = [arena for value in vars(rule).values() for arena in _arenas(value)] if rule else []
     sizes = {"gradients": built.gradients.arena.flat.nbytes, "copies": _bytes(arenas)}
     parts = built.gradients.sender.nbytes
-    losses = sum(residuals.nbytes for residuals in built.grid.encoded.kept.values())
+    losses = sum(residuals.nbytes for residuals in built.grid.encoded.memory.values())
     before = getattr(built.update, "_before", None)
     losses += 0 if before is None else before.flat.nbytes
     if isinstance(trainer, KFAC):

@@ -179,7 +179,7 @@ TABLE = (
     Mistake(
         "codecs: losses of the encoding are not kept for the next step",
         "comm/messages/encoded.py",
-        "return encode(flat[part], codec, lost[part], velocity)",
+        "return encode(flat[part], codec, residuals[part], velocity)",
         "return encode(flat[part], codec)",
         "tests/mpi/test_wires.py",
         2,
@@ -446,7 +446,7 @@ TABLE = (
     Mistake(
         "checkpoint: a restart accepts a stale shard of the right size",
         "checkpoint/shard.py",
-        "_compare(path, found, digest)",
+        "_compare(path, actual, digest)",
         "pass",
         "tests/unit/test_checkpoint.py",
     ),

@@ -57,7 +57,7 @@ def urgent(seconds):
 
 
 def felt(seconds, felt):
-    return Event("reduce statistics", seconds, "overlapped", felt=felt)
+    return Event("reduce statistics", seconds, "overlapped", slowdown=felt)
 
 
 WAIT = Event("reduce gradients", 0, "wait")

@@ -117,7 +117,7 @@ def assist(
         ignore_one_interrupt()
         assert team.link, "the rank serves"
         if servers:
-            classes, channels = mpikfac.comm.told(team.link)
+            classes, channels = mpikfac.comm.announced(team.link)
             model, optimizer = build(options, classes, channels, device)
             mpikfac.serve_updates(model, optimizer, team)
         else:

@@ -70,8 +70,8 @@ class Buffers:
     @contextmanager
     def of(self, flat: Tensor, stage: str, summed: bool = True) -> Iterator[Any]:
         """Yield a buffer for MPI to read and write in place of `flat`; copies are in the stage."""
-        ours = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
-        if not flat.is_cpu and self._direct and not ours:
+        by_host = summed and flat.dtype not in SUMMABLE  # the host adds up dtypes unknown to MPI
+        if not flat.is_cpu and self._direct and not by_host:
             synchronize(flat)
             yield flat
             return
@@ -128,8 +128,8 @@ class Buffers:
         """Return a kept buffer `[count]` of the same kind as `buffer`; every use has its own."""
         if not isinstance(buffer, Tensor):
             return self.like(torch.from_numpy(buffer), use, count).numpy()
-        kept = self._scratch.get((use, buffer.dtype))
-        if kept is None or len(kept) < count:
-            kept = torch.empty(count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned)
-            self._scratch[use, buffer.dtype] = kept
-        return kept[:count]
+        memory = self._scratch.get((use, buffer.dtype))
+        if memory is None or len(memory) < count:
+            memory = torch.empty(count, dtype=buffer.dtype, device=buffer.device, pin_memory=pinned)
+            self._scratch[use, buffer.dtype] = memory
+        return memory[:count]

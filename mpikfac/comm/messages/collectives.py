@@ -16,8 +16,8 @@ from mpikfac.plan import PIECE, Message
 
 def _add_bfloat16(part: Any, total: Any, _: MPI.Datatype) -> None:
     if len(part):  # MPI may ask for a sum of 0 elements; torch.frombuffer refuses an empty buffer
-        one, other = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
-        other += one
+        terms, sums = (torch.frombuffer(numbers, dtype=torch.bfloat16) for numbers in (part, total))
+        sums += terms
 
 
 BFLOAT16_SUM = MPI.Op.Create(_add_bfloat16, commute=True)
@@ -43,9 +43,9 @@ def _reduce_scatter(comm: MPI.Intracomm, buffer: Any, message: Message, buffers:
     counts = [stop - start for start, stop in message.spans]
     if sum(counts) <= PIECE:
         start, stop = message.spans[comm.rank]
-        own = buffers.like(buffer, "sum", stop - start)
-        comm.Reduce_scatter(buffers.joined(buffer, message.spans), own, counts, op_of(message))
-        buffer[start:stop] = own
+        shard = buffers.like(buffer, "sum", stop - start)
+        comm.Reduce_scatter(buffers.joined(buffer, message.spans), shard, counts, op_of(message))
+        buffer[start:stop] = shard
         synchronize(buffer)
     else:
         for owner, span in enumerate(message.spans):
@@ -61,13 +61,13 @@ def _alltoall(comm: MPI.Intracomm, buffer: Any, message: Message, buffers: Buffe
         parts = buffers.like(buffer, "parts", max(PIECE, comm.size))[: comm.size * count]
         sent = [buffer, counts, begins, None]
         if len(buffer) > MAX_COUNT:  # MPI takes no larger place
-            some = [(begin, begin + count) for begin, count in zip(begins, counts)]
-            sent = [buffers.joined(buffer, some), counts]
+            spans = [(begin, begin + count) for begin, count in zip(begins, counts)]
+            sent = [buffers.joined(buffer, spans), counts]
         comm.Alltoallv(sent, [parts, [count] * comm.size])
         total = buffer[begin : begin + count]
         total[:] = parts[:count]
-        for other in range(1, comm.size):
-            total += parts[other * count : (other + 1) * count]
+        for member in range(1, comm.size):
+            total += parts[member * count : (member + 1) * count]
         synchronize(buffer)
 
 

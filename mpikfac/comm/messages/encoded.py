@@ -17,22 +17,22 @@ from mpikfac.numerics import add_decoded, encode, matrix_in, orthonormal, renewe
 from mpikfac.plan import IN_SHARDS, IN_TWO_SUMS, Codec, Message, shard_length
 
 Span = tuple[int, int]
-LATER, RIGHT = "later", "right"  # names of what is kept beside residuals
+LATER, RIGHT = "later", "right"  # names in the memory, beside stages
 
 
 class Encoded:
     """Carry out messages with a codec, except sums that MPI itself adds up.
 
     Attributes:
-        kept: what a rank keeps for the next step. By stage, the residuals of the stage's arena:
+        memory: what a rank keeps for the next step. By stage, the residuals of the stage's arena:
             errors of the encoding, to be sent in the next message. By stage and LATER, the velocity
             of numbers that wait. By stage, span and RIGHT, the last sum of all Q of a message.
     """
 
-    def __init__(self, direct: bool, kept: dict[Hashable, Tensor] | None = None) -> None:
-        """Begin with what is `kept`; `direct`: MPI takes device buffers."""
+    def __init__(self, direct: bool, memory: dict[Hashable, Tensor] | None = None) -> None:
+        """Begin with a `memory`, if given; `direct`: MPI takes device buffers."""
         self._direct = direct
-        self.kept = {} if kept is None else kept
+        self.memory = {} if memory is None else memory
 
     def exchange(self, comm: MPI.Intracomm, message: Message, flat: Tensor) -> None:
         """Send the message's spans of `flat`.
@@ -44,51 +44,51 @@ class Encoded:
         assert sent == message.bytes
 
     def forget(self) -> None:
-        """Set all that is kept to zero: ranks then train on as after a restart."""
-        for kept in self.kept.values():
-            kept.zero_()
+        """Set the memory to zero: ranks then train on as after a restart."""
+        for tensor in self.memory.values():
+            tensor.zero_()
 
     def _in_shards(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Sum by shards: every member adds up a shard, encodes the sum and sends the sum to all."""
         (span,) = message.spans
         length = shard_length(span[1] - span[0], comm.size)
-        mine = self._encoded(flat, span, message.stage, codec)
-        parts = mine.new_zeros(comm.size, codec.size(length, flat.element_size()))
-        parts.view(-1)[: len(mine)] = mine
+        encoded = self._encoded(flat, span, message.stage, codec)
+        parts = encoded.new_zeros(comm.size, codec.size(length, flat.element_size()))
+        parts.view(-1)[: len(encoded)] = encoded
         total = flat.new_zeros(length)
         for part in self._passed(comm.Alltoall, parts, parts.numel()).view(parts.shape):
             add_decoded(total, part, codec)
-        missing = torch.zeros_like(total) if codec.feedback else None
-        shard = encode(total, codec, missing)
+        residual = torch.zeros_like(total) if codec.feedback else None
+        shard = encode(total, codec, residual)
         # Only the total of all ranks' residuals matters: this rank keeps the error of the sum too.
-        if missing is not None:
+        if residual is not None:
             start = min(span[0] + comm.rank * length, span[1])
-            lost = self.kept[message.stage][start : min(start + length, span[1])]
-            lost += missing[: len(lost)]
-        whole = self._passed(comm.Allgather, shard, parts.numel())
-        _decode(flat, span, [whole[: len(mine)]], codec)
+            residuals = self.memory[message.stage][start : min(start + length, span[1])]
+            residuals += residual[: len(residuals)]
+        gathered = self._passed(comm.Allgather, shard, parts.numel())
+        _decode(flat, span, [gathered[: len(encoded)]], codec)
         return parts.numel() + len(shard)
 
     def _to_all(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Sum on all members: every member gets all parts of the span and adds up the parts."""
         (span,) = message.spans
-        mine = self._encoded(flat, span, message.stage, codec)
-        parts = self._passed(comm.Allgather, mine, comm.size * len(mine))
-        _decode(flat, span, parts.split(len(mine)), codec)
-        return len(mine)
+        encoded = self._encoded(flat, span, message.stage, codec)
+        parts = self._passed(comm.Allgather, encoded, comm.size * len(encoded))
+        _decode(flat, span, parts.split(len(encoded)), codec)
+        return len(encoded)
 
     def _to_owners(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Sum on owners: every member gets all parts of its own span and adds up the parts."""
-        mine = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
-        counts = [len(part) for part in mine]
-        own = [counts[comm.rank]] * comm.size
+        encoded = [self._encoded(flat, span, message.stage, codec) for span in message.spans]
+        counts = [len(part) for part in encoded]
+        incoming = [counts[comm.rank]] * comm.size
 
         def deal(sent: Tensor, received: Tensor) -> None:
-            comm.Alltoallv([sent, counts], [received, own])
+            comm.Alltoallv([sent, counts], [received, incoming])
 
         check_sendable(message.stage, max(sum(counts), comm.size * max(counts)))
-        parts = self._passed(deal, torch.cat(mine), sum(own))
-        _decode(flat, message.spans[comm.rank], parts.split(own), codec)
+        parts = self._passed(deal, torch.cat(encoded), sum(incoming))
+        _decode(flat, message.spans[comm.rank], parts.split(incoming), codec)
         return sum(counts)
 
     def _in_two_sums(
@@ -96,12 +96,12 @@ class Encoded:
     ) -> int:
         """Sum matrices on all members as products of low rank, of two sums [PowerSGD]."""
         (span,), places = message.spans, codec.matrices
-        lost = self._kept(message.stage, flat)
-        lost[slice(*span)] += flat[slice(*span)]
-        matrices = [matrix_in(lost, place) for place in places]
+        residuals = self._memory_of(message.stage, flat)
+        residuals[slice(*span)] += flat[slice(*span)]
+        matrices = [matrix_in(residuals, place) for place in places]
         left, right = (flat.new_empty(size) for size in codec.sides())
-        before = self._kept((message.stage, span, RIGHT), right)
-        rights, lasts = (in_turn(one, codec, 1) for one in (right, before))
+        before = self._memory_of((message.stage, span, RIGHT), right)
+        rights, lasts = (in_turn(factor, codec, 1) for factor in (right, before))
         lefts = in_turn(left, codec, 0)
         for place, matrix, p, last in zip(places, matrices, lefts, lasts):
             torch.matmul(matrix, renewed(last, place.start), out=p)
@@ -110,7 +110,7 @@ class Encoded:
             p.copy_(orthonormal(p))
             torch.matmul(matrix.mT, p, out=q)
             matrix.sub_(p @ q.mT)
-        lost[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
+        residuals[slice(*span)].nan_to_num_(0.0, 0.0, 0.0)
         self._add_up(comm, right)
         for place, p, q in zip(places, lefts, rights):
             torch.matmul(p, q.mT, out=matrix_in(flat, place))
@@ -120,7 +120,7 @@ class Encoded:
     def _gather(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Send every member's span to all members."""
         counts = [codec.size(stop - start, flat.element_size()) for start, stop in message.spans]
-        mine = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
+        encoded = self._encoded(flat, message.spans[comm.rank], message.stage, codec)
 
         def gather(sent: Tensor, received: Tensor) -> None:
             if len(received) <= MAX_COUNT:
@@ -133,17 +133,17 @@ class Encoded:
                 for piece in part.split(MAX_COUNT):
                     comm.Bcast(piece, root)
 
-        parts = self._passed(gather, mine, sum(counts)).split(counts)
+        parts = self._passed(gather, encoded, sum(counts)).split(counts)
         for span, part in zip(message.spans, parts):
             _decode(flat, span, [part], codec)
-        return len(mine)
+        return len(encoded)
 
     def _broadcast(self, comm: MPI.Intracomm, message: Message, codec: Codec, flat: Tensor) -> int:
         """Send the root's span to all members."""
         (span,) = message.spans
-        mine = flat.new_empty(0, dtype=torch.uint8)
+        encoded = flat.new_empty(0, dtype=torch.uint8)
         if comm.rank == message.root:
-            mine = self._encoded(flat, span, message.stage, codec)
+            encoded = self._encoded(flat, span, message.stage, codec)
 
         def broadcast(sent: Tensor, received: Tensor) -> None:
             received[: len(sent)] = sent
@@ -151,24 +151,24 @@ class Encoded:
             comm.Bcast(received, message.root)
 
         size = codec.size(span[1] - span[0], flat.element_size())
-        _decode(flat, span, [self._passed(broadcast, mine, size)], codec)
-        return len(mine)
+        _decode(flat, span, [self._passed(broadcast, encoded, size)], codec)
+        return len(encoded)
 
     def _encoded(self, flat: Tensor, span: Span, stage: str, codec: Codec) -> Tensor:
         """Return a span of `flat` as bytes; with feedback, the error is kept as a residual."""
         part = slice(*span)
         if not codec.feedback or part.start == part.stop:
             return encode(flat[part], codec)
-        lost, velocity = self._kept(stage, flat), None
+        residuals, velocity = self._memory_of(stage, flat), None
         if codec.momentum:
-            velocity = self._kept((stage, LATER), flat)[part]
-        return encode(flat[part], codec, lost[part], velocity)
+            velocity = self._memory_of((stage, LATER), flat)[part]
+        return encode(flat[part], codec, residuals[part], velocity)
 
-    def _kept(self, name: Hashable, like: Tensor) -> Tensor:
-        """Return what is kept under a name; zeros at first."""
-        if name not in self.kept:
-            self.kept[name] = torch.zeros_like(like)
-        return self.kept[name]
+    def _memory_of(self, name: Hashable, like: Tensor) -> Tensor:
+        """Return the memory under a name; zeros at first."""
+        if name not in self.memory:
+            self.memory[name] = torch.zeros_like(like)
+        return self.memory[name]
 
     def _add_up(self, comm: MPI.Intracomm, numbers: Tensor) -> None:
         """Add up on all members, in place."""

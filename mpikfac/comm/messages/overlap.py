@@ -110,7 +110,7 @@ class ProgressThread:
         self._patient = cast(MPI.Intracomm, Patient(self.comm))  # the collectives of sums
         self._trace = trace
         self._buffers = Buffers(trace, direct=False)
-        self._encoded = Encoded(direct=False, kept=kept)
+        self._encoded = Encoded(direct=False, memory=kept)
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._numbered = 0
         self._flights = count(1)

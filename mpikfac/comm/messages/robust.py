@@ -60,8 +60,8 @@ class Combiner:
             received = [parts.numpy(), [parts.shape[1]] * comm.size]
             comm.Alltoallv([host.numpy(), counts], received)
         if others:
-            own = self._rule(deal, parts, starts[comm.rank])
-            shard = self._by_vector(comm, others[0], parts, own)
+            rule = self._rule(deal, parts, starts[comm.rank])
+            shard = self._by_vector(comm, others[0], parts, rule)
         else:
             assert isinstance(deal.rule, Robust)
             shard = BY_COORDINATE[deal.rule.combine](parts, deal.rule)

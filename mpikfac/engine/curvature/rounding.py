@@ -12,7 +12,7 @@ from torch import Tensor
 from mpikfac.engine.curvature.decomposers import Decomposition
 from mpikfac.engine.nonfinite import Flags
 from mpikfac.plan import Factor
-from mpikfac.solvers import Means, Solver, beside, mean_eigenvalues
+from mpikfac.solvers import Means, Solver, mean_eigenvalues, repeated
 
 # Errors of eigenvalues, relative to the damping.
 HARMLESS = 0.01  # in a decomposition
@@ -86,7 +86,7 @@ def damping_added(
             added[factor.name] = values if len(values) > 1 else values[0]
         if dtype != torch.float64:
             eps = torch.finfo(dtype).eps
-            orders = beside([factor.order for factor in factors], groups, own)
+            orders = repeated([factor.order for factor in factors], groups, own)
             layers = [factor.layer for factor in factors for _ in range(factor.groups)]
             coarse = eps * orders * own / dampings > COARSE_DAMPED
             flags.keep(coarse, partial(_warn_marked, warn, layers))

@@ -29,7 +29,7 @@ from mpikfac.comm import (
     broadcast,
     joined,
     look,
-    lost,
+    lost_ranks,
     receive_items,
     receive_request,
     send_items,
@@ -274,7 +274,7 @@ class Server:
 
     def _look_for_lost(self) -> None:
         """Drop clients that have died, and name clients that are silent."""
-        for client in {rank - rank % self._asked.client_ranks for rank in lost(self._link)}:
+        for client in {rank - rank % self._asked.client_ranks for rank in lost_ranks(self._link)}:
             if client in self._present:
                 self._drop(client)
                 left = len(self._present)

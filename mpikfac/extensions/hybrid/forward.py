@@ -81,9 +81,9 @@ class SplitForward:
 
     def _by_outputs(self, x: Tensor) -> Tensor:
         module = self.module
-        whole = gather(x, self.group, self.channels if self.place.takes else 0)
+        gathered = gather(x, self.group, self.channels if self.place.takes else 0)
         bias = None if module.bias is None else self.slice_of(module.bias, 0)
-        output = self._multiplied(whole, self.slice_of(module.weight, 0), bias)
+        output = self._multiplied(gathered, self.slice_of(module.weight, 0), bias)
         return output if self.place.gives else turn(output, self.group, 0, self.channels)
 
     def _by_inputs(self, x: Tensor) -> Tensor:
@@ -100,8 +100,8 @@ class SplitForward:
     def _multiplied(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if isinstance(self.module, nn.Linear):
             return F.linear(x, weight, bias)
-        found: Tensor = self.module._conv_forward(x, weight, bias)
-        return found
+        output: Tensor = self.module._conv_forward(x, weight, bias)
+        return output
 
     def _of_examples(self, x: Tensor, in_slices: bool) -> Tensor:
         """Return the rank's examples with all channels."""
@@ -121,5 +121,5 @@ class SplitForward:
 
 def split_forward(module: nn.Module) -> SplitForward | None:
     """Return the forward pass of a split layer; None for other modules."""
-    found = vars(module).get("forward")
-    return found if isinstance(found, SplitForward) else None
+    forward = vars(module).get("forward")
+    return forward if isinstance(forward, SplitForward) else None

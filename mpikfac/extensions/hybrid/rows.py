@@ -42,11 +42,11 @@ def refusal(model: nn.Module, name: str) -> str:
         return "the weight is computed in every pass, or a hook changes the input"
     if module._compiled_call_impl is not None:
         return "the module is compiled; split layers before torch.compile"
-    own = {id(parameter) for parameter in module.parameters()}
+    parameters = {id(parameter) for parameter in module.parameters()}
     holders = [
-        other
-        for other, holder in model.named_modules(remove_duplicate=False)
-        if own.intersection(map(id, holder.parameters(recurse=False)))
+        path
+        for path, holder in model.named_modules(remove_duplicate=False)
+        if parameters.intersection(map(id, holder.parameters(recurse=False)))
     ]
     return f"the parameters are shared: {', '.join(holders)}" if len(holders) > 1 else ""
 
@@ -57,13 +57,13 @@ def layers_before(model: nn.Module) -> dict[str, str]:
     In between stand only modules that act on single channels. A layer with a name in the result
     has one caller, so outputs go to the next module alone.
     """
-    found: dict[str, str] = {}
+    before: dict[str, str] = {}
     for name, module in model.named_modules():
         if type(module) is nn.Sequential:
             prefix = f"{name}." if name else ""
-            for one, other in _pairs(list(module._modules.items())):
-                found[prefix + other] = prefix + one
-    return found
+            for first, second in _pairs(list(module._modules.items())):
+                before[prefix + second] = prefix + first
+    return before
 
 
 def _pairs(children: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -77,19 +77,19 @@ def _pairs(children: list[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
                 yield before[0], name
             before, flat = (name, module), False
         elif kind is nn.Flatten and before and not flat:
-            whole = (module.start_dim, module.end_dim) == (1, -1)
-            before, flat = (before if whole and not _is_linear(before[1]) else None), True
+            complete = (module.start_dim, module.end_dim) == (1, -1)
+            before, flat = (before if complete and not _is_linear(before[1]) else None), True
         elif kind in POOLS and before and not flat and not _is_linear(before[1]):
             before = None if getattr(module, "return_indices", False) else before
         elif kind not in BY_NUMBER:
             before = None
 
 
-def _joins(one: nn.Module, other: nn.Module, flat: bool) -> bool:
-    """Return whether slices of the outputs of `one` are slices of the inputs of `other`."""
-    if _is_linear(other):
-        return _is_linear(one) or flat
-    return not _is_linear(one) and not flat
+def _joins(first: nn.Module, second: nn.Module, flat: bool) -> bool:
+    """Return whether slices of the outputs of `first` are slices of the inputs of `second`."""
+    if _is_linear(second):
+        return _is_linear(first) or flat
+    return not _is_linear(first) and not flat
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -133,7 +133,7 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     block_of = {id(p): block.name for block in blocks for p in block.parameters}
-    found, handed_on, distribution = [], [], Distribution()
+    slices, handed_on, distribution = [], [], Distribution()
     for name, module in model.named_modules():
         forward = split_forward(module)
         if forward is None:
@@ -148,8 +148,8 @@ def split_of(model: nn.Module, blocks: Iterable[Block], ranks: int) -> Split:
         for parameter, dim in _cuts(module, forward.place.axis):
             if id(parameter) in block_of:
                 shape, block = tuple(parameter.shape), block_of[id(parameter)]
-                found.append(Sliced(names[id(parameter)], block, shape, dim))
-    return Split(distribution, tuple(found), tuple(handed_on))
+                slices.append(Sliced(names[id(parameter)], block, shape, dim))
+    return Split(distribution, tuple(slices), tuple(handed_on))
 
 
 def _cuts(module: Any, axis: Channels | None) -> list[tuple[Tensor, int]]:

@@ -26,20 +26,22 @@ class _Linear(torch.autograd.Function):
     """Call an exchange forward, and the transposed exchange backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Exchange, back: Exchange, stages: Stages) -> Tensor:
-        ctx.back, ctx.there, ctx.stages = back, there, stages
-        return there(x, stage=stages[0])
+    def forward(
+        ctx: Any, x: Tensor, exchange: Exchange, transposed: Exchange, stages: Stages
+    ) -> Tensor:
+        ctx.transposed, ctx.exchange, ctx.stages = transposed, exchange, stages
+        return exchange(x, stage=stages[0])
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Any:  # itself an exchange, for derivatives of gradients
-        return _linear(g, ctx.back, ctx.there, ctx.stages[::-1]), None, None, None
+        return _linear(g, ctx.transposed, ctx.exchange, ctx.stages[::-1]), None, None, None
 
 
 def _linear(
-    x: Tensor, there: Exchange, back: Exchange, stages: Stages = (FORWARD, BACKWARD)
+    x: Tensor, exchange: Exchange, transposed: Exchange, stages: Stages = (FORWARD, BACKWARD)
 ) -> Tensor:
-    found: Tensor = _Linear.apply(x, there, back, stages)  # type: ignore[no-untyped-call]
-    return found
+    output: Tensor = _Linear.apply(x, exchange, transposed, stages)  # type: ignore[no-untyped-call]
+    return output
 
 
 def gather(x: Tensor, group: Group, dim: int) -> Tensor:
@@ -63,5 +65,6 @@ def turn(x: Tensor, group: Group, cut: int, join: int) -> Tensor:
 
     Collective over: group, forward and backward.
     """
-    there, back = partial(group.turn, cut=cut, join=join), partial(group.turn, cut=join, join=cut)
-    return _linear(x, there, back)
+    exchange = partial(group.turn, cut=cut, join=join)
+    transposed = partial(group.turn, cut=join, join=cut)
+    return _linear(x, exchange, transposed)

@@ -59,12 +59,12 @@ def _sum_inside(x: Tensor, window: Window, groups: int, dims: tuple[int, ...]) -
     """
     if not dims:
         return _sum_everywhere(x, window, groups)
-    dim, *rest = dims
-    total = _sum_inside(x, window, groups, tuple(rest))
+    dim, *remaining = dims
+    total = _sum_inside(x, window, groups, tuple(remaining))
     for side in (0, 1):
         if window.padding[dim][side] < window.reach[dim]:
             strip, strip_window, taps = _strip(x, window, groups, dim, side)
-            outside = _sum_inside(strip, strip_window, groups, tuple(rest))
+            outside = _sum_inside(strip, strip_window, groups, tuple(remaining))
             block = total[taps, :, taps] if dim == 0 else total[:, taps, :, taps]
             block -= _taps_from_channels(outside, dim, block.shape)
     return total
@@ -121,10 +121,10 @@ def _sum_everywhere(x: Tensor, window: Window, groups: int) -> Tensor:
     if kh == kw == 1:
         return pixel_sum(x, groups)[None, None, None, None]
     half = _autocorrelation(x, window, groups)
-    whole = half  # a single row has differences of both signs
+    full = half  # a single row has differences of both signs
     if kh > 1:
-        whole = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
-    by_difference = whole.permute(3, 4, 0, 1, 2).flatten(0, 1)
+        full = torch.cat([half.transpose(1, 2)[:, :, :, 1:].flip(3, 4), half], 3)
+    by_difference = full.permute(3, 4, 0, 1, 2).flatten(0, 1)
     pairs = by_difference.index_select(0, _differences(kh, kw, x.device))
     return pairs.view(kh, kw, kh, kw, *pairs.shape[1:])
 

@@ -65,8 +65,8 @@ class ConvLayer(Layer):
 
     def input_sum(self, x: Tensor) -> Tensor:
         """Return `sum(a a^T)` over all patches, in the order of the weight's elements."""
-        rest = (self.bias, self.rounded_to, self.shape.groups)
-        return input_sum(x, self._window, *rest)
+        options = (self.bias, self.rounded_to, self.shape.groups)
+        return input_sum(x, self._window, *options)
 
     def output_sum(self, g: Tensor) -> Tensor:
         """Return `sum(g g^T)` over all output pixels."""

@@ -23,12 +23,12 @@ class ProjectionLayer(InnerLayer):
 
     def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
         """Return the input of the projection, `[batch, tokens, inputs]`."""
-        given: Tensor = arguments[self.source or "query"]
-        if given.dim() == 2:  # one example without a batch dimension
-            given = given[None]
+        x: Tensor = arguments[self.source or "query"]
+        if x.dim() == 2:  # one example without a batch dimension
+            x = x[None]
         elif not self.module.batch_first:
-            given = given.transpose(0, 1)
-        return given if self.source else of_examples(saved_input(product), len(given))
+            x = x.transpose(0, 1)
+        return x if self.source else of_examples(saved_input(product), len(x))
 
 
 class ProjectionsLayer(Layer):
@@ -44,11 +44,11 @@ class ProjectionsLayer(Layer):
         self,
         name: str,
         module: nn.Module,
-        given: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
         watched: Sequence[tuple[Tensor, int]],
     ) -> None:
-        super().__init__(name, module, given)
-        self._given, self._watched = given, watched
+        super().__init__(name, module, tensors)
+        self._tensors, self._watched = tensors, watched
 
     @property
     def members(self) -> list[Layer]:
@@ -57,7 +57,7 @@ class ProjectionsLayer(Layer):
 
     def _member(self, group: int) -> Layer:
         source, watched = SOURCES[group], self._watched[group]
-        member = ProjectionLayer(self.name, self.module, self._given, source, *watched)
+        member = ProjectionLayer(self.name, self.module, self._tensors, source, *watched)
         member.group, member.modules = group, self.modules
         member.of_batch = self.of_batch
         member.shape = replace(self.shape, groups=1)
@@ -83,11 +83,11 @@ def attention_layers(name: str, module: nn.Module) -> list[Layer]:
     if packed is None:
         layers += _apart(prefix, module)
     elif packed.requires_grad:
-        given, watched = (packed, module.in_proj_bias), [(packed, part) for part in range(3)]
-        layers.append(ProjectionsLayer(f"{prefix}in_proj", module, given, watched))
+        tensors, watched = (packed, module.in_proj_bias), [(packed, part) for part in range(3)]
+        layers.append(ProjectionsLayer(f"{prefix}in_proj", module, tensors, watched))
     if out.weight.requires_grad:
-        own = f"{prefix}out_proj", module, (out.weight, out.bias)
-        layers.append(ProjectionLayer(*own, "", out.weight))
+        projection = f"{prefix}out_proj", module, (out.weight, out.bias)
+        layers.append(ProjectionLayer(*projection, "", out.weight))
     return layers
 
 

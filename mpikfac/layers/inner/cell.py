@@ -19,10 +19,10 @@ class CellLayer(InnerLayer):
 
     def input_of(self, arguments: Mapping[str, Any], product: Node) -> Tensor:
         """Return the input or the hidden state, `[batch, inputs]`; zeros before the first state."""
-        given, x = arguments.get(self.source), arguments["input"]
-        if given is None:
-            given = x.new_zeros(*x.shape[:-1], self.module.hidden_size)
-        state: Tensor = given if isinstance(given, Tensor) else given[0]  # of (hidden, cell)
+        states, x = arguments.get(self.source), arguments["input"]
+        if states is None:
+            states = x.new_zeros(*x.shape[:-1], self.module.hidden_size)
+        state: Tensor = states if isinstance(states, Tensor) else states[0]  # of (hidden, cell)
         return state if state.dim() == 2 else state[None]
 
 
@@ -33,6 +33,6 @@ def cell_layers(name: str, module: nn.Module) -> list[Layer]:
     for part, source in (("ih", "input"), ("hh", "hx")):
         weight, bias = (getattr(module, f"{kind}_{part}") for kind in ("weight", "bias"))
         if weight.requires_grad:
-            own = f"{name}.{part}".lstrip("."), module, (weight, bias)
-            layers.append(CellLayer(*own, source, weight))
+            arguments = f"{name}.{part}".lstrip("."), module, (weight, bias)
+            layers.append(CellLayer(*arguments, source, weight))
     return layers

@@ -43,24 +43,24 @@ class InnerLayer(Layer):
         self,
         name: str,
         module: nn.Module,
-        given: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
         source: str,
         watched: Tensor,
         part: int = 0,
     ) -> None:
-        super().__init__(name, module, given)
+        super().__init__(name, module, tensors)
         self.source, self._watched, self._part = source, watched, part
 
     def attach(self, module: nn.Module, hook: Callable[..., None]) -> list[Attached]:
         """Call `hook` after each forward call; `torch.compile` leaves the module out."""
         return [Uncompiled(module), *super().attach(module, hook)]
 
-    def watch(self, given: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
+    def watch(self, positional: Sequence[Any], named: dict[str, Any], output: Any) -> Call | None:
         """Return the inputs of the product and a hook on the gradient, example by example."""
         result = output[0] if isinstance(output, tuple) else output
         if not (result.requires_grad and self._watched.requires_grad):
             return None
-        products = products_with(self._watched, result.grad_fn, _tensors([given, named]))
+        products = products_with(self._watched, result.grad_fn, _tensors([positional, named]))
         if not products:
             raise TypeError(
                 f"layer {self.name!r}: no product with the weight is in autograd's graph; add the "
@@ -69,7 +69,7 @@ class InnerLayer(Layer):
         # The last product has all remaining rows of the weight.
         number, outputs = min(self._part, len(products) - 1), self.shape.outputs
         start = (self._part - number) * outputs
-        x = self.input_of(dict(zip(self.arguments, given)) | named, products[number])
+        x = self.input_of(dict(zip(self.arguments, positional)) | named, products[number])
 
         def listen(hook: Callable[[Tensor], None]) -> None:
             def on_gradient(gradients: Sequence[Tensor]) -> None:
@@ -109,8 +109,8 @@ def of_examples(rows: Tensor, batch: int) -> Tensor:
 
 def saved_input(product: Node) -> Tensor:
     """Return the left operand of a product, as kept for the backward pass."""
-    kept: Tensor = product._saved_mat1 if hasattr(product, "_saved_mat1") else product._saved_self
-    return kept
+    left: Tensor = product._saved_mat1 if hasattr(product, "_saved_mat1") else product._saved_self
+    return left
 
 
 def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[Node]:
@@ -120,7 +120,7 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
         last: the node of a module's output.
         inputs: tensors given to the module; the search ends there.
     """
-    found: dict[int, Node] = {}
+    products: dict[int, Node] = {}
     seen = {value.grad_fn for value in inputs}
     ahead = [last]
     while ahead:
@@ -133,8 +133,8 @@ def products_with(weight: Tensor, last: Node, inputs: Iterable[Tensor]) -> list[
             if part is None:
                 ahead.append(before)
             else:
-                found[part] = node
-    return [found[part] for part in sorted(found)]
+                products[part] = node
+    return [products[part] for part in sorted(products)]
 
 
 def _part_of(weight: Tensor, node: Node, output: int) -> int | None:

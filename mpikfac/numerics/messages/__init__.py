@@ -1,22 +1,14 @@
 """Numbers in messages: encoded in fewer bytes, and combined so that wrong ranks do little harm."""
 
-from __future__ import annotations
-
-from mpikfac.numerics.messages.codecs import add_decoded, encode, matrix_in, orthonormal, renewed
-from mpikfac.numerics.messages.robust import BY_COORDINATE, BY_VECTOR, combined, near_most
-from mpikfac.numerics.messages.shards import ByVector, Near, by_vector
-
-__all__ = [
-    "BY_COORDINATE",
-    "BY_VECTOR",
-    "ByVector",
-    "Near",
-    "add_decoded",
-    "by_vector",
-    "combined",
-    "encode",
-    "matrix_in",
-    "near_most",
-    "orthonormal",
-    "renewed",
-]
+from mpikfac.numerics.messages.codecs import add_decoded as add_decoded
+from mpikfac.numerics.messages.codecs import encode as encode
+from mpikfac.numerics.messages.codecs import matrix_in as matrix_in
+from mpikfac.numerics.messages.codecs import orthonormal as orthonormal
+from mpikfac.numerics.messages.codecs import renewed as renewed
+from mpikfac.numerics.messages.robust import BY_COORDINATE as BY_COORDINATE
+from mpikfac.numerics.messages.robust import BY_VECTOR as BY_VECTOR
+from mpikfac.numerics.messages.robust import combined as combined
+from mpikfac.numerics.messages.robust import near_most as near_most
+from mpikfac.numerics.messages.shards import ByVector as ByVector
+from mpikfac.numerics.messages.shards import Near as Near
+from mpikfac.numerics.messages.shards import by_vector as by_vector

@@ -21,24 +21,24 @@ NOT_FINITE = -128  # among 8-bit numbers, which otherwise go from -127 to 127
 
 
 def encode(
-    values: Tensor, codec: Codec, lost: Tensor | None = None, velocity: Tensor | None = None
+    values: Tensor, codec: Codec, residual: Tensor | None = None, velocity: Tensor | None = None
 ) -> Tensor:
     """Return `values` `[n]` as bytes, `[codec.size(n)]`.
 
     Args:
-        lost: the residual `[n]` of the last encoding: added to `values`, then set to the new
+        residual: the residual `[n]` of the last encoding: added to `values`, then set to the new
             residual. Non-finite numbers are sent, but not kept in the residual.
         velocity: `[n]`, with "top-k" only: `momentum * velocity + values` takes the place of
             `values`, and becomes 0 where numbers are sent [DGC, Lin et al. 2018].
     """
-    if lost is None:
+    if residual is None:
         return ENCODERS[codec.name](values, codec)
     if velocity is not None:
         values = velocity.mul_(codec.momentum).add_(values)
-    lost += values
-    encoded = ENCODERS[codec.name](lost, codec)
-    add_decoded(lost, encoded, codec, -1)
-    lost.nan_to_num_(0.0, 0.0, 0.0)
+    residual += values
+    encoded = ENCODERS[codec.name](residual, codec)
+    add_decoded(residual, encoded, codec, -1)
+    residual.nan_to_num_(0.0, 0.0, 0.0)
     if velocity is not None:
         velocity[places_of(encoded, values.element_size())] = 0
         velocity.nan_to_num_(0.0, 0.0, 0.0)

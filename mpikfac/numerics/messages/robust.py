@@ -23,8 +23,8 @@ ROUNDING = 1e-6  # of distances, as a difference of squares in float64 or of sum
 
 def combined(vectors: Tensor, weights: Tensor) -> Tensor:
     """Return the weighted sum of `vectors` `[ranks, n]`, without vectors of weight 0."""
-    kept = weights != 0
-    return weights[kept].to(vectors.dtype) @ vectors[kept]
+    chosen = weights != 0
+    return weights[chosen].to(vectors.dtype) @ vectors[chosen]
 
 
 # -- by coordinate -------------------------------------------------------------------------------

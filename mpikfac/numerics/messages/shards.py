@@ -20,7 +20,7 @@ class ByVector:
     """Combine shards by a rule without memory.
 
     Attributes:
-        kept: tensors that the rule keeps from step to step, by name; zeros at first.
+        memory: tensors that the rule keeps from step to step, by name; zeros at first.
     """
 
     def __init__(self, rule: Robust, ranks: int, like: Tensor, first: int = 0) -> None:
@@ -31,15 +31,15 @@ class ByVector:
             first: the place of the shard in a vector.
         """
         self.rule, self.first = rule, first
-        self.kept: dict[str, Tensor] = self._empty(ranks, like)
+        self.memory: dict[str, Tensor] = self._empty(ranks, like)
 
     def _empty(self, ranks: int, like: Tensor) -> dict[str, Tensor]:
         return {}
 
     def forget(self) -> None:
         """Forget earlier steps."""
-        for kept in self.kept.values():
-            kept.zero_()
+        for tensor in self.memory.values():
+            tensor.zero_()
 
     def products(self, parts: Tensor) -> Tensor:
         """Return the shard's inner products, `[..., rows, rows]` in float64; ranks add them up.
@@ -72,12 +72,12 @@ class Centred(ByVector):
 
     def rows(self, parts: Tensor) -> Tensor:
         """Return the centre, and the shards of all ranks."""
-        return torch.cat([self.kept["centre"][None], parts])
+        return torch.cat([self.memory["centre"][None], parts])
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
         """Return the shard of the result, and keep the shard as the next centre."""
         shard = super().combine(products, self.rows(parts))
-        self.kept["centre"].copy_(shard)
+        self.memory["centre"].copy_(shard)
         return shard
 
 
@@ -97,11 +97,11 @@ class Safeguard(ByVector):
     @property
     def good(self) -> Tensor:
         """The ranks that are not dropped, `[ranks]`."""
-        return self.kept["dropped"] == 0
+        return self.memory["dropped"] == 0
 
     def rows(self, parts: Tensor) -> Tensor:
         """Add the vectors of good ranks to both sums; return the sums, `[2, ranks, n]`."""
-        steps, sums = int(self.kept["steps"]), self.kept["sums"]
+        steps, sums = int(self.memory["steps"]), self.memory["sums"]
         for window, of_window in zip((self.rule.long_window, self.rule.short_window), sums):
             if steps % window == 0:
                 of_window.zero_()
@@ -118,18 +118,18 @@ class Safeguard(ByVector):
         if not good.any():  # no vector is finite
             self.forget()
             return parts.mean(0)
-        self.kept["dropped"].copy_(~good)
-        self.kept["sums"][:, ~good] = 0
+        self.memory["dropped"].copy_(~good)
+        self.memory["sums"][:, ~good] = 0
         mean = parts[good].mean(0)
         if self.rule.safe_noise:
             mean += self.rule.safe_noise * self._noise(mean)
-        self.kept["steps"] += 1
+        self.memory["steps"] += 1
         return mean
 
     def _noise(self, like: Tensor) -> Tensor:
         """Return normal numbers of the step and the shard, the same after a restart."""
         generator = torch.Generator(like.device)
-        generator.manual_seed((int(self.kept["steps"]) * SPREAD + self.first) % 2**32)
+        generator.manual_seed((int(self.memory["steps"]) * SPREAD + self.first) % 2**32)
         return torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
 
 
@@ -163,8 +163,8 @@ class Near:
             parts: the shards of all ranks' vectors, `[ranks, n]`.
         """
         wide = parts.double()
-        found = [wide[:, place] @ wide[:, place].mT for pair in self._places() for place in pair]
-        return torch.stack(found).unflatten(0, (-1, 2))
+        products = [wide[:, place] @ wide[:, place].mT for pair in self._places() for place in pair]
+        return torch.stack(products).unflatten(0, (-1, 2))
 
     def combine(self, products: Tensor, parts: Tensor) -> Tensor:
         """Return the shard of the sums, `[n]`; see `ByVector.combine`."""

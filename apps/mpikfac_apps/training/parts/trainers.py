@@ -106,7 +106,7 @@ def make_trainer(
         strategy, chosen = make_strategy(options.distribution, kfac, comm.size, options.parts)
         if strategy.exchange.asynchronous:
             assert team.link, "there is a server"
-            mpikfac.comm.tell(team.link, (problem.classes, problem.channels))
+            mpikfac.comm.announce(team.link, (problem.classes, problem.channels))
             return mpikfac.Asynchronous(model, optimizer, team, strategy)
         if options.optimizer != "kfac":
             return mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
