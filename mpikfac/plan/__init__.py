@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from mpikfac.plan.activations import (
-    BACKWARD,
-    FORWARD,
-    GRADIENTS,
-    STATISTICS,
-    LayerCall,
-    Place,
-    activation_messages,
-    distribution_table,
-    gradient_messages,
-    layer_messages,
-    places,
-    wire_bytes,
-)
+from mpikfac.plan import names, stages
 from mpikfac.plan.choices import (
+    CHANNELS,
     NAMED,
+    SPLIT,
     STRATEGY,
     Asynchrony,
     AtLeast,
+    Channels,
     Combination,
+    Distribution,
     Exchange,
     Named,
     OneOf,
@@ -29,6 +20,8 @@ from mpikfac.plan.choices import (
     Refresh,
     Robust,
     Same,
+    Sliced,
+    Split,
     Strategy,
     Transport,
     Wires,
@@ -42,9 +35,21 @@ from mpikfac.plan.choices import (
     named,
     one_of,
     shown,
+    span,
 )
 from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
-from mpikfac.plan.distribution import CHANNELS, SPLIT, Channels, Distribution, Sliced, Split, span
+from mpikfac.plan.extensions import curvature_ranks, scales, split_layers
+from mpikfac.plan.extensions.activations import (
+    LayerCall,
+    Place,
+    activation_messages,
+    distribution_table,
+    gradient_messages,
+    layer_messages,
+    places,
+    wire_bytes,
+)
+from mpikfac.plan.extensions.copies import PlannedCopies
 from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
 from mpikfac.plan.messages import (
     BETWEEN_NODES,
@@ -56,8 +61,8 @@ from mpikfac.plan.messages import (
     message,
     shard_length,
 )
-from mpikfac.plan.plan import Plan, plan_for
-from mpikfac.plan.rank.plan import RankPlan
+from mpikfac.plan.of_rank import RankPlan
+from mpikfac.plan.plan import Plan, plan_for, step_messages
 from mpikfac.plan.roles import Factor, PlannedLayer
 from mpikfac.plan.shapes import (
     FactorShape,
@@ -72,11 +77,8 @@ from mpikfac.plan.shapes import (
 
 __all__ = [
     "ALIGNMENT",
-    "BACKWARD",
     "BETWEEN_NODES",
     "CHANNELS",
-    "FORWARD",
-    "GRADIENTS",
     "IN_NODE",
     "IN_SHARDS",
     "IN_TWO_SUMS",
@@ -84,7 +86,6 @@ __all__ = [
     "PIECE",
     "PLACE",
     "SPLIT",
-    "STATISTICS",
     "STRATEGY",
     "Asynchrony",
     "AtLeast",
@@ -107,6 +108,7 @@ __all__ = [
     "Outer",
     "Place",
     "Plan",
+    "PlannedCopies",
     "PlannedLayer",
     "RankPlan",
     "Refresh",
@@ -127,6 +129,7 @@ __all__ = [
     "check_layers",
     "check_size",
     "count_of",
+    "curvature_ranks",
     "distribution_table",
     "divisors",
     "few",
@@ -137,12 +140,17 @@ __all__ = [
     "layer_messages",
     "message",
     "named",
+    "names",
     "one_of",
     "places",
     "plan_for",
+    "scales",
     "shard_length",
     "shown",
     "span",
+    "split_layers",
+    "stages",
+    "step_messages",
     "usual_rule",
     "wire_bytes",
 ]

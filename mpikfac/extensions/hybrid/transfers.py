@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Group
-from mpikfac.plan import BACKWARD, FORWARD
+from mpikfac.plan import names
 
 Exchange = Callable[..., Tensor]
 """A function of a tensor and a stage."""
@@ -36,7 +36,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(
-    x: Tensor, there: Exchange, back: Exchange, stages: Stages = (FORWARD, BACKWARD)
+    x: Tensor,
+    there: Exchange,
+    back: Exchange,
+    stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
 ) -> Tensor:
     found: Tensor = _Linear.apply(x, there, back, stages)  # type: ignore[no-untyped-call]
     return found

@@ -22,25 +22,48 @@ from mpikfac.plan.choices.combinations import (
     check,
     shown,
 )
-from mpikfac.plan.choices.exchange import RULES, Asynchrony, Exchange, Merge, Outer, Robust, Stream
+from mpikfac.plan.choices.distribution import (
+    CHANNELS,
+    SPLIT,
+    Channels,
+    Distribution,
+    Sliced,
+    Split,
+    span,
+)
+from mpikfac.plan.choices.exchange import (
+    RULES,
+    Asynchrony,
+    Exchange,
+    MergeRule,
+    Outer,
+    Robust,
+    Stream,
+)
 from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
 
 __all__ = [
+    "CHANNELS",
     "NAMED",
     "RULES",
+    "SPLIT",
     "STRATEGY",
     "Asynchrony",
     "AtLeast",
+    "Channels",
     "Choices",
     "Combination",
+    "Distribution",
     "Exchange",
-    "Merge",
+    "MergeRule",
     "Named",
     "OneOf",
     "Outer",
     "Refresh",
     "Robust",
     "Same",
+    "Sliced",
+    "Split",
     "Strategy",
     "Stream",
     "Transport",
@@ -55,4 +78,5 @@ __all__ = [
     "named",
     "one_of",
     "shown",
+    "span",
 ]
