@@ -130,7 +130,7 @@ class Plan:
         """Return the bytes of every arena on `rank`, parts of a batch included."""
         of_rank = self.of(rank)
         sizes = of_rank.memory() | extensions.memory(of_rank)
-        return {kind: sizes[kind] for kind in names.MEMORY if kind in sizes}
+        return dict(sorted(sizes.items(), key=lambda kind: names.MEMORY.index(kind[0])))
 
     def messages(
         self,
