@@ -49,8 +49,10 @@ def past_a_door(tree: ast.AST, own: str) -> set[str]:
 
 
 def door(room: str) -> list[str]:
-    """Return the names that a room exports."""
-    return importlib.import_module(f"mpikfac.{room}").__all__
+    """Return the names that a room exports: `__all__`, or the imports under the same name."""
+    module = importlib.import_module(f"mpikfac.{room}")
+    imports = [node for node in ast.walk(parse(Path(module.__file__))) if hasattr(node, "asname")]
+    return getattr(module, "__all__", [node.name for node in imports if node.name == node.asname])
 
 
 def is_module(parts: list[str]) -> bool:

@@ -1,156 +1,79 @@
 """Roles, layouts and messages of all ranks, as plain data: standard library only."""
 
-from __future__ import annotations
-
-from mpikfac.plan import names, stages
-from mpikfac.plan.choices import (
-    CHANNELS,
-    NAMED,
-    SPLIT,
-    STRATEGY,
-    Asynchrony,
-    AtLeast,
-    Channels,
-    Combination,
-    Distribution,
-    Exchange,
-    Named,
-    OneOf,
-    Outer,
-    Refresh,
-    Robust,
-    Same,
-    Sliced,
-    Split,
-    Strategy,
-    Transport,
-    Wires,
-    axes,
-    check,
-    check_count,
-    check_divides,
-    check_fraction,
-    check_size,
-    divisors,
-    named,
-    one_of,
-    shown,
-    span,
-)
-from mpikfac.plan.codec import IN_SHARDS, IN_TWO_SUMS, PLACE, Codec, Matrix
-from mpikfac.plan.extensions import curvature_ranks, scales, split_layers
-from mpikfac.plan.extensions.activations import (
-    LayerCall,
-    Place,
-    activation_messages,
-    distribution_table,
-    gradient_messages,
-    layer_messages,
-    places,
-    wire_bytes,
-)
-from mpikfac.plan.extensions.copies import PlannedCopies
-from mpikfac.plan.layout import ALIGNMENT, Layout, Shape, lay_out
-from mpikfac.plan.messages import (
-    BETWEEN_NODES,
-    IN_NODE,
-    PIECE,
-    Message,
-    NearMost,
-    gathers,
-    message,
-    shard_length,
-)
-from mpikfac.plan.of_rank import RankPlan
-from mpikfac.plan.plan import Plan, plan_for, step_messages
-from mpikfac.plan.roles import Factor, PlannedLayer
-from mpikfac.plan.shapes import (
-    FactorShape,
-    Form,
-    LayerShape,
-    check_layers,
-    count_of,
-    few,
-    forward_only,
-    usual_rule,
-)
-
-__all__ = [
-    "ALIGNMENT",
-    "BETWEEN_NODES",
-    "CHANNELS",
-    "IN_NODE",
-    "IN_SHARDS",
-    "IN_TWO_SUMS",
-    "NAMED",
-    "PIECE",
-    "PLACE",
-    "SPLIT",
-    "STRATEGY",
-    "Asynchrony",
-    "AtLeast",
-    "Channels",
-    "Codec",
-    "Combination",
-    "Distribution",
-    "Exchange",
-    "Factor",
-    "FactorShape",
-    "Form",
-    "LayerCall",
-    "LayerShape",
-    "Layout",
-    "Matrix",
-    "Message",
-    "Named",
-    "NearMost",
-    "OneOf",
-    "Outer",
-    "Place",
-    "Plan",
-    "PlannedCopies",
-    "PlannedLayer",
-    "RankPlan",
-    "Refresh",
-    "Robust",
-    "Same",
-    "Shape",
-    "Sliced",
-    "Split",
-    "Strategy",
-    "Transport",
-    "Wires",
-    "activation_messages",
-    "axes",
-    "check",
-    "check_count",
-    "check_divides",
-    "check_fraction",
-    "check_layers",
-    "check_size",
-    "count_of",
-    "curvature_ranks",
-    "distribution_table",
-    "divisors",
-    "few",
-    "forward_only",
-    "gathers",
-    "gradient_messages",
-    "lay_out",
-    "layer_messages",
-    "message",
-    "named",
-    "names",
-    "one_of",
-    "places",
-    "plan_for",
-    "scales",
-    "shard_length",
-    "shown",
-    "span",
-    "split_layers",
-    "stages",
-    "step_messages",
-    "usual_rule",
-    "wire_bytes",
-]
+from mpikfac.plan import names as names
+from mpikfac.plan import stages as stages
+from mpikfac.plan.choices import CHANNELS as CHANNELS
+from mpikfac.plan.choices import NAMED as NAMED
+from mpikfac.plan.choices import SPLIT as SPLIT
+from mpikfac.plan.choices import STRATEGY as STRATEGY
+from mpikfac.plan.choices import Asynchrony as Asynchrony
+from mpikfac.plan.choices import AtLeast as AtLeast
+from mpikfac.plan.choices import Channels as Channels
+from mpikfac.plan.choices import Combination as Combination
+from mpikfac.plan.choices import Distribution as Distribution
+from mpikfac.plan.choices import Exchange as Exchange
+from mpikfac.plan.choices import Named as Named
+from mpikfac.plan.choices import OneOf as OneOf
+from mpikfac.plan.choices import Outer as Outer
+from mpikfac.plan.choices import Refresh as Refresh
+from mpikfac.plan.choices import Robust as Robust
+from mpikfac.plan.choices import Same as Same
+from mpikfac.plan.choices import Sliced as Sliced
+from mpikfac.plan.choices import Split as Split
+from mpikfac.plan.choices import Strategy as Strategy
+from mpikfac.plan.choices import Transport as Transport
+from mpikfac.plan.choices import Wires as Wires
+from mpikfac.plan.choices import axes as axes
+from mpikfac.plan.choices import check as check
+from mpikfac.plan.choices import check_count as check_count
+from mpikfac.plan.choices import check_divides as check_divides
+from mpikfac.plan.choices import check_fraction as check_fraction
+from mpikfac.plan.choices import check_size as check_size
+from mpikfac.plan.choices import divisors as divisors
+from mpikfac.plan.choices import named as named
+from mpikfac.plan.choices import one_of as one_of
+from mpikfac.plan.choices import shown as shown
+from mpikfac.plan.choices import span as span
+from mpikfac.plan.codec import IN_SHARDS as IN_SHARDS
+from mpikfac.plan.codec import IN_TWO_SUMS as IN_TWO_SUMS
+from mpikfac.plan.codec import PLACE as PLACE
+from mpikfac.plan.codec import Codec as Codec
+from mpikfac.plan.codec import Matrix as Matrix
+from mpikfac.plan.extensions import curvature_ranks as curvature_ranks
+from mpikfac.plan.extensions import scales as scales
+from mpikfac.plan.extensions import split_layers as split_layers
+from mpikfac.plan.extensions.activations import LayerCall as LayerCall
+from mpikfac.plan.extensions.activations import Place as Place
+from mpikfac.plan.extensions.activations import activation_messages as activation_messages
+from mpikfac.plan.extensions.activations import distribution_table as distribution_table
+from mpikfac.plan.extensions.activations import gradient_messages as gradient_messages
+from mpikfac.plan.extensions.activations import layer_messages as layer_messages
+from mpikfac.plan.extensions.activations import places as places
+from mpikfac.plan.extensions.activations import wire_bytes as wire_bytes
+from mpikfac.plan.extensions.copies import PlannedCopies as PlannedCopies
+from mpikfac.plan.layout import ALIGNMENT as ALIGNMENT
+from mpikfac.plan.layout import Layout as Layout
+from mpikfac.plan.layout import Shape as Shape
+from mpikfac.plan.layout import lay_out as lay_out
+from mpikfac.plan.messages import BETWEEN_NODES as BETWEEN_NODES
+from mpikfac.plan.messages import IN_NODE as IN_NODE
+from mpikfac.plan.messages import PIECE as PIECE
+from mpikfac.plan.messages import Message as Message
+from mpikfac.plan.messages import NearMost as NearMost
+from mpikfac.plan.messages import gathers as gathers
+from mpikfac.plan.messages import message as message
+from mpikfac.plan.messages import shard_length as shard_length
+from mpikfac.plan.of_rank import RankPlan as RankPlan
+from mpikfac.plan.plan import Plan as Plan
+from mpikfac.plan.plan import plan_for as plan_for
+from mpikfac.plan.plan import step_messages as step_messages
+from mpikfac.plan.roles import Factor as Factor
+from mpikfac.plan.roles import PlannedLayer as PlannedLayer
+from mpikfac.plan.shapes import FactorShape as FactorShape
+from mpikfac.plan.shapes import Form as Form
+from mpikfac.plan.shapes import LayerShape as LayerShape
+from mpikfac.plan.shapes import check_layers as check_layers
+from mpikfac.plan.shapes import count_of as count_of
+from mpikfac.plan.shapes import few as few
+from mpikfac.plan.shapes import forward_only as forward_only
+from mpikfac.plan.shapes import usual_rule as usual_rule

@@ -1,82 +1,38 @@
 """The choices of how training is distributed, as values; their needs; and named values."""
 
-from __future__ import annotations
-
-from mpikfac.plan.choices.axes import axes
-from mpikfac.plan.choices.catalogue import NAMED, Named, named
-from mpikfac.plan.choices.checks import (
-    check_count,
-    check_divides,
-    check_fraction,
-    check_size,
-    divisors,
-    one_of,
-)
-from mpikfac.plan.choices.combinations import (
-    STRATEGY,
-    AtLeast,
-    Choices,
-    Combination,
-    OneOf,
-    Same,
-    check,
-    shown,
-)
-from mpikfac.plan.choices.distribution import (
-    CHANNELS,
-    SPLIT,
-    Channels,
-    Distribution,
-    Sliced,
-    Split,
-    span,
-)
-from mpikfac.plan.choices.exchange import (
-    RULES,
-    Asynchrony,
-    Exchange,
-    MergeRule,
-    Outer,
-    Robust,
-    Stream,
-)
-from mpikfac.plan.choices.strategy import Refresh, Strategy, Transport, Wires
-
-__all__ = [
-    "CHANNELS",
-    "NAMED",
-    "RULES",
-    "SPLIT",
-    "STRATEGY",
-    "Asynchrony",
-    "AtLeast",
-    "Channels",
-    "Choices",
-    "Combination",
-    "Distribution",
-    "Exchange",
-    "MergeRule",
-    "Named",
-    "OneOf",
-    "Outer",
-    "Refresh",
-    "Robust",
-    "Same",
-    "Sliced",
-    "Split",
-    "Strategy",
-    "Stream",
-    "Transport",
-    "Wires",
-    "axes",
-    "check",
-    "check_count",
-    "check_divides",
-    "check_fraction",
-    "check_size",
-    "divisors",
-    "named",
-    "one_of",
-    "shown",
-    "span",
-]
+from mpikfac.plan.choices.axes import axes as axes
+from mpikfac.plan.choices.catalogue import NAMED as NAMED
+from mpikfac.plan.choices.catalogue import Named as Named
+from mpikfac.plan.choices.catalogue import named as named
+from mpikfac.plan.choices.checks import check_count as check_count
+from mpikfac.plan.choices.checks import check_divides as check_divides
+from mpikfac.plan.choices.checks import check_fraction as check_fraction
+from mpikfac.plan.choices.checks import check_size as check_size
+from mpikfac.plan.choices.checks import divisors as divisors
+from mpikfac.plan.choices.checks import one_of as one_of
+from mpikfac.plan.choices.combinations import STRATEGY as STRATEGY
+from mpikfac.plan.choices.combinations import AtLeast as AtLeast
+from mpikfac.plan.choices.combinations import Choices as Choices
+from mpikfac.plan.choices.combinations import Combination as Combination
+from mpikfac.plan.choices.combinations import OneOf as OneOf
+from mpikfac.plan.choices.combinations import Same as Same
+from mpikfac.plan.choices.combinations import check as check
+from mpikfac.plan.choices.combinations import shown as shown
+from mpikfac.plan.choices.distribution import CHANNELS as CHANNELS
+from mpikfac.plan.choices.distribution import SPLIT as SPLIT
+from mpikfac.plan.choices.distribution import Channels as Channels
+from mpikfac.plan.choices.distribution import Distribution as Distribution
+from mpikfac.plan.choices.distribution import Sliced as Sliced
+from mpikfac.plan.choices.distribution import Split as Split
+from mpikfac.plan.choices.distribution import span as span
+from mpikfac.plan.choices.exchange import RULES as RULES
+from mpikfac.plan.choices.exchange import Asynchrony as Asynchrony
+from mpikfac.plan.choices.exchange import Exchange as Exchange
+from mpikfac.plan.choices.exchange import MergeRule as MergeRule
+from mpikfac.plan.choices.exchange import Outer as Outer
+from mpikfac.plan.choices.exchange import Robust as Robust
+from mpikfac.plan.choices.exchange import Stream as Stream
+from mpikfac.plan.choices.strategy import Refresh as Refresh
+from mpikfac.plan.choices.strategy import Strategy as Strategy
+from mpikfac.plan.choices.strategy import Transport as Transport
+from mpikfac.plan.choices.strategy import Wires as Wires
