@@ -11,21 +11,23 @@ from typing import NamedTuple
 
 import torch
 
+from mpikfac.plan import names
+
 COMMUNICATION = (
-    "exchange activations",
-    "exchange activation gradients",
-    "exchange split statistics",
-    "reduce scales",
-    "reduce statistics",
-    "send factors",
-    "receive bases",
-    "publish bases",
-    "reduce gradients",
-    "publish gradients",
-    "clip",
-    "publish weights",
-    "exchange weights",
-    "exchange updates",
+    names.EXCHANGE_ACTIVATIONS,
+    names.EXCHANGE_ACTIVATION_GRADIENTS,
+    names.EXCHANGE_SPLIT_STATISTICS,
+    names.REDUCE_SCALES,
+    names.REDUCE_STATISTICS,
+    names.SEND_FACTORS,
+    names.RECEIVE_BASES,
+    names.PUBLISH_BASES,
+    names.REDUCE_GRADIENTS,
+    names.PUBLISH_DIRECTIONS,
+    names.CLIP,
+    names.PUBLISH_WEIGHTS,
+    names.EXCHANGE_WEIGHTS,
+    names.EXCHANGE_UPDATES,
 )
 """Stages that communicate; all other stages only compute."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm.grid import Grid
-from mpikfac.plan import Message, RankPlan
+from mpikfac.plan import Message, RankPlan, names, step_messages
 
 REPEATS = 5  # after a first time that counts for nothing
 DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
@@ -22,15 +22,15 @@ def isolated_seconds(grid: Grid, plan: RankPlan, device: torch.device) -> dict[s
 
     The messages go one after another, on scratch buffers, over the communicators of the training.
     All ranks begin together; a time is the median of five. With `stagger`, a time is the mean over
-    the shares of a refresh. Messages to and from curvature ranks and
+    the turns of a refresh. Messages to and from curvature ranks and
     servers are not measured.
 
     Collective over: world.
     """
     times: defaultdict[str, list[float]] = defaultdict(list)
     apart = grid.apart()
-    for share in plan.shares[1:] or plan.shares:
-        for stage, messages in _by_stage(plan.messages(True, True, share=share)).items():
+    for turn in plan.turns[1:] or plan.turns:
+        for stage, messages in _by_stage(step_messages(plan, True, True, turn=turn)).items():
             times[stage].append(_seconds(apart, plan, messages, device))
     return {stage: fmean(seconds) for stage, seconds in times.items()}
 
@@ -69,7 +69,7 @@ def _seconds(
 def _numbers(plan: RankPlan, messages: Sequence[Message], device: torch.device) -> Tensor:
     """Return made-up numbers in the place of the stage's arena, up to the last message."""
     sizes = plan.itemsizes
-    size = sizes.bases if messages[0].stage == "publish bases" else sizes.numbers
+    size = sizes.bases if messages[0].stage == names.PUBLISH_BASES else sizes.numbers
     last = max(stop for message in messages for _, stop in message.spans)
     generator = torch.Generator().manual_seed(0)
     numbers = torch.randn(last, generator=generator, device="cpu")

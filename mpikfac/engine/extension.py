@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.part import Part
 from mpikfac.engine.site import Site
-from mpikfac.plan import RankPlan
+from mpikfac.plan import PlannedCopies, RankPlan, split_layers
 
 
 class OneModel(Part):
@@ -88,8 +88,10 @@ EXCHANGES: Mapping[bool, str] = {
 """What ranks exchange, by whether ranks ever step copies of the model of their own."""
 
 ATTACHED: Mapping[str, Callable[[RankPlan], bool]] = {
-    "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(plan.in_slices.parameters),
-    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(plan.combined),
+    "mpikfac.extensions.hybrid:SlicedGradients": lambda plan: bool(
+        split_layers.in_slices(plan).parameters
+    ),
+    "mpikfac.extensions.robust:RuleMemory": lambda plan: bool(PlannedCopies(plan).dealt),
 }
 """Further parts of the gradients of a step, by their places, and the plans that need them."""
 

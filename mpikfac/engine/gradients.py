@@ -14,7 +14,7 @@ from mpikfac.engine.site import Site
 from mpikfac.engine.slots import Block, Slot, divided_by_ranks, slots_in
 from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import copy_all, not_finite
-from mpikfac.plan import Strategy, check_count
+from mpikfac.plan import Strategy, check_count, stages
 
 
 class Gradients:
@@ -46,7 +46,7 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = 1.0
-        messages = {None: site.plan.reduce_gradients()}
+        messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender("reduce gradients", self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]

@@ -10,7 +10,7 @@ from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.slots import Slot, slots_in
 from mpikfac.numerics import copy_all
-from mpikfac.plan import check_size, lay_out
+from mpikfac.plan import check_size, lay_out, stages
 
 
 class Everyone:
@@ -85,9 +85,9 @@ class Owners(Everyone):
     def __init__(self, gradients: Gradients) -> None:
         super().__init__(gradients)
         site, arena = self.site, gradients.arena
-        self._messages = site.plan.publish_weights()
+        self._messages = stages.publish_weights(site.plan)
         # Weights before a step, where only changes travel; 0 for blocks that travel as they are.
-        changing = arena.layout if site.plan.publishes_changes else lay_out([])
+        changing = arena.layout if stages.publishes_changes(site.plan) else lay_out([])
         self._before = site.arena(changing)
         encoded = [block for block in gradients.blocks if block.name in site.plan.messages_of]
         self._changing = slots_in(self._before, encoded, site)

@@ -16,7 +16,7 @@ from mpikfac.errors import UserError
 from mpikfac.layers import find_uncovered
 from mpikfac.model import common_type, fitting
 from mpikfac.numerics import Arena, all_finite, copy_all
-from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out
+from mpikfac.plan import check_count, check_divides, check_size, gathers, lay_out, names
 from mpikfac.trace import Trace
 
 # Names of items of the state.
@@ -98,7 +98,7 @@ class Codistillation:
         layout = lay_out(segments)  # a segment for each group
         self._arena = Arena(layout, dtype, device)
         of_all = layout, lambda _: True, self.number, groups, dtype.itemsize
-        self._messages = gathers("exchange weights", "column", *of_all)
+        self._messages = gathers(names.EXCHANGE_WEIGHTS, "column", *of_all)
         others = [number for number in range(groups) if number != self.number]
         self.peers = {number: copied(model) for number in others}
         self._swap_if_due()
@@ -134,7 +134,7 @@ class Codistillation:
         if not self.learning:
             return outputs.new_zeros(())
         arguments = inputs if isinstance(inputs, tuple) else (inputs,)
-        with self.trace.stage("predictions of peers"), torch.no_grad():
+        with self.trace.stage(names.PREDICTIONS_OF_PEERS), torch.no_grad():
             predictions = [peer(*arguments).softmax(1) for peer in self.peers.values()]
         return self.weight * divergence(predictions, outputs)
 

@@ -16,7 +16,7 @@ from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, beg
 from mpikfac.engine import AtOnce, Decomposed, Ready, Request, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
-from mpikfac.plan import Factor, Layout, Plan, RankPlan
+from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_ranks
 from mpikfac.solvers import Solver, decomposed
 from mpikfac.trace import Trace
 
@@ -57,7 +57,8 @@ class OnCurvatureRanks(AtOnce):
         if not request.packed:
             return lambda: Decomposed({}, ())
         plan, turn, trace = self.site.plan, request.turn, self.site.trace
-        sent, reply = _on_host(plan, plan.request(turn)), _on_host(plan, plan.reply(turn))
+        sent = _on_host(plan, curvature_ranks.request(plan, turn))
+        reply = _on_host(plan, curvature_ranks.reply(plan, turn))
         with trace.stage("send factors", "curvature", sent.flat.nbytes):
             for factor in plan.decomposed(turn):
                 sent[factor.name].copy_(request.packed[factor.name])
@@ -65,7 +66,7 @@ class OnCurvatureRanks(AtOnce):
                     sent[factor.added].copy_(request.added[factor.name])
                 elif factor.name in request.precise:
                     sent[factor.added].fill_(float(request.precise[factor.name]))
-            route = plan.grid.curvature_rank(plan.rank), plan.shares.index(turn)
+            route = plan.grid.curvature_rank(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)
             wait_received = begin_receive(self._link, reply.flat, *route)
 
@@ -122,9 +123,9 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
     sending: dict[int, Callable[[], object]] = {}
     for owner, tag in arrivals(curvature):
         of_owner = plan.of(owner)
-        share = of_owner.shares[tag]
-        request = _on_host(of_owner, of_owner.request(share))
-        reply = _on_host(of_owner, of_owner.reply(share))
+        share = of_owner.turns[tag]
+        request = _on_host(of_owner, curvature_ranks.request(of_owner, share))
+        reply = _on_host(of_owner, curvature_ranks.reply(of_owner, share))
         with trace.stage("receive factors", "curvature"):
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage("decompose"):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from mpikfac.engine import Gradients, Item, Part, Site
+from mpikfac.plan import PlannedCopies
 
 NAME = "exchange/rule/{} of {}/"  # a rank, all ranks
 
@@ -19,7 +20,7 @@ class RuleMemory(Part):
     def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
         super().__init__(site)
         self._combiner = site.grid.combiner
-        self._combiner.prepare(site.plan.combined, site.plan.rank, site.dtype)
+        self._combiner.prepare(PlannedCopies(site.plan).dealt, site.plan.rank, site.dtype)
 
     def forget(self) -> None:
         """Forget earlier steps."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from mpikfac.engine import Bases, Item, Part, Running, leave_out_broken, merge
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
-from mpikfac.plan import count_of
+from mpikfac.plan import count_of, scales
 from mpikfac.solvers import products_of_values, squares_in_bases
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
@@ -45,10 +45,10 @@ class Scales(Part):
         self.averages = bases.scales
         weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
-        self.sums = site.arena(site.plan.layouts.scale_sums)
+        self.sums = site.arena(scales.layout_of_sums(site.plan))
         self._layers = {layer.name: layer for layer in site.plan.rescaled}
         self._running = {name: self._bound(name) for name in self.averages}
-        self._messages = site.plan.reduce_scales()
+        self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have a basis, and so scales
         self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
 
@@ -127,7 +127,7 @@ class Scales(Part):
         """
         names, self._awaited = self._awaited, None
         if names is None:
-            names = {x.name for x in self._layers.values() if turn in (None, x.share)}
+            names = {x.name for x in self._layers.values() if turn in (None, x.turn)}
         for name in names:
             values = self.bases.sides(name, "values")
             products_of_values(*values, out=self.averages[name])

@@ -78,7 +78,7 @@ class Codec:
     def within(self, start: int, stop: int) -> Codec:
         """Return the codec of a message with a span, with the matrices of the span."""
         return replace(
-            self, matrices=tuple(one for one in self.matrices if start <= one.start < stop)
+            self, matrices=tuple(matrix for matrix in self.matrices if start <= matrix.start < stop)
         )
 
     def count(self, elements: int) -> int:
@@ -87,7 +87,7 @@ class Codec:
 
     def sides(self) -> tuple[int, int]:
         """Return the elements of all P, and of all Q."""
-        sides = [one.sides(self.rank) for one in self.matrices]
+        sides = [matrix.sides(self.rank) for matrix in self.matrices]
         return sum(left for left, _ in sides), sum(right for _, right in sides)
 
     def size(self, elements: int, itemsize: int) -> int:

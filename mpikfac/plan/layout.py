@@ -46,18 +46,18 @@ class Layout:
 
     def spans(self, kind: Callable[[str], Hashable]) -> list[Span]:
         """Return spans of the whole buffer, cut where the segment or the blocks' `kind` changes."""
-        found: list[Span] = []
+        spans: list[Span] = []
         ends = [*list(self.offsets.values())[1:], self.size]
         for (name, start), end in zip(self.offsets.items(), ends):
             segment = bisect.bisect_right(self.bounds, start) - 1
             if end == start:  # a block without elements
                 continue
             key = kind(name)
-            if found and (found[-1].kind, found[-1].segment) == (key, segment):
-                found[-1] = found[-1]._replace(stop=end)
+            if spans and (spans[-1].kind, spans[-1].segment) == (key, segment):
+                spans[-1] = spans[-1]._replace(stop=end)
             else:
-                found.append(Span(start, end, segment, key))
-        return found
+                spans.append(Span(start, end, segment, key))
+        return spans
 
 
 class Span(NamedTuple):

@@ -110,25 +110,25 @@ def combinations(
     layout: Layout,
     kind: Kind,
     ranks: int,
-    own: int,
+    member: int,
     itemsize: int,
     rule: Robust | NearMost,
 ) -> list[Message]:
-    """Return messages to combine an arena of one segment by a rule; the rank is rank `own`.
+    """Return messages to combine an arena of one segment by a rule; the rank is rank `member`.
 
     Each rank gets a shard of all vectors, and sends the result to all. In between, rules by vector
     need the sum of the shards' inner products, in float64.
     """
-    found: list[Message] = []
+    messages: list[Message] = []
     for span in layout.spans(kind) if ranks > 1 else ():
         if span.kind is None:
             continue
         shards = _cut(span.start, span.stop, ranks, None)
-        found.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
+        messages.append(message(stage, "Alltoall", "world", shards, ranks, itemsize))
         if products := rule.products(ranks):
-            found.append(message(stage, "Allreduce", "world", [(0, products)], ranks, 8))
-        found.append(message(stage, "Allgatherv", "world", shards, ranks, itemsize, own))
-    return [replace(one, rule=rule) for one in found]
+            messages.append(message(stage, "Allreduce", "world", [(0, products)], ranks, 8))
+        messages.append(message(stage, "Allgatherv", "world", shards, ranks, itemsize, member))
+    return [replace(message, rule=rule) for message in messages]
 
 
 def in_order(stage: str, layout: Layout, ranks: int, itemsize: int) -> list[Message]:
@@ -143,12 +143,12 @@ def gathers(
     over: str,
     layout: Layout,
     kind: Kind,
-    own: int,
+    member: int,
     members: int,
     itemsize: int,
     codec: Codec | None = None,
 ) -> list[Message]:
-    """Return messages to give all segments to every member of `over`; the rank is member `own`.
+    """Return messages to give all segments to every member of `over`; the rank is member `member`.
 
     Neighbouring blocks of a `kind` share a message; blocks of kind None are left out, as are
     segments behind the members' segments.
@@ -158,7 +158,7 @@ def gathers(
         return []
 
     def to(primitive: str, parts: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        return message(stage, primitive, over, parts, members, itemsize, own, root, codec)
+        return message(stage, primitive, over, parts, members, itemsize, member, root, codec)
 
     if _alike(spans):
         return [to("Allgatherv", _parts(layout, spans, members))]
@@ -181,11 +181,11 @@ def message(
     spans: Sequence[tuple[int, int]],
     members: int,
     itemsize: int,
-    own: int = 0,
+    member: int = 0,
     root: int = -1,
     codec: Codec | None = None,
 ) -> Message:
-    """Return the message sent by member `own` of `members`, with the bytes."""
+    """Return the message sent by a member of `members`, with the bytes."""
     counts = [stop - start for start, stop in spans]
     codec = codec.within(spans[0][0], spans[-1][1]) if codec else None
     if primitive == IN_SHARDS:
@@ -195,10 +195,10 @@ def message(
     sizes = [codec.size(count, itemsize) if codec else count * itemsize for count in counts]
     size = handed = sum(sizes)
     if primitive in ("Allgatherv", "Allgather"):
-        handed = sizes[own]
+        handed = sizes[member]
     elif primitive == IN_SHARDS:
-        handed += sizes[own]
-    elif primitive == "Bcast" and root != own:
+        handed += sizes[member]
+    elif primitive == "Bcast" and root != member:
         handed = 0
     ring = size * (members - 1) // members
     twice = ("Allreduce", IN_SHARDS, IN_TWO_SUMS)
@@ -256,45 +256,48 @@ def seat(team: Sequence[int], rank: int, ranks_per_node: int) -> Seat | None:
     return Seat(len(members), places, *divmod(team.index(rank), places))
 
 
-def in_two_levels(found: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
-    """Return the messages of the rank at `seat` in the place of `found`, without empty messages."""
-    return [m for whole in found for m in _levels(whole, seat, itemsize) if m.size]
+def in_two_levels(of_one_level: Iterable[Message], seat: Seat, itemsize: int) -> list[Message]:
+    """Return the messages of the rank at `seat` in the place of messages of one level.
+
+    Empty messages are left out.
+    """
+    return [m for of_team in of_one_level for m in _levels(of_team, seat, itemsize) if m.size]
 
 
-def _levels(whole: Message, seat: Seat, itemsize: int) -> list[Message]:
-    spans, primitive, places = whole.spans, whole.primitive, seat.places
-    node, place = divmod(whole.root, places)
-    at_my_place = spans[seat.place :: places]
+def _levels(of_team: Message, seat: Seat, itemsize: int) -> list[Message]:
+    spans, primitive, places = of_team.spans, of_team.primitive, seat.places
+    node, place = divmod(of_team.root, places)
+    of_place = spans[seat.place :: places]
     on_each_node = [spans[first : first + places] for first in range(0, len(spans), places)]
 
     def inside(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        over = IN_NODE.format(whole.over)
-        return message(whole.stage, primitive, over, spans, places, itemsize, seat.place, root)
+        over = IN_NODE.format(of_team.over)
+        return message(of_team.stage, primitive, over, spans, places, itemsize, seat.place, root)
 
     def between(primitive: str, spans: Sequence[tuple[int, int]], root: int = -1) -> Message:
-        over, codec = BETWEEN_NODES.format(whole.over), whole.codec
-        own, nodes = seat.node, seat.nodes
-        return message(whole.stage, primitive, over, spans, nodes, itemsize, own, root, codec)
+        over, codec = BETWEEN_NODES.format(of_team.over), of_team.codec
+        member, nodes = seat.node, seat.nodes
+        return message(of_team.stage, primitive, over, spans, nodes, itemsize, member, root, codec)
 
     if primitive in ("Allreduce", *EVERYWHERE.values()):
-        shards = _cut(*spans[0], places, whole.codec)
-        mine = between(primitive, [shards[seat.place]])
-        return [inside("Reduce_scatter", shards), mine, inside("Allgatherv", shards)]
+        shards = _cut(*spans[0], places, of_team.codec)
+        across_nodes = between(primitive, [shards[seat.place]])
+        return [inside("Reduce_scatter", shards), across_nodes, inside("Allgatherv", shards)]
     if primitive == "Allgatherv":
-        return [between(primitive, at_my_place), *(inside(primitive, s) for s in on_each_node)]
+        return [between(primitive, of_place), *(inside(primitive, s) for s in on_each_node)]
     if primitive in ("Reduce", "Bcast"):
         first = [inside(primitive, spans, place)]
         then = [between(primitive, spans, node)] if place == seat.place else []
         return first + then if primitive == "Reduce" else then + first
-    added = "Reduce_scatter" if whole.codec else primitive
-    return [*(inside(added, s) for s in on_each_node), between(primitive, at_my_place)]
+    added = "Reduce_scatter" if of_team.codec else primitive
+    return [*(inside(added, s) for s in on_each_node), between(primitive, of_place)]
 
 
 def _cut(start: int, stop: int, count: int, codec: Codec | None) -> list[tuple[int, int]]:
-    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay whole."""
+    """Return `count` neighbouring aligned spans, as equal as possible; matrices stay of_team."""
     blocks = (stop - start) // ALIGNMENT
     edges = [start + blocks * k // count * ALIGNMENT for k in range(count)]
     if codec and codec.matrices:
-        borders = [*(one.start for one in codec.matrices), stop]
+        borders = [*(matrix.start for matrix in codec.matrices), stop]
         edges = [min(border for border in borders if border >= edge) for edge in edges]
     return list(zip(edges, [*edges[1:], stop]))

@@ -6,16 +6,15 @@ Every rank makes the same plan without talking, and sends what the plan's messag
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 
-from mpikfac.plan.choices import Strategy, check, one_of
-from mpikfac.plan.distribution import SPLIT, Split
+from mpikfac.plan import extensions, names, stages
+from mpikfac.plan.choices import SPLIT, Split, Strategy, check, one_of
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message
-from mpikfac.plan.rank.layouts import Itemsizes
-from mpikfac.plan.rank.plan import RankPlan
+from mpikfac.plan.of_rank import Itemsizes, RankPlan
 from mpikfac.plan.roles import (
     Factor,
     Placed,
@@ -35,19 +34,19 @@ class Plan:
 
     Attributes:
         layers: covered layers in model order.
-        others: names and shapes of uncovered tensors that travel with the gradients.
-        means: names of `others` of which ranks always take the mean: running statistics, votes.
+        uncovered: names and shapes of uncovered tensors that travel with the gradients.
+        means: names of `uncovered` of which ranks always take the mean: running statistics, votes.
         forms: descriptions of solvers: the run's solver, then solvers named by layers.
         itemsize: bytes of a number, but for numbers of running averages and of decompositions.
         columns_of: column of every layer.
         owners: rank to decompose a factor ("conv1.A").
         updaters: rank to step a layer or uncovered parameter if update="owner".
-        shares_of: share of a refresh of every layer, from 0 to `stagger` - 1.
+        turns_of: turn of every layer in a refresh, from 0 to `stagger` - 1.
         split: the split layers of the model.
     """
 
     layers: tuple[LayerShape, ...]
-    others: tuple[tuple[str, Shape], ...]
+    uncovered: tuple[tuple[str, Shape], ...]
     means: tuple[str, ...]
     ranks: int
     strategy: Strategy
@@ -58,28 +57,29 @@ class Plan:
     columns_of: dict[str, int]
     owners: dict[str, int]
     updaters: dict[str, int]
-    shares_of: dict[str, int]
+    turns_of: dict[str, int]
     split: Split
 
     def of(self, rank: int) -> RankPlan:
-        """Return the roles, layouts and messages of a rank."""
+        """Return the roles and layouts of a rank."""
         itemsizes = Itemsizes(self.itemsize, self.factor_itemsize, self.basis_itemsize)
-        return RankPlan(
+        of_rank = RankPlan(
             rank=rank,
             grid=self.grid,
             strategy=self.strategy,
             layers=self.covered,
-            others=self.others,
+            uncovered=self.uncovered,
             means=self.means,
             updaters=self.updaters,
             itemsizes=itemsizes,
             solvers=self.all_solvers,
             split=self.split,
         )
+        return replace(of_rank, replaced=extensions.replaced(of_rank))
 
     def digest(self) -> str:
-        """Return a hash, equal on two ranks only if the plans are equal."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+        """Return a hash of all values, equal on two ranks only if the plans are equal."""
+        return hashlib.sha256(repr(_values(self)).encode()).hexdigest()[:16]
 
     # -- who does what ---------------------------------------------------------------------------
 
@@ -87,9 +87,9 @@ class Plan:
     def covered(self) -> tuple[PlannedLayer, ...]:
         """The covered layers in model order, with the roles of layers and factors."""
         placed = Placed(self.columns_of, self.owners)
-        shares_of, updaters = self.shares_of, self.updaters
+        turns_of, updaters = self.turns_of, self.updaters
         forms = _forms_of(self.layers, self.forms)
-        return with_roles(self.layers, forms, self.strategy, placed, shares_of, updaters)
+        return with_roles(self.layers, forms, self.strategy, placed, turns_of, updaters)
 
     @cached_property
     def factors(self) -> dict[str, Factor]:
@@ -104,9 +104,9 @@ class Plan:
     @property
     def all_solvers(self) -> str:
         """The run's solver, then the layers with a different solver: "eigen, fc: rank-one"."""
-        own = [(layer.name, layer.solver.name) for layer in self.covered]
-        others = (f"{name}: {solver}" for name, solver in own if solver != self.solver)
-        return ", ".join([self.solver, *others])
+        solvers = [(layer.name, layer.solver.name) for layer in self.covered]
+        different = (f"{name}: {solver}" for name, solver in solvers if solver != self.solver)
+        return ", ".join([self.solver, *different])
 
     @cached_property
     def grid(self) -> RankGrid:
@@ -128,7 +128,9 @@ class Plan:
 
     def memory(self, rank: int) -> dict[str, int]:
         """Return the bytes of every arena on `rank`, parts of a batch included."""
-        return self.of(rank).memory()
+        of_rank = self.of(rank)
+        sizes = of_rank.memory() | extensions.memory(of_rank)
+        return dict(sorted(sizes.items(), key=lambda kind: names.MEMORY.index(kind[0])))
 
     def messages(
         self,
@@ -136,7 +138,7 @@ class Plan:
         statistics: bool,
         refresh: bool,
         clip: bool = True,
-        share: int | None = None,
+        turn: int | None = None,
     ) -> list[Message]:
         """Return the messages of a step in order, as `rank` sees the messages.
 
@@ -146,16 +148,16 @@ class Plan:
             statistics: the step makes new factors (`factor_every`).
             refresh: the step decomposes factors (`basis_every`).
             clip: the step is clipped; a message only if no rank holds all directions.
-            share: the share of the layers that is refreshed; None for all.
+            turn: the turn of a staggered refresh, which is of a part of the layers; None for all.
         """
-        return self.of(rank).messages(statistics, refresh, clip, share)
+        return step_messages(self.of(rank), statistics, refresh, clip, turn)
 
 
 def plan_for(
     layers: Sequence[LayerShape],
     ranks: int,
     strategy: Strategy,
-    others: Iterable[tuple[str, Shape]] = (),
+    uncovered: Iterable[tuple[str, Shape]] = (),
     forms: Sequence[Form] = (),
     itemsize: int = 4,
     factor_itemsize: int | None = None,
@@ -166,7 +168,7 @@ def plan_for(
     """Return the plan for `layers` on `ranks` ranks; the same plan on every rank.
 
     Args:
-        others: names and shapes of uncovered parameters and buffers.
+        uncovered: names and shapes of uncovered parameters and buffers.
         forms: descriptions of solvers: the run's solver, then solvers for layers to name.
         itemsize: bytes of an element.
         factor_itemsize: bytes of an element of running averages; `itemsize` if None.
@@ -185,14 +187,14 @@ def plan_for(
     of_split = {"ways": split.distribution.ways, "handed_on": bool(layers and split.handed_on)}
     check(SPLIT, strategy.choices() | of_split)
     of_layers = _forms_of(layers, forms)
-    shares_of = deal(layers, of_layers, strategy.refresh.stagger)
-    placed = place(layers, of_layers, ranks, strategy, shares_of)
+    turns_of = deal(layers, of_layers, strategy.refresh.stagger)
+    placed = place(layers, of_layers, ranks, strategy, turns_of)
     updaters = {layer.name: placed.owners[layer.factors[0].name] for layer in layers}
-    others = tuple((name, tuple(shape)) for name, shape in others)
+    uncovered = tuple((name, tuple(shape)) for name, shape in uncovered)
     used = dict.fromkeys(form.name for form in (*forms[:1], *of_layers.values()))
     return Plan(
         layers=tuple(layers),
-        others=others,
+        uncovered=uncovered,
         means=tuple(means),
         ranks=ranks,
         strategy=strategy,
@@ -202,10 +204,28 @@ def plan_for(
         basis_itemsize=basis_itemsize or itemsize,
         columns_of=placed.columns_of,
         owners=placed.owners,
-        updaters=updaters | spread(others, ranks),
-        shares_of=shares_of,
+        updaters=updaters | spread(uncovered, ranks),
+        turns_of=turns_of,
         split=split,
     )
+
+
+def step_messages(
+    rank: RankPlan, statistics: bool, refresh: bool, clip: bool = True, turn: int | None = None
+) -> list[Message]:
+    """Return the messages of a step on a rank, in order, with extensions: see `Plan.messages`."""
+    default = stages.messages(rank, statistics, refresh, clip, turn)
+    extended = extensions.messages(rank, statistics, refresh, turn)
+    return sorted(default + extended, key=lambda message: names.IN_STEP.index(message.stage))
+
+
+def _values(value: object) -> object:
+    """Return a record as a tuple of values, in which names of classes and fields do not count."""
+    if is_dataclass(value):
+        return tuple(_values(getattr(value, field.name)) for field in fields(value) if field.repr)
+    if isinstance(value, Mapping):
+        return tuple((key, _values(content)) for key, content in value.items())
+    return tuple(map(_values, value)) if isinstance(value, tuple) else value
 
 
 def _forms_of(layers: Iterable[LayerShape], forms: Sequence[Form]) -> dict[str, Form]:

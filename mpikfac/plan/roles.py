@@ -1,4 +1,4 @@
-"""Roles: every factor and layer as a record, with owner, column and share.
+"""Roles: every factor and layer as a record, with owner, column and turn.
 
 Ranks form a grid of `rows` x `columns`. A column owns a group of layers, and the ranks of the
 column are the gradient workers of these layers; a row crosses all columns. `rows` is the number of
@@ -15,8 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mpikfac.plan.choices import Strategy
-from mpikfac.plan.distribution import Distribution
+from mpikfac.plan.choices import Distribution, Strategy
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import IN_NODE, Seat, seat
 from mpikfac.plan.shapes import FactorShape, Form, LayerShape, count_of
@@ -47,7 +46,7 @@ class Factor(FactorShape):
         solver: the description of the factor's solver.
         column: the layer's column.
         owner: the rank to decompose the factor for the column.
-        share: the layer's share of a refresh.
+        turn: the layer's turn in a refresh.
         replicated: every worker of the layer decomposes the factor itself, and nothing is sent.
         packed: the shape to record, keep and send the factor in.
         blocks: the decomposition's blocks; the first block multiplies gradients.
@@ -61,7 +60,7 @@ class Factor(FactorShape):
     solver: Form
     column: int
     owner: int
-    share: int
+    turn: int
     replicated: bool
     packed: Shape
     blocks: tuple[Block, ...]
@@ -82,7 +81,7 @@ class PlannedLayer:
         solver: the description of the layer's solver.
         column: the column of ranks to precondition the layer.
         updater: the rank to step the layer if update="owner".
-        share: the layer's share of a refresh, from 0 to `stagger` - 1.
+        turn: the layer's turn in a refresh, from 0 to `stagger` - 1.
         fused: number of the layer's message in a stage.
         factors: A's factors before G's.
     """
@@ -91,7 +90,7 @@ class PlannedLayer:
     solver: Form
     column: int
     updater: int
-    share: int
+    turn: int
     fused: int
     factors: tuple[Factor, ...]
 
@@ -150,18 +149,18 @@ class RankGrid:
         if over == "peers":
             return self.distribution.peers(rank, self.count)
         row, column = self.position(rank)
-        whole, _, level = over.partition(" ")
+        kind, _, level = over.partition(" ")
         team = {
             "world": range(self.count),
             "column": range(column, self.count, self.columns),
             "row": range(row * self.columns, (row + 1) * self.columns),
-        }[whole]
-        at = self.seat(team, rank)
-        if at is None or not level:
+        }[kind]
+        seat = self.seat(team, rank)
+        if seat is None or not level:
             return team
-        first = at.node * at.places
-        inside, between = team[first : first + at.places], team[at.place :: at.places]
-        return inside if over == IN_NODE.format(whole) else between
+        first = seat.node * seat.places
+        inside, between = team[first : first + seat.places], team[seat.place :: seat.places]
+        return inside if over == IN_NODE.format(kind) else between
 
     def seat(self, team: range, rank: int) -> Seat | None:
         """Return the seat of `rank` in a team with two levels; None for one level."""
@@ -189,7 +188,7 @@ def with_roles(
     forms: Mapping[str, Form],
     strategy: Strategy,
     placed: Placed,
-    shares_of: Mapping[str, int],
+    turns_of: Mapping[str, int],
     updaters: Mapping[str, int],
 ) -> tuple[PlannedLayer, ...]:
     """Return the layers with the roles of layers and factors, from placement.
@@ -201,13 +200,13 @@ def with_roles(
 
     def planned(layer: LayerShape, number: int) -> PlannedLayer:
         form, column = forms[layer.name], placed.columns_of[layer.name]
-        share = shares_of[layer.name]
+        turn = turns_of[layer.name]
         factors = tuple(
-            _factor(shape, side, layer, form, column, placed.owners[shape.name], share, strategy)
+            _factor(shape, side, layer, form, column, placed.owners[shape.name], turn, strategy)
             for side in layer.sides
             for shape in layer.side(side)
         )
-        return PlannedLayer(layer, form, column, updaters[layer.name], share, number, factors)
+        return PlannedLayer(layer, form, column, updaters[layer.name], turn, number, factors)
 
     return tuple(map(planned, layers, fused))
 
@@ -219,7 +218,7 @@ def _factor(
     form: Form,
     column: int,
     owner: int,
-    share: int,
+    turn: int,
     strategy: Strategy,
 ) -> Factor:
     name = shape.name
@@ -238,7 +237,7 @@ def _factor(
         solver=form,
         column=column,
         owner=owner,
-        share=share,
+        turn=turn,
         replicated=replicated,
         packed=shape.block(1) if form.vector else shape.triangle,
         blocks=tuple(blocks),
@@ -250,8 +249,8 @@ def _factor(
 def in_messages(layers: int, fusion: int | tuple[int, ...] | None) -> list[int]:
     """Return the number of every layer's message in a stage, for so many layers."""
     if not isinstance(fusion, tuple):
-        every = fusion or max(1, layers)
-        return [number // every for number in range(layers)]
+        together = fusion or max(1, layers)
+        return [number // together for number in range(layers)]
     ends = list(itertools.accumulate(fusion[:-1]))
     return [sum(end <= number for end in ends) for number in range(layers)]
 
@@ -261,11 +260,11 @@ def place(
     forms: Mapping[str, Form],
     ranks: int,
     strategy: Strategy,
-    shares_of: Mapping[str, int],
+    turns_of: Mapping[str, int],
 ) -> Placed:
     """Return the column of every layer and the owner of every factor.
 
-    Loads are compared within a share of a refresh, as 1 share is decomposed at a time.
+    Loads are compared within a turn of a refresh, as the layers of 1 turn are decomposed at a time.
     """
     power = 3 if strategy.balance == "compute" else 2
     columns = ranks // strategy.workers
@@ -282,10 +281,10 @@ def place(
     placed: dict[str, int] = {}
     columns_of: dict[str, int] = {}
     for cost, layer, names in sorted(jobs, key=lambda job: -job[0]):
-        # The first factor to be placed fixes the layer's column; the others stay inside it.
+        # The first factor to be placed fixes the layer's column; further factors stay inside it.
         column = columns_of.get(layer.name)
         candidates = range(ranks) if column is None else range(column, ranks, columns)
-        load = loads[shares_of[layer.name]]
+        load = loads[turns_of[layer.name]]
         owner = min(candidates, key=load.__getitem__)
         columns_of[layer.name] = owner % columns
         load[owner] += cost
@@ -294,31 +293,31 @@ def place(
     return Placed(columns_of, {name: placed[name] for name in order})
 
 
-def spread(others: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
+def spread(uncovered: Iterable[tuple[str, Shape]], ranks: int) -> dict[str, int]:
     """Return the updater of every uncovered parameter.
 
     Largest first, to the rank with the fewest elements.
     """
     load = [0] * ranks
     updaters = {}
-    for name, shape in sorted(others, key=lambda other: -math.prod(other[1])):
+    for name, shape in sorted(uncovered, key=lambda block: -math.prod(block[1])):
         updaters[name] = load.index(min(load))
         load[updaters[name]] += math.prod(shape)
     return updaters
 
 
 def deal(layers: Sequence[LayerShape], forms: Mapping[str, Form], stagger: int) -> dict[str, int]:
-    """Return the layers' shares of a refresh: longest first, to the share with least work.
+    """Return the layers' turns in a refresh: longest first, to the turn with least work.
 
-    Shares do not depend on the number of ranks, so results do not depend on ranks either.
+    Turns do not depend on the number of ranks, so results do not depend on ranks either.
     """
     load = [0] * stagger
-    shares_of = {}
+    turns_of = {}
     works = {layer.name: sum(_costs(layer, forms).values()) for layer in layers}
     for name in sorted(works, key=lambda name: -works[name]):
-        shares_of[name] = load.index(min(load))
-        load[shares_of[name]] += works[name]
-    return {name: shares_of[name] for name in works}
+        turns_of[name] = load.index(min(load))
+        load[turns_of[name]] += works[name]
+    return {name: turns_of[name] for name in works}
 
 
 def _costs(layer: LayerShape, forms: Mapping[str, Form], power: int = 3) -> dict[str, int]:

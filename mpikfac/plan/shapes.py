@@ -146,8 +146,8 @@ class LayerShape:
     @property
     def gradient(self) -> Shape:
         """`[outputs, inputs]`, or of several groups `[groups, outputs, inputs]`."""
-        own = (self.outputs, self.inputs)
-        return own if self.groups == 1 else (self.groups, *own)
+        matrix = (self.outputs, self.inputs)
+        return matrix if self.groups == 1 else (self.groups, *matrix)
 
     @property
     def maps_vectors(self) -> bool:
@@ -187,8 +187,8 @@ class LayerShape:
         The product with A comes second: the gradient has additional rows from a low rank of G.
         """
         across = {"A": self.outputs + sum(f.rank or 0 for f in self.side("G")), "G": self.inputs}
-        whole = (side for side in self.sides if side not in self.diagonal)
-        return [across[s] * sum(map(_elements, self.side(s))) for s in whole]
+        matrices = (side for side in self.sides if side not in self.diagonal)
+        return [across[s] * sum(map(_elements, self.side(s))) for s in matrices]
 
     def orthogonalising(self) -> list[int]:
         """Return the multiplications of the products that make a direction orthogonal."""
@@ -206,8 +206,8 @@ class LayerShape:
         return sum(factor.values for factor in self.side(side))
 
     def _factor(self, name: str, order: int) -> FactorShape:
-        kept = self.rank if self.rank is not None and self.rank < order else None
-        return FactorShape(name, order, self.groups, kept)
+        rank = self.rank if self.rank is not None and self.rank < order else None
+        return FactorShape(name, order, self.groups, rank)
 
 
 def _elements(factor: FactorShape) -> int:
@@ -224,9 +224,9 @@ def check_layers(
         ValueError: see `check`; the text names a layer with an own solver or rank.
     """
     for layer in layers:
-        own = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
-        usual = own == {"solver": choices["solver"], "rank": None}
-        check(table, {**choices, **own}, "" if usual else f" of layer {layer.name!r}")
+        of_layer = {"solver": layer.solver or choices["solver"], "rank": layer.rank}
+        usual = of_layer == {"solver": choices["solver"], "rank": None}
+        check(table, {**choices, **of_layer}, "" if usual else f" of layer {layer.name!r}")
 
 
 def few(rank: int, order: int) -> bool:

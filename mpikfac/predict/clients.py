@@ -7,7 +7,7 @@ import math
 import random
 from typing import NamedTuple
 
-from mpikfac.plan import Plan
+from mpikfac.plan import Plan, names
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.prediction import Clients, Job, Prediction, Step
@@ -79,10 +79,10 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     size = plan.of(0).layouts.gradients.size * plan.itemsize
     ranks, nodes, sharing = costs.placed(range(asynchrony.client_ranks), plan, machine)
     stages = {
-        "forward": network.forward,
-        "backward": network.backward,
-        "gradients": network.gradients,
-        "reduce gradients": costs.collective_seconds(
+        names.FORWARD: network.forward,
+        names.BACKWARD: network.backward,
+        names.GRADIENTS: network.gradients,
+        names.REDUCE_GRADIENTS: costs.collective_seconds(
             "Allreduce", size, ranks, machine, nodes, sharing
         ),
     }
@@ -94,11 +94,11 @@ def of_clients(plan: Plan, machine: Machine, job: Job) -> Prediction:
     seconds = played.seconds / steps
     step = Step(
         seconds,
-        exposed=seconds - sum(stages.values()) + stages["reduce gradients"],
+        exposed=seconds - sum(stages.values()) + stages[names.REDUCE_GRADIENTS],
         waiting=played.waiting / steps,
         overlapped=0.0,
         sent=size / steps,
-        stages=stages | {"exchange updates": service / steps},
+        stages=stages | {names.EXCHANGE_UPDATES: service / steps},
     )
     updates = number / played.seconds
     return Prediction(

@@ -172,9 +172,9 @@ def _hop_seconds(size: float, machine: Machine, nodes: int, sharing: int) -> flo
     return level.latency + size / min(machine.inside.bandwidth, level.bandwidth / sharing)
 
 
-def decompose_seconds(plan: Plan, rank: int, machine: Machine, share: int | None = None) -> float:
-    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a share."""
-    factors = plan.of(rank).decomposed(share)
+def decompose_seconds(plan: Plan, rank: int, machine: Machine, turn: int | None = None) -> float:
+    """Return the seconds of a refresh's decompositions on `rank`, of all layers or of a turn."""
+    factors = plan.of(rank).decomposed(turn)
     # Reciprocals of diagonals are free.
     return sum(factor_seconds(factor, machine) for factor in factors if factor.order > 1)
 

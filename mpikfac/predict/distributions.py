@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from mpikfac.plan import (
     CHANNELS,
-    GRADIENTS,
     Channels,
     Distribution,
     LayerCall,
@@ -19,6 +18,7 @@ from mpikfac.plan import (
     Strategy,
     divisors,
     layer_messages,
+    names,
     places,
     plan_for,
 )
@@ -89,7 +89,7 @@ def _cost(distribution: Distribution, ranks: int, machine: Machine | None, items
 def _seconds(message: Message, plan: Plan, machine: Machine) -> float:
     """Return the seconds of a message; gradients of all layers share the latency of a message."""
     seconds = message_seconds(message, plan, 0, machine)
-    if message.stage != GRADIENTS:
+    if message.stage != names.REDUCE_GRADIENTS:
         return seconds
     least = replace(message, spans=tuple((0, 1) for _ in message.spans), size=len(message.spans))
     return max(0.0, seconds - message_seconds(least, plan, 0, machine))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from mpikfac.plan import Message, Plan
+from mpikfac.plan import Message, Plan, names
 from mpikfac.predict import costs
 from mpikfac.predict.clients import of_clients
 from mpikfac.predict.machine import Machine
@@ -18,13 +18,13 @@ from mpikfac.predict.prediction import Job, Prediction, Step
 
 # The stages before and in `KFAC.step`, in order.
 STAGES = (
-    *("forward", "backward", "statistics", "reduce scales", "reduce statistics"),
-    *("decompose", "send factors", "receive bases", "publish bases"),
-    *("gradients", "reduce gradients"),
-    *("precondition", "publish gradients", "clip", "optimizer", "publish weights"),
-    "exchange weights",
+    *(names.FORWARD, names.BACKWARD, names.STATISTICS, names.REDUCE_SCALES),
+    *(names.REDUCE_STATISTICS, names.DECOMPOSE, names.SEND_FACTORS, names.RECEIVE_BASES),
+    *(names.PUBLISH_BASES, names.GRADIENTS, names.REDUCE_GRADIENTS, names.PRECONDITION),
+    *(names.PUBLISH_DIRECTIONS, names.CLIP, names.OPTIMIZER, names.PUBLISH_WEIGHTS),
+    names.EXCHANGE_WEIGHTS,
 )
-BACKWARD = ("backward", "statistics")
+BACKWARD = (names.BACKWARD, names.STATISTICS)
 OVERLAPPED = ("urgent", "overlapped")  # kinds of events
 Name = TypeVar("Name", bound=Hashable)
 
@@ -67,7 +67,7 @@ def simulate(plan: Plan, machine: Machine, job: Job) -> Prediction:
         raise ValueError(f"basis_every={job.basis_every} must be a multiple of stagger={stagger}")
     parts = shares(job, stagger)
     kinds = {
-        kind: _of_shares(plan, machine, job, ranks, kind)
+        kind: _of_turns(plan, machine, job, ranks, kind)
         for kind, part in parts.items()
         if part > 0 or kind != (False, True)  # the remaining kinds are reported in any case
     }
@@ -173,9 +173,9 @@ def sequence(
     events: list[Event] = []
     sent = [message for message in messages if message.kind in OVERLAPPED]
     if overlap and sent:
-        events.append(Event("forward", compute.get("forward", 0.0)))
+        events.append(Event(names.FORWARD, compute.get(names.FORWARD, 0.0)))
         events += _backward(compute, sent)
-        compute = {s: t for s, t in compute.items() if s not in (*BACKWARD, "forward")}
+        compute = {s: t for s, t in compute.items() if s not in (*BACKWARD, names.FORWARD)}
         messages = [message for message in messages if message not in sent]
     left = [Event(stage, compute[stage]) for stage in STAGES if compute.get(stage)]
     for message in messages:
@@ -195,16 +195,16 @@ def _backward(compute: Mapping[str, float], messages: Sequence[Event]) -> Iterat
         yield from (message for message in messages if message.ready == ready)
 
 
-def _of_shares(
+def _of_turns(
     plan: Plan, machine: Machine, job: Job, ranks: Sequence[int], kind: tuple[bool, bool]
 ) -> Step:
-    """Return the mean step over the shares of layers to refresh, and over exchanges of weights."""
-    full, *turns = plan.of(0).shares
-    shares = turns if kind[1] and turns else [full]
+    """Return the mean step over the turns of a refresh, and over exchanges of weights."""
+    all_layers, *turns = plan.of(0).turns
+    turns = turns if kind[1] and turns else [all_layers]
     often = 1 / plan.strategy.exchange.exchange_every
     steps = [
-        (_step(plan, machine, job, ranks, kind, share, exchanged), part / len(shares))
-        for share in shares
+        (_step(plan, machine, job, ranks, kind, turn, exchanged), part / len(turns))
+        for turn in turns
         for exchanged, part in ((True, often), (False, 1 - often))
         if part > 0
     ]
@@ -223,35 +223,35 @@ def _step(
     job: Job,
     ranks: Sequence[int],
     kind: tuple[bool, bool],
-    share: int | None,
+    turn: int | None,
     exchanged: bool,
 ) -> Step:
     statistics, refresh = kind
     seen = {
         rank: [
             message
-            for message in plan.messages(rank, *kind, True, share)
-            if exchanged or message.stage != "exchange weights"
+            for message in plan.messages(rank, *kind, True, turn)
+            if exchanged or message.stage != names.EXCHANGE_WEIGHTS
         ]
         for rank in ranks
     }
     timed = [_timed(messages, plan, rank, machine) for rank, messages in seen.items()]
     messages = max(timed, key=lambda events: sum(event.seconds for event in events))
-    parts = [_computations(plan, rank, machine, job, kind, share) for rank in ranks]
+    parts = [_computations(plan, rank, machine, job, kind, turn) for rank in ranks]
     spread = job.stragglers / math.sqrt(_together(plan, job))  # of the mean of several steps
     slowest = costs.expected_slowest(spread, plan.ranks)
     compute = {stage: slowest * max(part[stage] for part in parts) for stage in parts[0]}
     if refresh and plan.strategy.refresh.curvature_ranks:
-        step = sum(seconds for stage, seconds in compute.items() if stage != "decompose")
-        compute["decompose"] = _awaited(plan, machine, share, step)
+        step = sum(seconds for stage, seconds in compute.items() if stage != names.DECOMPOSE)
+        compute[names.DECOMPOSE] = _awaited(plan, machine, turn, step)
     overlap = plan.strategy.transport.overlap
     if overlap:
-        messages.append(Event("reduce gradients", 0.0, "wait"))
+        messages.append(Event(names.REDUCE_GRADIENTS, 0.0, "wait"))
         if statistics and refresh:
-            messages.append(Event("decompose", 0.0, "wait for all"))
+            messages.append(Event(names.DECOMPOSE, 0.0, "wait for all"))
         messages.sort(key=lambda event: STAGES.index(event.stage))
     events = sequence(compute, messages, overlap)
-    seconds, exposed = play(events, compute["forward"] if overlap and not refresh else 0.0)
+    seconds, exposed = play(events, compute[names.FORWARD] if overlap and not refresh else 0.0)
     stages: dict[str, float] = {}
     for event in events:
         stages[event.stage] = stages.get(event.stage, 0.0) + event.seconds
@@ -268,8 +268,8 @@ def _step(
 def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine) -> list[Event]:
     kinds: dict[str, Any] = {}
     if plan.strategy.transport.overlap:
-        kinds = {"reduce gradients": "urgent"}
-        kinds |= {} if plan.of(rank).late else {"reduce statistics": "overlapped"}
+        kinds = {names.REDUCE_GRADIENTS: "urgent"}
+        kinds |= {} if plan.of(rank).late else {names.REDUCE_STATISTICS: "overlapped"}
     events = []
     for message in messages:
         seconds = costs.message_seconds(message, plan, rank, machine)
@@ -283,27 +283,27 @@ def _timed(messages: Sequence[Message], plan: Plan, rank: int, machine: Machine)
 
 def _ready(message: Message, plan: Plan, rank: int) -> float:
     """Return the share of the backward pass before a message, if all layers took equally long."""
-    gradients = message.stage == "reduce gradients"
+    gradients = message.stage == names.REDUCE_GRADIENTS
     layouts = plan.of(rank).layouts
     layout = layouts.gradients if gradients else layouts.statistics
-    names = [
+    blocks = [
         [layer.name] if gradients else [factor.name for factor in layer.factors]
         for layer in plan.covered
     ] or [[name] for name in plan.of(rank).messages_of]  # without K-FAC, parameters
-    numbers = {name: number for number, group in enumerate(names) for name in group}
+    numbers = {name: number for number, of_layer in enumerate(blocks) for name in of_layer}
     sent = (
         numbers[name]
         for name, offset in layout.offsets.items()
         if name in numbers and any(start <= offset < stop for start, stop in message.spans)
     )
-    return 1 - min(sent, default=0) / len(names)
+    return 1 - min(sent, default=0) / len(blocks)
 
 
-def _awaited(plan: Plan, machine: Machine, share: int | None, step: float) -> float:
+def _awaited(plan: Plan, machine: Machine, turn: int | None, step: float) -> float:
     """Return the seconds in which ranks wait for curvature ranks' bases, after `delay` steps."""
     loads = [0.0] * plan.strategy.refresh.curvature_ranks
     for rank in sorted(set(plan.owners.values())):
-        seconds = costs.decompose_seconds(plan, rank, machine, share)
+        seconds = costs.decompose_seconds(plan, rank, machine, turn)
         loads[plan.grid.curvature_rank(rank)] += seconds
     return max(0.0, max(loads) - plan.strategy.refresh.delay * step)
 
@@ -314,25 +314,25 @@ def _computations(
     machine: Machine,
     job: Job,
     kind: tuple[bool, bool],
-    share: int | None,
+    turn: int | None,
 ) -> dict[str, float]:
     """Return the seconds of every stage in which `rank` computes."""
     network = machine.network(job.model, job.batch)
     seconds = {
-        "forward": network.forward,
-        "backward": network.backward,
-        "gradients": network.gradients,
-        "optimizer": network.optimizer * costs.stepped_share(plan, rank),
+        names.FORWARD: network.forward,
+        names.BACKWARD: network.backward,
+        names.GRADIENTS: network.gradients,
+        names.OPTIMIZER: network.optimizer * costs.stepped_share(plan, rank),
     }
     if plan.layers:
-        seconds["precondition"] = costs.precondition_seconds(
+        seconds[names.PRECONDITION] = costs.precondition_seconds(
             plan, rank, machine, network, job.orthogonal
         )
         statistics, refresh = kind
         if statistics:
-            seconds["statistics"] = costs.statistics_seconds(plan, rank, machine, network)
+            seconds[names.STATISTICS] = costs.statistics_seconds(plan, rank, machine, network)
         if refresh:
-            seconds["decompose"] = costs.decompose_seconds(plan, rank, machine, share)
+            seconds[names.DECOMPOSE] = costs.decompose_seconds(plan, rank, machine, turn)
     return seconds
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mpikfac.plan import NAMED, Form, LayerShape, Shape, Strategy, divisors, plan_for
+from mpikfac.plan import NAMED, Form, LayerShape, Shape, Strategy, divisors, plan_for, stages
 from mpikfac.predict import costs
 from mpikfac.predict.machine import Machine
 from mpikfac.predict.prediction import Job
@@ -84,7 +84,7 @@ def tuned(
     network = machine.network(job.model, job.batch)
     backward = (network.backward + network.statistics) / len(layers)
     ready = [backward * (len(layers) - number) for number in range(len(layers))]
-    sums = [m for m in plan.of(0).reduce_statistics() if m.primitive == "Allreduce"]
+    sums = [m for m in stages.reduce_statistics(plan.of(0)) if m.primitive == "Allreduce"]
     if len(sums) != len(layers):  # a layer's factors have several owners, and several messages
         return strategy
     seconds = [costs.message_seconds(message, plan, 0, machine) for message in sums]

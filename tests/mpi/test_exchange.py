@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import DataParallel, Strategy
+from mpikfac.plan import PlannedCopies
 from support import inside, problem
 from support.copies import (
     DILOCO,
@@ -123,7 +124,7 @@ def test_one_rank_of_each_node_sends_by_turns(comm, per_node):
         np.testing.assert_allclose(found, of_ranks[comm.rank], rtol=1e-11, atol=1e-12)
     model = problem.network()
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    planned = sum(m.bytes for m in trainer.plan.of(0).exchange_weights())
+    planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(0)).exchange_weights())
     problem.run(trainer, comm, range(6))
     mine = comm.rank % per_node == 0
     assert trainer.trace.sent.get("exchange weights", 0) == planned * mine
@@ -207,7 +208,8 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
         problem.take_step(trainer, 1.0 + (comm.rank + 1) % comm.size)
         assert trainer.combined == (step == 2)
     plans = map(trainer.plan.of, range(comm.size))
-    planned = sum(message.bytes for plan in plans for message in plan.exchange_weights())
+    exchanges = (PlannedCopies(plan).exchange_weights() for plan in plans)
+    planned = sum(message.bytes for messages in exchanges for message in messages)
     assert comm.allreduce(sum(trainer.trace.sent.values())) == planned
     assert inside.memory(trainer)["copies"] == trainer.plan.memory(comm.rank)["copies"]
     with pytest.raises(ValueError, match="call combine"):
@@ -297,8 +299,8 @@ def test_messages_between_nodes_are_the_plans(comm, name):
     problem.run(trainer, comm, range(every))
     plans = [trainer.plan.of(rank) for rank in range(comm.size)]
     planned = collections.Counter()
-    for plan in plans:
-        for message in plan.reduce_in_node() * every + plan.exchange_weights():
+    for copies in map(PlannedCopies, plans):
+        for message in copies.reduce_in_node() * every + copies.exchange_weights():
             planned[message.stage, message.over] += message.bytes
     sent = collections.Counter()
     for events in comm.allgather(trainer.trace.events):
@@ -308,9 +310,9 @@ def test_messages_between_nodes_are_the_plans(comm, name):
     assert +sent == +planned
     if comm.size == 4:
         between = planned["exchange weights", "world between nodes"]
-        means = (plans[0].layouts.copies.size - plans[0].trained) * 8 * 2
+        means = (copies.layout.size - copies.trained) * 8 * 2
         vectors = {"LSGD": 1, "Parle": 2}[name]
-        assert between == vectors * plans[0].trained * 8 + means
+        assert between == vectors * copies.trained * 8 + means
 
 
 @pytest.mark.parametrize("name", OF_NODES)
@@ -400,7 +402,7 @@ def test_all_parts_of_a_model_travel_in_turn(comm):
     trainer = DataParallel(
         model, problem.sgd_all(model), comm, Strategy.mem_opt(exchanged="weights", **choices)
     )
-    planned = sum(m.bytes for m in trainer.plan.of(comm.rank).exchange_weights())
+    planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(comm.rank)).exchange_weights())
     problem.run(trainer, comm, range(7))
     sent = trainer.trace.sent.get("exchange weights", 0)
     assert sum(trainer.trace.sent.values()) == planned == sent
@@ -433,7 +435,7 @@ def test_messages_are_the_plans(comm, every):
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", exchange_every=every)
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    planned = sum(m.bytes for m in trainer.plan.of(comm.rank).exchange_weights())
+    planned = sum(m.bytes for m in PlannedCopies(trainer.plan.of(comm.rank)).exchange_weights())
     for step in range(2 * every):
         trainer.trace.clear()
         problem.run(trainer, comm, [step])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import DataParallel, Strategy, Trace
 from mpikfac.comm import Grid
-from mpikfac.plan import Codec, divisors, lay_out
+from mpikfac.plan import Codec, divisors, lay_out, stages
 from mpikfac.plan.messages import in_two_levels, seat, sums
 from support import inside, problem
 
@@ -110,7 +110,7 @@ def test_inside_nodes_numbers_travel_as_they_are(comm, wire):
     model, sent = problem.network(), {}
     for strategy in (plain, plain.changed(gradient_wire=wire)):
         kfac = problem.kfac(model, problem.sgd(model), comm, strategy)
-        found = kfac.plan.of(comm.rank).reduce_gradients()
+        found = stages.reduce_gradients(kfac.plan.of(comm.rank))
         assert all(m.codec is None for m in found if m.over == "world in node")
         sent[strategy] = sum(m.wire for m in found if m.over == "world between nodes")
         kfac.detach()

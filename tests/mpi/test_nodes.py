@@ -10,20 +10,21 @@ from mpikfac import LayerShape, Strategy, UserError, make_plan
 from mpikfac.comm import Grid
 from mpikfac.comm import job as startup
 from mpikfac.comm.messages import collectives as primitives
+from mpikfac.plan import stages
 
 RANKS = mpikfac.world().size
 LAYERS = [LayerShape("conv", 19, 7), LayerShape("fc", 11, 5), LayerShape("out", 6, 3)]
 OTHERS = [("votes", (16,)), ("scale", ())]
 
 
-def stages(plan, rank):
+def stages_of(plan, rank):
     """Return the messages of every stage with the stage's layout."""
     own = plan.of(rank)
-    yield own.reduce_statistics(), own.layouts.statistics
-    yield own.publish_bases(), own.layouts.bases
-    yield own.reduce_gradients(), own.layouts.gradients
-    yield own.publish_directions(), own.layouts.directions
-    yield own.publish_weights(), own.layouts.gradients
+    yield stages.reduce_statistics(own), own.layouts.statistics
+    yield stages.publish_bases(own), own.layouts.bases
+    yield stages.reduce_gradients(own), own.layouts.gradients
+    yield stages.publish_directions(own), own.layouts.directions
+    yield stages.publish_weights(own), own.layouts.gradients
 
 
 def defined(plan, stage, layout, rank):
@@ -62,13 +63,13 @@ def test_every_stage_gives_the_numbers_of_one_level(
         strategy = Strategy(workers).changed(**choices, ranks_per_node=ranks_per_node)
         plan = make_plan(LAYERS, RANKS, strategy, OTHERS, "eigen", 8)
         grid = Grid(comm, workers, mpikfac.Trace(), ranks_per_node)
-        for stage, (messages, layout) in enumerate(stages(plan, comm.rank)):
+        for stage, (messages, layout) in enumerate(stages_of(plan, comm.rank)):
             flat = torch.arange(layout.size).double() * (comm.rank + 1) + comm.rank
             grid.trace.clear()
             grid.exchange(messages, flat)
             assert sum(grid.trace.sent.values()) == sum(message.bytes for message in messages)
             found.append(flat[defined(plan, stage, layout, comm.rank)])
-        levels = {m.over for messages, _ in stages(plan, comm.rank) for m in messages}
+        levels = {m.over for messages, _ in stages_of(plan, comm.rank) for m in messages}
         split = ranks_per_node is not None and 1 < ranks_per_node < RANKS
         assert ("world between nodes" in levels) == split
     one, two = found[: len(found) // 2], found[len(found) // 2 :]

@@ -215,7 +215,7 @@ def test_too_many_in_a_row_of_a_layers_turns_end_the_run(comm, monkeypatch):
     alone = comm.Split(comm.rank)
     kfac = trainer(alone, Strategy(1).changed(stagger=2), basis_every=6)
     fail_at(monkeypatch, order=kfac.plan.factors["0.A"].order)
-    assert kfac.plan.shares_of["0"] == 1
+    assert kfac.plan.turns_of["0"] == 1
     last = 3 + 6 * (inside.TOLERATED - 1)
     problem.run(kfac, alone, range(last))
     assert kfac.nonfinite.counts["decomposition"] == inside.TOLERATED

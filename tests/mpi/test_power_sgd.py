@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import mpikfac
 from mpikfac import DataParallel, LayerShape, Strategy, Trace, make_plan
 from mpikfac.comm import Grid
-from mpikfac.plan import divisors
+from mpikfac.plan import divisors, stages
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -69,7 +69,7 @@ def test_sums_step_by_step(comm, rank, per_node):
     plan = make_plan(LAYERS, RANKS, strategy, itemsize=8).of(comm.rank)
     layout, grid, by_hand = plan.layouts.gradients, Grid(comm, 1, Trace(), per_node), ByHand(rank)
     if per_node is None:
-        (message,) = plan.reduce_gradients()
+        (message,) = stages.reduce_gradients(plan)
         sides = [(7, 19, 1), (4, 5, 3), (1, 6, 1)]
         numbers = (groups * min(rank, a, b) * (a + b) for a, b, groups in sides)
         assert message.bytes == message.size == 8 * sum(numbers)
@@ -79,8 +79,9 @@ def test_sums_step_by_step(comm, rank, per_node):
             mine = torch.from_numpy(gradient(step, comm.rank, layer)).reshape(-1).to(flat)
             flat[layout.offsets[layer.name] :][: len(mine)] = mine
         grid.trace.clear()
-        grid.exchange(plan.reduce_gradients(), flat)
-        assert sum(grid.trace.sent.values()) == sum(m.bytes for m in plan.reduce_gradients())
+        planned = stages.reduce_gradients(plan)
+        grid.exchange(planned, flat)
+        assert sum(grid.trace.sent.values()) == sum(m.bytes for m in planned)
         assert all(torch.equal(flat, other) for other in comm.allgather(flat))
         for layer in LAYERS:
             start = layout.offsets[layer.name]
@@ -141,7 +142,7 @@ def test_training_with_approximated_gradients(comm, kind, way):
         serial.step()
         torch.testing.assert_close(found, problem.state(serial.model), rtol=0, atol=1e-11)
         assert all(torch.equal(found, other) for other in comm.allgather(found))
-        planned = sum(m.bytes for m in trainer.plan.of(comm.rank).reduce_gradients())
+        planned = sum(m.bytes for m in stages.reduce_gradients(trainer.plan.of(comm.rank)))
         assert trainer.trace.sent["reduce gradients"] == planned
     assert (found - start).norm() > 0.1
     assert inside.memory(trainer).get("wires", 0) == trainer.plan.memory(comm.rank).get("wires", 0)

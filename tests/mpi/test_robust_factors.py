@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import mpikfac
 from mpikfac import Strategy
+from mpikfac.plan import stages
 from support import problem
 
 RANKS = mpikfac.world().size
@@ -73,9 +74,9 @@ def test_messages_of_factors_are_the_plans(comm):
     """Oracle: the plan, message by message."""
     kfac = kfac_of(comm, WAYS["comm-opt"].changed(**NEAR), trace=mpikfac.Trace(events=True))
     problem.run(kfac, comm, [0])
-    planned = kfac.plan.of(comm.rank).reduce_statistics()
+    planned = stages.reduce_statistics(kfac.plan.of(comm.rank))
     events = [(e.name, e.over, e.bytes) for e in kfac.trace.events if e.over]
-    stages = [event for event in events if event[0] == "reduce statistics"]
-    assert stages == [(m.stage, m.over, m.bytes) for m in planned]
+    sums = [event for event in events if event[0] == "reduce statistics"]
+    assert sums == [(m.stage, m.over, m.bytes) for m in planned]
     assert len(planned) == (3 if comm.size > 1 else 0)
     kfac.close()

@@ -14,7 +14,7 @@ from torch import nn
 import mpikfac
 from mpikfac import DataParallel, Strategy
 from mpikfac.numerics import BY_COORDINATE, by_vector
-from mpikfac.plan import Robust
+from mpikfac.plan import Robust, stages
 from support import inside, problem
 from support.copies import MOMENTUM, RATE, SIZE, kfac_of, quadratic, trained
 
@@ -70,7 +70,7 @@ def test_messages_of_a_rule_are_the_plans(comm, rule):
         mpikfac.Trace(events=True),
     )
     problem.run(trainer, comm, [0])
-    planned = trainer.plan.of(comm.rank).reduce_gradients()
+    planned = stages.reduce_gradients(trainer.plan.of(comm.rank))
     events = [(e.name, e.over, e.bytes) for e in trainer.trace.events if e.over]
     assert events == [(m.stage, m.over, m.bytes) for m in planned]
 

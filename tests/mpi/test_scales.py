@@ -11,6 +11,7 @@ from torch import nn
 
 import mpikfac
 from mpikfac import Strategy
+from mpikfac.plan import scales
 from support import inside, problem
 
 RANKS = mpikfac.world().size
@@ -129,7 +130,7 @@ def test_one_message_for_all_scales(comm):
     All blocks are rounded up to 16 elements.
     """
     kfac = trainer(comm, Strategy(RANKS))
-    messages = kfac.plan.of(comm.rank).reduce_scales()
+    messages = scales.reduce_scales(kfac.plan.of(comm.rank))
     assert len(messages) == (RANKS > 1)
     for message in messages:
         assert message.bytes == 8 * (80 + 112 + 32 + 3 * 16)

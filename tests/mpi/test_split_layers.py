@@ -15,7 +15,7 @@ from torch import nn
 import mpikfac
 from mpikfac import DataParallel, Distribution, Exchange, Strategy, Trace, Transport, UserError
 from mpikfac.extensions.hybrid import split_forward
-from mpikfac.plan import activation_messages, divisors, places
+from mpikfac.plan import activation_messages, divisors, places, split_layers
 from support import problem
 
 
@@ -212,13 +212,15 @@ def test_slices_save_bytes_of_gradients(comm):
         model, ranks, ways = model_of(multilayer), comm.size, distribution.ways
         numbers = sum(p.numel() for p in model[1].parameters())
         mpikfac.split_layers(model, comm, distribution)
-        plan = DataParallel(model, problem.sgd_all(model), comm).plan.of(comm.rank)
-        wire = sum(one.wire for one in plan.reduce_slices()) / 8
+        plan = DataParallel(model, problem.sgd_all(model), comm).plan
+        of_rank = plan.of(comm.rank)
+        wire = sum(one.wire for one in split_layers.reduce_slices(of_rank)) / 8
         peers = ranks // ways
         saved = numbers * (ways - 1) / ways + 2 * numbers / ways * (peers - 1) / peers
         assert abs(wire - saved) <= 16 * ways * 4  # padding
         assert wire < 2 * numbers * (ranks - 1) / ranks
-        assert plan.memory()["slices"] == 8 * plan.layouts.slices.size >= 8 * numbers
+        slices = 8 * split_layers.layout(of_rank).size
+        assert plan.memory(comm.rank)["slices"] == slices >= 8 * numbers
 
 
 def test_without_gradients_a_rank_is_alone(comm):

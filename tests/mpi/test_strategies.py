@@ -257,11 +257,11 @@ def test_a_share_is_refreshed_at_its_turn(comm):
         problem.run(kfac, comm, [step])
         now = inside.bases(kfac)
         layers = {n.partition(".")[0] for n in now if not torch.equal(now[n], before[n])}
-        changed.append({kfac.plan.shares_of[layer] for layer in layers})
+        changed.append({kfac.plan.turns_of[layer] for layer in layers})
     assert changed[0] == {0, 1, 2} or RANKS > 1
     for step, shares in enumerate(changed[1:], start=1):
         assert shares <= ({step // 2 % 3} if step % 2 == 0 else set())
-    assert set().union(*changed[1:]) == set(kfac.plan.shares_of.values())
+    assert set().union(*changed[1:]) == set(kfac.plan.turns_of.values())
 
 
 def test_an_interval_that_a_refresh_cannot_be_spread_over_is_refused(comm):

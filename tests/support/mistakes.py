@@ -59,9 +59,9 @@ TABLE = (
     ),
     Mistake(
         "state: ranks that average gradients take copies of their own",
-        "engine/copies/replicas.py",
-        "self.site.plan.first if alone else 0",
-        "self.site.plan.first",
+        "extensions/copies/copies.py",
+        "PlannedCopies(self.plan).first if alone else 0",
+        "PlannedCopies(self.plan).first",
         "tests/mpi/test_replicas.py",
         2,
     ),
@@ -150,7 +150,7 @@ TABLE = (
     Mistake(
         "messages: a member of a gather counts the bytes of all members as sent bytes",
         "plan/messages.py",
-        "        handed = sizes[own]\n    elif",
+        "        handed = sizes[member]\n    elif",
         "        handed = size\n    elif",
         "tests/unit/test_plan.py",
     ),

@@ -8,6 +8,7 @@ import pytest
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
+from mpikfac.plan import stages
 from mpikfac.predict import Level, Machine, Network, Sample, costs
 
 LAYERS = [LayerShape("conv", 10, 4), LayerShape("fc", 8, 8), LayerShape("out", 6, 2)]
@@ -272,7 +273,7 @@ def test_power_sgd_has_two_sums_in_turn():
     """Oracle: the sum of all P, then of all Q; 2 columns, but a single column of a single row."""
     layers = [LayerShape("conv", 10, 4), LayerShape("row", 8, 1)]
     plan = make_plan(layers, 2, Strategy(2).changed(gradient_wire="power-sgd"))
-    (message,) = plan.of(0).reduce_gradients()
+    (message,) = stages.reduce_gradients(plan.of(0))
     seconds = (
         costs.collective_seconds("Allreduce", 4 * numbers, 2, MACHINE)
         for numbers in (2 * 4 + 1, 2 * 10 + 8)

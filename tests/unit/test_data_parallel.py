@@ -148,7 +148,7 @@ def test_only_running_statistics_are_averaged(comm):
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model.register_buffer("table", torch.ones(3, dtype=torch.float64))
     trainer = mpikfac.DataParallel(model, torch.optim.SGD(model.parameters()), comm)
-    names = [name for name, _ in trainer.plan.others]
+    names = [name for name, _ in trainer.plan.uncovered]
     assert names[-3:] == ["1.running_mean", "1.running_var", "(votes)"]
     assert "table" not in names
 

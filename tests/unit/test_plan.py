@@ -9,7 +9,7 @@ import torch
 
 import mpikfac
 from mpikfac import LayerShape, Strategy, make_plan
-from mpikfac.plan import divisors
+from mpikfac.plan import divisors, stages
 from mpikfac_apps.problems import models
 
 # n^3 of the factors: conv 1000 + 64, fc 512 + 512, out 216 + 8.  n^2: 116, 128, 40.
@@ -123,7 +123,7 @@ def test_vectors_by_hand():
     sizes = [(m.stage, m.bytes) for m in everywhere.messages(0, True, True)]
     assert sizes == [("reduce statistics", 4 * 192), ("reduce gradients", 4 * 176)]
     to_owners = plan(2, 2, "owners", solver="rank-one")
-    (bases,) = to_owners.of(1).publish_bases()
+    (bases,) = stages.publish_bases(to_owners.of(1))
     assert (bases.primitive, bases.bytes) == ("Allgatherv", 4 * 4 * 16)
     assert [p.load(0) for p in (everywhere, to_owners)] == [0, 0]
 
@@ -170,6 +170,24 @@ def test_what_travels(strategy, full, ordinary):
     assert seen(p, False, False) == ordinary
     assert seen(p, False, False, clip=False) == [m for m in ordinary if m != CLIP]
     assert make_plan(LAYERS, 1, strategy.changed(workers=1)).messages(0, 1, 1) == []
+
+
+@pytest.mark.parametrize(
+    ("choices", "extended"),
+    [
+        ({}, []),
+        ({"update": "owner", "reduction": "owners"}, []),
+        ({"gradient_wire": "int8", "fusion": 1}, []),
+        ({"curvature_ranks": 1, "delay": 1}, ["send factors", "receive bases"]),
+        ({"exchanged": "weights", "exchange_every": 2}, ["exchange weights"]),
+    ],
+)
+def test_a_default_step_has_no_messages_of_extensions(choices, extended):
+    """Oracle: the list of extensions; what extensions add stands in the place of the stage."""
+    p = make_plan(LAYERS, 4, changed(**choices), OTHERS, "eigen")
+    default, together = stages.messages(p.of(0), True, True), p.messages(0, True, True)
+    assert [m for m in together if m.stage not in extended] == default
+    assert [m.stage for m in together if m not in default] == extended
 
 
 def test_sizes_of_messages():

@@ -364,9 +364,9 @@ def test_a_refresh_starts_anew_in_its_share_alone(comm):
         for name, one in inside.scales(kfac).items():
             products = torch.empty_like(one)
             products_of_values(*inside.decompositions(kfac).sides(name, "values"), out=products)
-            in_share = kfac.plan.shares_of[name] == share
+            in_share = kfac.plan.turns_of[name] == share
             assert torch.equal(one, products if in_share else before[name]), name
-            merged = kfac.plan.shares_of[name] == inside.due(kfac, step - 2)[2]
+            merged = kfac.plan.turns_of[name] == inside.due(kfac, step - 2)[2]
             assert torch.equal(one, products) != merged, name
         problem.run(kfac, comm, [step + 1])
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import mpikfac
 from mpikfac import files
+from mpikfac.plan import names
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Distribution, Options
+from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
@@ -29,15 +30,20 @@ from mpikfac_apps.study.curves import Curve
 from mpikfac_apps.study.spec import STOPPED, Cell, Study, basis_every
 
 GROUPS = {
-    "forward": ("forward",),
-    "backward": ("backward",),
-    "statistics": ("statistics",),
-    "factor messages": ("reduce scales", "reduce statistics"),
-    "decomposition": ("decompose",),
-    "basis messages": ("send factors", "receive bases", "publish bases"),
-    "preconditioning": ("precondition",),
-    "gradient messages": ("reduce gradients", "publish gradients", "publish weights", "clip"),
-    "optimizer": ("optimizer",),
+    "forward": (names.FORWARD,),
+    "backward": (names.BACKWARD,),
+    "statistics": (names.STATISTICS,),
+    "factor messages": (names.REDUCE_SCALES, names.REDUCE_STATISTICS),
+    "decomposition": (names.DECOMPOSE,),
+    "basis messages": (names.SEND_FACTORS, names.RECEIVE_BASES, names.PUBLISH_BASES),
+    "preconditioning": (names.PRECONDITION,),
+    "gradient messages": (
+        names.REDUCE_GRADIENTS,
+        names.PUBLISH_DIRECTIONS,
+        names.PUBLISH_WEIGHTS,
+        names.CLIP,
+    ),
+    "optimizer": (names.OPTIMIZER,),
 }
 """Stages of a step by name in a report; all remaining stages are "other"."""
 WAITING, OTHER = "waiting", "other"
@@ -50,7 +56,7 @@ WRITTEN = {
 }
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
-    *(leaf.key for leaf in leaves(Distribution)),
+    *(leaf.key for leaf in leaves(StrategyOptions)),
     *("kfac.solver", "kfac.basis_every"),
 }
 

@@ -160,8 +160,10 @@ def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel, averaged: bool) -> f
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
-    layouts = plan.of(0).layouts
-    rest = (2 + squares + averaged) * layouts.gradients.size + layouts.scales.size
+    of_rank = plan.of(0)
+    rest = (2 + squares + averaged) * of_rank.layouts.gradients.size + mpikfac.plan.scales.layout(
+        of_rank
+    ).size
     kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
     return (plan.itemsize * rest + kept) / 1e6
 

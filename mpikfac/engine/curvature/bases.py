@@ -19,7 +19,7 @@ from mpikfac.engine.curvature.rounding import COARSE, HARMLESS, Warn, damping_ad
 from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, copy_all
-from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.plan import Factor, PlannedLayer, scales, stages
 from mpikfac.solvers import Held, Solver
 
 SOLVER, DUE = "solver", "due"
@@ -62,14 +62,14 @@ class Bases(Part):
         layouts, run = self.plan.layouts, next(iter(solvers.values()), None)
         self.arena = site.arena(layouts.bases, run.dtype if run else None)
         self.denominators = site.arena(layouts.denominators)
-        self.scales = site.arena(layouts.scales)
+        self.scales = site.arena(scales.layout(self.plan))
         self._decompositions = [self._bound(factor) for factor in self.plan.decomposed()]
         self._factor_of = {
             block.name: d.factor.name for d in self._decompositions for block in d.factor.blocks
         }
         self.held = {layer.name: self._hold(layer) for layer in self.plan.preconditioned}
         self.solver_of = {x.name: solvers[x.solver.name] for x in self.plan.preconditioned}
-        self._messages = {turn: self.plan.publish_bases(turn) for turn in self.plan.shares}
+        self._messages = {turn: stages.publish_bases(self.plan, turn) for turn in self.plan.turns}
         self.decomposer = decomposer(site, self.arena, self._factor_of)
         self.ready = False
         self.turn: int | None = None
@@ -118,7 +118,7 @@ class Bases(Part):
         """
         self.turn = turn
         self._due = step + (self.plan.strategy.refresh.delay if self.ready else 0)
-        decompositions = [d for d in self._decompositions if turn in (None, d.factor.share)]
+        decompositions = [d for d in self._decompositions if turn in (None, d.factor.turn)]
         forms = {d.factor.name: d.factor.solver for d in decompositions}
         plain = [
             d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)
@@ -229,7 +229,7 @@ class Bases(Part):
         """Return the names of a complete state of all ranks, as far as `names` tell."""
         complete = super().complete(names)
         if complete and DUE in names:  # of one turn; with a tolerance, also blocks that may stay
-            turns = {DECOMPOSITIONS + b.name: f.share for f in self.plan.factors for b in f.blocks}
+            turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
             complete |= {name for name, own in turns.items() if turn in (None, own)}

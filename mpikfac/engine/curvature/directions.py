@@ -19,7 +19,7 @@ from mpikfac.engine.slots import slots_in
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
 from mpikfac.numerics import all_finite, not_finite
-from mpikfac.plan import LayerShape
+from mpikfac.plan import LayerShape, stages
 from mpikfac.settings import Numbers, Settings
 
 DAMPING = "damping"
@@ -55,8 +55,8 @@ class Directions(Part):
         kind: type[Own] = resolve_name(LENGTHS[settings.length.source or "own"])
         self.length = kind(settings.length, gradients, self._planned, model, optimizer)
         self._groups = groups_of(gradients.layers, optimizer)
-        self._messages = self.plan.publish_directions()
-        self._bound = self.plan.clip()
+        self._messages = stages.publish_directions(self.plan)
+        self._bound = stages.clip(self.plan)
         self.scale = self.arena.flat.new_ones(1)
         self.expected = self.arena.flat.new_zeros(1)
 

@@ -13,7 +13,7 @@ from mpikfac.engine.curvature.running import Running, leave_out_broken, merge
 from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, add_identity, add_triangle, all_finite, unfold_triangle
-from mpikfac.plan import Factor
+from mpikfac.plan import Factor, stages
 
 STAGE = "reduce statistics"
 STARTED = "started"
@@ -55,7 +55,7 @@ class Factors(Part):
         self._factors = {factor.name: factor for factor in self.plan.factors}
         self._running = {name: self._bound(self._factors[name]) for name in self.averages}
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
-        messages = {turn: self.plan.reduce_statistics(turn) for turn in self.plan.shares}
+        messages = {turn: stages.reduce_statistics(self.plan, turn) for turn in self.plan.turns}
         self.sender = self._sender(messages)
         self._unsettled: tuple[float, int] | None = None
         self._starts_at_identity = identity

@@ -10,6 +10,7 @@ from torch import Tensor
 from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Item, OneModel, Site
 from mpikfac.extensions.copies.merges import merge_of
+from mpikfac.plan import PlannedCopies
 
 KEPT = "exchange/"
 OWN = "copies/{}/"  # of a rank
@@ -22,7 +23,8 @@ class OfCopy(Sender):
 
     def __init__(self, sender: Sender, site: Site) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
-        self._in_node, self._node = site.plan.reduce_in_node(), site.plan.node
+        copies = PlannedCopies(site.plan)
+        self._in_node, self._node = copies.reduce_in_node(), copies.node
 
     def add_up(self, turn: int | None = None) -> None:
         """Average over the node if the ranks step copies, else over all ranks.
@@ -157,7 +159,7 @@ class Copies(OneModel):
         """
         steps = state.get("trainer/steps")
         alone = isinstance(steps, int) and self._choices.alone(steps)
-        return of_rank(state, self.plan.first if alone else 0)
+        return of_rank(state, PlannedCopies(self.plan).first if alone else 0)
 
 
 class _Renamed(Mapping[str, Any]):

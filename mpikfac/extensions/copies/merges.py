@@ -13,7 +13,7 @@ from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Site, divided_by_ranks, slots_in
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena, all_finite, copy_all, elastic_step, nesterov
-from mpikfac.plan import Layout, lay_out
+from mpikfac.plan import Layout, PlannedCopies, lay_out
 
 DIVERGED = (
     "the weights of a rank are not finite; try a smaller learning rate, or exchange weights more "
@@ -27,6 +27,7 @@ class Merge:
     Attributes:
         unites: whether an exchange makes all copies equal.
         kept: what a checkpoint holds, alike on all ranks: named tensors, by name.
+        copies: the copies of the model in the plan.
         copy: a buffer for the rank's copy of the model: weights, then running statistics and votes.
         weights: the trained part of the buffer.
     """
@@ -35,20 +36,21 @@ class Merge:
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         self.site, self.plan, self.exchange = site, site.plan, site.plan.strategy.exchange
+        self.copies = PlannedCopies(site.plan)
         self.kept: Mapping[str, Mapping[str, Tensor]] = {}
         self.copy = self._arena()
         self.weights = self.trained(self.copy)
         self._slots = slots_in(self.copy, gradients.blocks, site)
-        self._messages = site.plan.exchange_weights()
+        self._messages = self.copies.exchange_weights()
         self._divided = divided_by_ranks(self.copy, site.plan)
 
     def _arena(self, used: bool = True) -> Arena:
         nothing: Layout = lay_out([])
-        return self.site.arena(self.plan.layouts.copies if used else nothing)
+        return self.site.arena(self.copies.layout if used else nothing)
 
     def trained(self, arena: Arena) -> Tensor:
         """Return the trained part of an arena, a vector."""
-        return arena.flat[: self.plan.trained]
+        return arena.flat[: self.copies.trained]
 
     def read(self) -> None:
         """Copy the model into the buffer."""
@@ -114,7 +116,7 @@ class Mean(Merge):
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
         self.outer = self.exchange.outer
-        self._before = self._arena(site.plan.exchanges_changes)
+        self._before = self._arena(self.copies.changes)
         self._momentum = self._arena(self.outer.outer_momentum > 0)
         self.kept = {"momentum": self._momentum}
         trained = [slot.block for slot in self._slots if slot.block.parameters]
@@ -160,7 +162,7 @@ class Streamed(Mean):
         super().__init__(site, gradients)
         self._under_way: dict[int, tuple[int, int]] = {}  # parts: step of use, sending place
         parts = range(self.exchange.stream.fragments)
-        names = self.plan.fragments
+        names = self.copies.fragments
         self._parts = [[s for s in self._slots if names[s.block.name] == part] for part in parts]
         layout = self.copy.layout
         self._spans = [span for span in layout.spans(names.get) if span.kind is not None]
@@ -170,7 +172,7 @@ class Streamed(Mean):
             span.kind: site.grid.overlapped([m], layout, self.copy.flat, 0, m.over)
             for span, m in zip(self._spans, sums)
         }
-        stream, copies = self.exchange.stream, self.plan.copies
+        stream, copies = self.exchange.stream, self.copies.count
         usual = 2 * stream.lateness / (2 * stream.lateness + copies)
         self._own = usual if stream.local_share is None else stream.local_share
 
@@ -181,7 +183,7 @@ class Streamed(Mean):
         """
         turn = self.exchange.turn(step)
         if turn is not None:
-            part, place = turn % len(self._parts), turn % self.plan.node
+            part, place = turn % len(self._parts), turn % self.copies.node
             self._send(part, step + self.exchange.stream.lateness, place)
         due = [part for part, (use, _) in self._under_way.items() if use == step]
         for part in due:
@@ -210,7 +212,7 @@ class Streamed(Mean):
         copy_all(one for s in slots for one in s.block.values_to(s.parts))
         for span in self._of(part):
             self.copy.flat[span] -= self._before.flat[span]
-            self.copy.flat[span] /= self.plan.copies
+            self.copy.flat[span] /= self.copies.count
         if part in self._sums and self._sends(place):
             for slot in slots:
                 self._sums[part].ready(slot.block.name)
@@ -229,7 +231,7 @@ class Streamed(Mean):
                 sent = replace(message, root=place, bytes=message.size * self._sends(place))
                 self.site.grid.exchange([sent], self.copy.flat)
         for span in self._of(part):
-            self._step_of(slice(span.start, min(span.stop, self.plan.trained)))
+            self._step_of(slice(span.start, min(span.stop, self.copies.trained)))
         for slot in self._parts[part]:
             for value, mean in slot.block.values_from(slot.parts):
                 value.lerp_(mean.to(value.dtype), 1 - own) if slot.block.parameters else (
@@ -249,7 +251,7 @@ class Streamed(Mean):
 
     def _sends(self, place: int) -> bool:
         """Return whether the rank sends for its node in the turn of `place`."""
-        return self.plan.rank % self.plan.node == place
+        return self.plan.rank % self.copies.node == place
 
     def _of(self, part: int) -> list[slice]:
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
@@ -265,7 +267,7 @@ class Leader(Merge):
 
     def __init__(self, site: Site, gradients: Gradients) -> None:
         super().__init__(site, gradients)
-        self._leaders = [self._arena() for _ in site.plan.led]
+        self._leaders = [self._arena() for _ in self.copies.led]
         self._means = [m for m in self._messages if m.primitive != "Bcast"]
         self._heard: list[float | Tensor] = []
         self._next: float | Tensor | None = None
@@ -318,15 +320,15 @@ class Leader(Merge):
     def _follow(self) -> None:
         """Get the copies of the leaders, and the means of running statistics and votes."""
         self.read()
-        losses, node = self._losses(), self.plan.node
+        losses, node = self._losses(), self.copies.node
         begins = [rank // node * node for rank in range(len(losses))]
         of_copies = [sum(losses[begin : begin + node]) for begin in begins]
-        for leader, (over, team) in zip(self._leaders, self.plan.led.items()):
+        for leader, (over, team) in zip(self._leaders, self.copies.led.items()):
             root = min(team, key=of_copies.__getitem__)
-            if root == self.plan.first:
+            if root == self.copies.first:
                 leader.flat.copy_(self.copy.flat)
-            self.site.grid.exchange(self.plan.from_leader(over, root), leader.flat)
-        self.copy.flat[self.plan.trained :] /= self.plan.grid.count
+            self.site.grid.exchange(self.copies.from_leader(over, root), leader.flat)
+        self.copy.flat[self.copies.trained :] /= self.plan.grid.count
         self.site.grid.exchange(self._means, self.copy.flat)
 
     def _losses(self) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpikfac.comm import Group
 from mpikfac.extensions.hybrid.transfers import gather, sum_parts, turn
-from mpikfac.plan import CHANNELS, STATISTICS, Distribution, Place, Split, span
+from mpikfac.plan import CHANNELS, Distribution, Place, Split, names, span
 
 Hook = Callable[[Tensor], None]
 
@@ -105,7 +105,8 @@ class SplitForward:
 
     def _of_examples(self, x: Tensor, in_slices: bool) -> Tensor:
         """Return the rank's examples with all channels."""
-        return self.group.turn(x, 0, self.channels, STATISTICS) if in_slices else x
+        stage = names.EXCHANGE_SPLIT_STATISTICS
+        return self.group.turn(x, 0, self.channels, stage) if in_slices else x
 
     def _check_batch(self, x: Tensor) -> None:
         least = 2 if isinstance(self.module, nn.Linear) else self.module.weight.dim()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Part, Site, Slot
 from mpikfac.numerics import copy_all
+from mpikfac.plan import split_layers
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,8 @@ class Sliced(Sender):
 
     def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
         super().__init__(sender.grid, sender.arena, sender.messages, sender.divided)
-        self._site, self._slices = site, site.arena(site.plan.layouts.slices)
-        self._of_slices = site.plan.reduce_slices()
+        self._site, self._slices = site, site.arena(split_layers.layout(site.plan))
+        self._of_slices = split_layers.reduce_slices(site.plan)
         self._cuts = list(self._cuts_of(model, slots))
 
     def add_up(self, turn: int | None = None) -> None:
@@ -44,7 +45,7 @@ class Sliced(Sender):
         super().add_up(turn)
         if not self._of_slices:
             return
-        stage, member = "reduce gradients", self._site.plan.member
+        stage, member = "reduce gradients", split_layers.member(self._site.plan)
         with self._site.trace.stage(stage):
             copy_all((cut.packed, cut.whole) for cut in self._cuts if cut.member == member)
         self._site.grid.exchange(self._of_slices, self._slices.flat)
@@ -52,7 +53,7 @@ class Sliced(Sender):
             copy_all((cut.whole, cut.packed) for cut in self._cuts)
 
     def _cuts_of(self, model: nn.Module, slots: Iterable[Slot]) -> Iterator[Cut]:
-        split = self._site.plan.in_slices
+        split = split_layers.in_slices(self._site.plan)
         ways = split.distribution.ways
         sliced = {parameter.name: parameter for parameter in split.parameters}
         names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Group
-from mpikfac.plan import BACKWARD, FORWARD
+from mpikfac.plan import names
 
 Exchange = Callable[..., Tensor]
 """A function of a tensor and a stage."""
@@ -38,7 +38,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _linear(
-    x: Tensor, exchange: Exchange, transposed: Exchange, stages: Stages = (FORWARD, BACKWARD)
+    x: Tensor,
+    exchange: Exchange,
+    transposed: Exchange,
+    stages: Stages = (names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS),
 ) -> Tensor:
     output: Tensor = _Linear.apply(x, exchange, transposed, stages)  # type: ignore[no-untyped-call]
     return output

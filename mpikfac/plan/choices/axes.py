@@ -48,17 +48,17 @@ def _combination(strategy: Strategy) -> str:
 
 def _architecture(strategy: Strategy) -> str:
     exchange = strategy.exchange
-    found = ["owners of layers" if strategy.update == "owner" else "all ranks"]
+    parties = ["owners of layers" if strategy.update == "owner" else "all ranks"]
     if exchange.copies_of == "node":
-        found = ["nodes"]
+        parties = ["nodes"]
     if exchange.asynchronous:
         servers, ranks = exchange.asynchrony.servers, exchange.asynchrony.client_ranks
-        found = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)
+        parties = [f"servers: {servers}"] + [f"clients of {ranks} ranks"] * (ranks > 1)
     if strategy.transport.ranks_per_node is not None:
-        found.append("two levels")
+        parties.append("two levels")
     if strategy.refresh.curvature_ranks:
-        found.append("curvature ranks")
-    return ", ".join(found)
+        parties.append("curvature ranks")
+    return ", ".join(parties)
 
 
 def _compression(strategy: Strategy) -> str:
@@ -74,7 +74,7 @@ def _compression(strategy: Strategy) -> str:
 
 
 def _overlap(strategy: Strategy) -> str:
-    found = ["backward pass"] if strategy.transport.overlap else []
-    found += ["steps after an exchange"] if strategy.exchange.stream.lateness else []
-    found += ["decompositions"] if strategy.refresh.delay else []
-    return " and ".join(found) or "none"
+    computations = ["backward pass"] if strategy.transport.overlap else []
+    computations += ["steps after an exchange"] if strategy.exchange.stream.lateness else []
+    computations += ["decompositions"] if strategy.refresh.delay else []
+    return " and ".join(computations) or "none"

@@ -64,9 +64,9 @@ class Combination:
 
     def unmet(self, choices: Choices) -> list[str]:
         """Return the names of unmet needs; none if a met need is enough."""
-        known = [name for name in self.needs if name in choices]
-        unmet = [name for name in known if not _fits(self.needs[name], choices[name], choices)]
-        return [] if self.any_of and len(unmet) < len(known) else unmet
+        checked = [name for name in self.needs if name in choices]
+        unmet = [name for name in checked if not _fits(self.needs[name], choices[name], choices)]
+        return [] if self.any_of and len(unmet) < len(checked) else unmet
 
 
 def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
@@ -84,9 +84,9 @@ def check(table: Iterable[Combination], choices: Choices, of: str = "") -> None:
         if row.applies(choices) and (unmet := row.unmet(choices)):
             joint = " or " if row.any_of else " and "
             needed = joint.join(shown(name, row.needs[name], choices) for name in unmet)
-            found = " and ".join(repr(choices[name]) for name in unmet)
+            values = " and ".join(repr(choices[name]) for name in unmet)
             raise ValueError(
-                f"{row.choice}={choices[row.choice]!r}{of} needs {needed}, not {found}: {row.why}"
+                f"{row.choice}={choices[row.choice]!r}{of} needs {needed}, not {values}: {row.why}"
             )
 
 

@@ -31,7 +31,7 @@ class Outer:
 
 
 @dataclass(frozen=True)
-class Merge:
+class MergeRule:
     """How an exchange changes the copies of the model.
 
     Attributes:
@@ -218,7 +218,7 @@ class Exchange:
     exchange_every: int = 1
     exchange_from: int = 0
     copies_of: Literal["rank", "node"] = "rank"
-    merging: Merge = field(default_factory=Merge)
+    merging: MergeRule = field(default_factory=MergeRule)
     stream: Stream = field(default_factory=Stream)
     outer: Outer = field(default_factory=Outer)
     robust: Robust = field(default_factory=Robust)
@@ -251,16 +251,21 @@ class Exchange:
         return self.exchanged == "weights" and self.exchange_every > 1
 
     @property
+    def of_vectors(self) -> bool:
+        """Whether a rule or an exchange takes the trained numbers as a vector, without means."""
+        return self.of_copies or self.robust.combine != "mean"
+
+    @property
     def streams(self) -> bool:
         """Whether exchanges are spread over steps, or keep a share of the rank's own weights."""
         return self.of_copies and self.stream != Stream()
 
     def turn(self, step: int) -> int | None:
         """Return how many parts were sent before the part sent right after `step`, if one is."""
-        turns, rest = divmod(
+        turns, later = divmod(
             step + 1 - self.exchange_from, self.exchange_every // self.stream.fragments
         )
-        return turns - 1 if self.alone(step) and not rest else None
+        return turns - 1 if self.alone(step) and not later else None
 
     def alone(self, step: int) -> bool:
         """Return whether each rank steps a copy of the model at `step`."""

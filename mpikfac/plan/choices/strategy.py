@@ -271,15 +271,15 @@ class Strategy:
 
 def _leaves(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass by name, and in the place of a dataclass its own fields."""
-    found = {field.name: getattr(value, field.name) for field in fields(value)}
-    inner = {name: _leaves(part) for name, part in found.items() if is_dataclass(part)}
-    flat = {name: part for name, part in found.items() if name not in inner}
+    parts = {field.name: getattr(value, field.name) for field in fields(value)}
+    inner = {name: _leaves(part) for name, part in parts.items() if is_dataclass(part)}
+    flat = {name: part for name, part in parts.items() if name not in inner}
     return flat | {name: leaf for leaves in inner.values() for name, leaf in leaves.items()}
 
 
 def _changed(value: Value, choices: dict[str, Any]) -> Value:
     """Return a dataclass with other fields, also of the dataclasses in it."""
-    found = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
-    parts = {n: _changed(part, choices) for n, part in found.items() if is_dataclass(part)}
-    own = {name: choice for name, choice in choices.items() if name in found}
-    return replace(value, **parts | own)  # type: ignore[type-var]
+    parts = {field.name: getattr(value, field.name) for field in fields(value)}  # type: ignore[arg-type]
+    inner = {n: _changed(part, choices) for n, part in parts.items() if is_dataclass(part)}
+    leaves = {name: choice for name, choice in choices.items() if name in parts}
+    return replace(value, **inner | leaves)  # type: ignore[type-var]

@@ -10,14 +10,10 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mpikfac.plan.distribution import CHANNELS, Channels, Distribution, span
+from mpikfac.plan import names
+from mpikfac.plan.choices import CHANNELS, Channels, Distribution, span
 from mpikfac.plan.layout import Shape
 from mpikfac.plan.messages import Message, message
-
-FORWARD = "exchange activations"
-BACKWARD = "exchange activation gradients"
-STATISTICS = "exchange split statistics"
-GRADIENTS = "reduce gradients"
 
 
 @dataclass(frozen=True)
@@ -96,36 +92,38 @@ def activation_messages(
             parts = [(0, count)]
         return message(stage, primitive, "group", parts, ways, itemsize)
 
-    taken, given = call.taken, call.given
+    forward, backward = names.EXCHANGE_ACTIVATIONS, names.EXCHANGE_ACTIVATION_GRADIENTS
+    inputs, outputs = call.taken, call.given
     if place.axis == "outputs":
-        found = [of(FORWARD, "Allgather", taken)]
-        found += [] if place.gives else [of(FORWARD, "Alltoall", given)]
-        found += [] if place.gives else [of(BACKWARD, "Alltoall", given)]
-        found += [of(BACKWARD, "Reduce_scatter", taken)] if call.differentiated else []
+        sent = [of(forward, "Allgather", inputs)]
+        sent += [] if place.gives else [of(forward, "Alltoall", outputs)]
+        sent += [] if place.gives else [of(backward, "Alltoall", outputs)]
+        sent += [of(backward, "Reduce_scatter", inputs)] if call.differentiated else []
     else:
-        found = [] if place.takes else [of(FORWARD, "Alltoall", taken)]
-        found += [of(FORWARD, "Reduce_scatter", given), of(BACKWARD, "Allgather", given)]
+        sent = [] if place.takes else [of(forward, "Alltoall", inputs)]
+        sent += [of(forward, "Reduce_scatter", outputs), of(backward, "Allgather", outputs)]
         turned = call.differentiated and not place.takes
-        found += [of(BACKWARD, "Alltoall", taken)] if turned else []
+        sent += [of(backward, "Alltoall", inputs)] if turned else []
     if statistics:
-        found += [of(STATISTICS, "Alltoall", taken)] if place.takes else []
-        found += [of(STATISTICS, "Alltoall", given)] if place.gives else []
-    return found
+        stage = names.EXCHANGE_SPLIT_STATISTICS
+        sent += [of(stage, "Alltoall", inputs)] if place.takes else []
+        sent += [of(stage, "Alltoall", outputs)] if place.gives else []
+    return sent
 
 
 def gradient_messages(
     numbers: int, split: bool, ways: int, ranks: int, itemsize: int
 ) -> list[Message]:
     """Return the messages of a layer's gradient, as if the layer had messages of its own."""
-    found = []
+    stage, peers = names.REDUCE_GRADIENTS, ranks // ways
     if not split or ways == 1:
-        found = [message(GRADIENTS, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
-        return found if ranks > 1 else []
+        unsplit = [message(stage, "Allreduce", "world", [(0, numbers)], ranks, itemsize)]
+        return unsplit if ranks > 1 else []
     slices = [span(numbers, member, ways) for member in range(ways)]
-    if ranks > ways:
-        mine = [slices[0]]
-        found.append(message(GRADIENTS, "Allreduce", "peers", mine, ranks // ways, itemsize))
-    return [*found, message(GRADIENTS, "Allgatherv", "group", slices, ways, itemsize)]
+    gathered = message(stage, "Allgatherv", "group", slices, ways, itemsize)
+    if peers == 1:
+        return [gathered]
+    return [message(stage, "Allreduce", "peers", slices[:1], peers, itemsize), gathered]
 
 
 def layer_messages(
@@ -141,7 +139,7 @@ def layer_messages(
 
 def wire_bytes(messages: Iterable[Message]) -> int:
     """Return the bytes that a rank sends, if all collectives are rings."""
-    return sum(one.wire for one in messages)
+    return sum(message.wire for message in messages)
 
 
 # -- text -----------------------------------------------------------------------------------------
@@ -168,11 +166,11 @@ def distribution_table(
         moved = wire_bytes(activation_messages(call, place, ways, itemsize))
         gradients = gradient_messages(call.numbers, bool(place.axis), ways, ranks, itemsize)
         reduced = wire_bytes(gradients)
-        whole = wire_bytes(gradient_messages(call.numbers, False, 1, ranks, itemsize))
-        totals = [totals[0] + moved + reduced, totals[1] + whole]
+        unsplit = wire_bytes(gradient_messages(call.numbers, False, 1, ranks, itemsize))
+        totals = [totals[0] + moved + reduced, totals[1] + unsplit]
         sizes = "".join(
             f"{size / 2**20:>{width}.3f}"
-            for size, width in ((moved, 12), (reduced, 11), (moved + reduced, 10), (whole, 14))
+            for size, width in ((moved, 12), (reduced, 11), (moved + reduced, 10), (unsplit, 14))
         )
         lines.append(
             f"{call.name:<20} {ranks // ways:>5} {ways:>5}  {place.axis or '-':<8} "

@@ -1,18 +1,18 @@
-"""What a rank computes, and where the rank's numbers lie."""
+"""The plan of a rank: what the rank computes, and where the rank's numbers lie."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 from mpikfac.plan import layouts
-from mpikfac.plan.choices import Strategy
-from mpikfac.plan.distribution import Split
+from mpikfac.plan.choices import Split, Strategy
 from mpikfac.plan.layout import Layout, Shape, lay_out
 from mpikfac.plan.layouts import Layouts
-from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid
+from mpikfac.plan.messages import Message
+from mpikfac.plan.roles import Factor, PlannedLayer, RankGrid, in_messages
 
 
 class Itemsizes(NamedTuple):
@@ -24,29 +24,32 @@ class Itemsizes(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RankLayouts:
+class RankPlan:
     """What a rank computes and keeps: factors, layers and layouts, made once.
 
     Attributes:
         grid: all ranks as rows and columns.
         layers: the covered layers.
-        others: names and shapes of uncovered tensors that travel with the gradients.
-        means: names of `others` of which ranks always take the mean.
+        uncovered: names and shapes of uncovered tensors that travel with the gradients.
+        means: names of `uncovered` of which ranks always take the mean.
         updaters: rank to step a layer or uncovered parameter if update="owner".
         solvers: the run's solver, then the layers with a different solver: "eigen, fc: rank-one".
         split: the split layers of the model.
+        replaced: functions of extensions in the place of functions of `stages`, by the name of the
+            stage.
     """
 
     rank: int
     grid: RankGrid
     strategy: Strategy
     layers: tuple[PlannedLayer, ...]
-    others: tuple[tuple[str, Shape], ...]
+    uncovered: tuple[tuple[str, Shape], ...]
     means: tuple[str, ...]
     updaters: Mapping[str, int]
     itemsizes: Itemsizes
     solvers: str
     split: Split
+    replaced: Mapping[str, Stage] = field(default_factory=dict)
 
     # -- who does what ---------------------------------------------------------------------------
 
@@ -73,8 +76,8 @@ class RankLayouts:
         return 1 if alone else self.strategy.transport.parts or self.grid.count
 
     @property
-    def shares(self) -> list[int | None]:
-        """None for all layers, and then, with `stagger`, the shares of a refresh."""
+    def turns(self) -> list[int | None]:
+        """None for all layers, and then, with `stagger`, the turns of a refresh."""
         stagger = self.strategy.refresh.stagger
         return [None, *range(stagger)] if stagger > 1 else [None]
 
@@ -82,20 +85,6 @@ class RankLayouts:
     def owner_updates(self) -> bool:
         """Whether a layer or parameter is stepped by the updater only."""
         return self.strategy.update == "owner"
-
-    @cached_property
-    def in_slices(self) -> Split:
-        """The split layers whose gradients travel in slices; nothing if gradients travel whole."""
-        transport = self.strategy.transport
-        whole = self.owner_updates or transport.overlap or self.strategy.exchange.of_copies
-        whole |= transport.wires.gradient_wire is not None
-        whole |= (transport.parts, transport.ranks_per_node) != (None, None)
-        return Split() if whole or self.grid.count == 1 else self.split
-
-    @property
-    def member(self) -> int:
-        """The place of the rank in the group of split layers."""
-        return self.grid.team(self.rank, "group").index(self.rank)
 
     def steps(self, name: str) -> bool:
         """Return whether the rank steps the layer or parameter `name`."""
@@ -117,14 +106,13 @@ class RankLayouts:
         to_owners = self.strategy.reduction == "owners" and not self.late
         return self.owned if to_owners else self.recorded
 
-    def decomposed(self, share: int | None = None) -> tuple[Factor, ...]:
+    def decomposed(self, turn: int | None = None) -> tuple[Factor, ...]:
         """Return factors to decompose for the column, then factors for the rank alone.
 
         Args:
-            share: the share of a refresh; None for all layers.
+            turn: the turn of a refresh; None for all layers.
         """
-        factors = self.owned + self._own
-        return tuple(f for f in factors if share in (None, f.share))
+        return tuple(f for f in self.owned + self._replicated if turn in (None, f.turn))
 
     @cached_property
     def preconditioned(self) -> tuple[PlannedLayer, ...]:
@@ -144,7 +132,7 @@ class RankLayouts:
         return self._owned(self.rank)
 
     @cached_property
-    def _own(self) -> tuple[Factor, ...]:
+    def _replicated(self) -> tuple[Factor, ...]:
         """Factors decomposed by every worker of the column, the rank included."""
         return tuple(f for f in self.factors if f.replicated and f.column == self.column)
 
@@ -156,26 +144,22 @@ class RankLayouts:
         return tuple(layer for layer in self.layers if layer.column == column)
 
     @cached_property
-    def _publishes_bases(self) -> bool:
+    def publishes_bases(self) -> bool:
         """Whether a layer's bases are needed by a rank without the decompositions."""
         alone = self.owner_updates and self.strategy.colocate
         return self.grid.workers > 1 and not alone
 
-    @property
-    def node(self) -> int:
-        """The number of ranks that step the same copy of the model."""
-        of_nodes = self.strategy.exchange.copies_of == "node"
-        return (self.strategy.transport.ranks_per_node or 1) if of_nodes else 1
+    @cached_property
+    def messages_of(self) -> dict[str, int]:
+        """The message of a stage, by number, of every block that gradient wires encode.
 
-    @property
-    def first(self) -> int:
-        """The first of the ranks that step the rank's copy of the model."""
-        return self.rank // self.node * self.node
-
-    @property
-    def copies(self) -> int:
-        """The number of copies of the model that may differ."""
-        return self.grid.count // self.node
+        Only layers are encoded. Votes are counts, running statistics are replaced and not added up,
+        and uncovered blocks are few; but without K-FAC, trained parameters count as layers.
+        """
+        if self.layers:
+            return {layer.name: layer.fused for layer in self.layers}
+        trained = [name for name, _ in self.uncovered if name not in self.means]
+        return dict(zip(trained, in_messages(len(trained), self.strategy.transport.fusion)))
 
     # -- where numbers lie -----------------------------------------------------------------------
 
@@ -184,34 +168,33 @@ class RankLayouts:
         """The layouts of the rank's arenas."""
         ranks, strategy = self.grid.count, self.strategy
         square = self.recorded if strategy.transport.packing == "square" else ()
-        scales = layouts.of_gradients(self.rescaled)
         return Layouts(
             statistics=layouts.of_statistics(self.recorded, ranks, strategy),
             squares=layouts.of_statistics(square, ranks, strategy, square=True),
             averages=layouts.of_averages(self.averaged),
             bases=self._bases(),
             denominators=layouts.of_denominators(self.preconditioned),
-            scales=lay_out([scales]),
-            scale_sums=lay_out([layouts.counted(scales)]),
             gradients=self._gradients(),
-            slices=self.in_slices.layout(),
             directions=self._directions(),
-            copies=self._gradients() if self.strategy.exchange.of_copies else lay_out([]),
         )
 
+    @property
+    def sums(self) -> Layout:
+        """The layout in which statistics travel: as squares, or as the rank records statistics."""
+        square = self.strategy.transport.packing == "square"
+        return self.layouts.squares if square else self.layouts.statistics
+
     def _bases(self) -> Layout:
-        if not self._publishes_bases:
+        if not self.publishes_bases:
             return layouts.of_blocks([self.decomposed()])
         columns = self.grid.columns
         owned = (self._owned(row * columns + self.column) for row in range(self.grid.workers))
-        return layouts.of_blocks(map(layouts.by_share, (*owned, self._own)))
+        return layouts.of_blocks(map(layouts.by_turn, (*owned, self._replicated)))
 
     def _gradients(self) -> Layout:
-        exchange = self.strategy.exchange
-        # A rule takes whole vectors, and copies are combined as vectors: means lie behind.
-        vectors = exchange.of_copies or exchange.robust.combine != "mean"
-        others = sorted(self.others, key=lambda other: vectors and other[0] in self.means)
-        blocks = [*layouts.of_gradients(self.layers), *others]
+        vectors = self.strategy.exchange.of_vectors  # means lie behind
+        uncovered = sorted(self.uncovered, key=lambda block: vectors and block[0] in self.means)
+        blocks = [*layouts.of_gradients(self.layers), *uncovered]
         if not self.owner_updates:
             return lay_out([blocks])
         return lay_out(layouts.by_rank(blocks, self.updaters, self.grid.count))
@@ -222,10 +205,18 @@ class RankLayouts:
         columns = map(self._workers_of, range(self.grid.columns))
         return lay_out(map(layouts.of_gradients, columns))
 
-    def request(self, share: int | None = None) -> Layout:
-        """Return the layout of the factors sent to a curvature rank."""
-        return layouts.of_requests(self.decomposed(share))
+    def memory(self) -> dict[str, int]:
+        """Return the bytes of every arena of `layouts`, and of the parts of a batch."""
+        numbers, averages, bases = self.itemsizes
+        itemsizes = {"averages": averages, "bases": bases}
+        sizes = {
+            name: layout.size * itemsizes.get(name, numbers)
+            for name, layout in vars(self.layouts).items()
+        }
+        if count := self.parts:
+            sizes["parts"] = count * (sizes["statistics"] + sizes["gradients"])
+        return sizes
 
-    def reply(self, share: int | None = None) -> Layout:
-        """Return the layout of the answer to a `request`: decompositions, NaN for a failure."""
-        return layouts.of_blocks([self.decomposed(share)])
+
+Stage = Callable[[RankPlan, int | None], list[Message]]
+"""A function that returns the messages of a stage on a rank, in a turn of a refresh or of all."""

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from mpikfac.plan.choices import Combination, OneOf, check_count, divisors, one_of
+from mpikfac.plan.choices.checks import check_count, divisors, one_of
+from mpikfac.plan.choices.combinations import Combination, OneOf
 from mpikfac.plan.layout import Layout, Shape, lay_out
 
 Channels = Literal["outputs", "inputs"]
@@ -46,8 +47,8 @@ class Distribution:
             ValueError: `ways` does not divide the number of ranks.
         """
         if ranks % self.ways:
-            some = ", ".join(map(str, divisors(ranks)))
-            raise ValueError(f"ways={self.ways} must divide the {ranks} ranks: one of {some}")
+            possible = ", ".join(map(str, divisors(ranks)))
+            raise ValueError(f"ways={self.ways} must divide the {ranks} ranks: one of {possible}")
 
     def group(self, rank: int, ranks: int) -> range:
         """Return the ranks of the group of `rank`."""

@@ -1,0 +1,49 @@
+"""What choices beyond a default step add to the plan of a rank: messages, layouts, memory.
+
+The modules of the plan of a default step import no extension. `Plan` asks this table.
+"""
+
+from __future__ import annotations
+
+from mpikfac.plan.extensions import curvature_ranks, encoding, robust, scales, split_layers
+from mpikfac.plan.extensions.copies import PlannedCopies
+from mpikfac.plan.messages import Message
+from mpikfac.plan.of_rank import RankPlan, Stage
+
+
+def replaced(rank: RankPlan) -> dict[str, Stage]:
+    """Return functions in the place of functions of `stages`, by the name of the stage."""
+    return robust.replaced(rank) | split_layers.replaced(rank)
+
+
+def messages(
+    rank: RankPlan, statistics: bool, refresh: bool, turn: int | None = None
+) -> list[Message]:
+    """Return the messages that extensions add to a step, see `Plan.messages`.
+
+    With copies of the model, the step ends with an exchange.
+    """
+    copies = PlannedCopies(rank)
+    return [
+        *(scales.reduce_scales(rank) if statistics else ()),
+        *(curvature_ranks.send_factors(rank, turn) if refresh else ()),
+        *(curvature_ranks.receive_bases(rank, turn) if refresh else ()),
+        *split_layers.reduce_slices(rank),
+        *copies.reduce_in_node(),
+        *copies.exchange_weights(),
+    ]
+
+
+def memory(rank: RankPlan) -> dict[str, int]:
+    """Return the bytes that extensions keep on the rank, by kind."""
+    layouts = {"scales": scales.layout(rank), "scale sums": scales.layout_of_sums(rank)}
+    if rank.split.parameters:
+        layouts["slices"] = split_layers.layout(rank)
+    sizes = {kind: layout.size for kind, layout in layouts.items()}
+    copies, rules = PlannedCopies(rank), rank.strategy.exchange.robust
+    sizes["copies"] = copies.elements
+    if vectors := rules.remembered(rank.grid.count):
+        sizes["rule"] = vectors * copies.shards
+    if encoding.encodes(rank):
+        sizes["wires"] = encoding.elements(rank)
+    return {kind: size * rank.itemsizes.numbers for kind, size in sizes.items()}

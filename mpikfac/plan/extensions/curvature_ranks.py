@@ -1,0 +1,35 @@
+"""The messages between a rank and the curvature rank that decomposes for the rank."""
+
+from __future__ import annotations
+
+from mpikfac.plan import layouts, names
+from mpikfac.plan.layout import Layout
+from mpikfac.plan.messages import Message, across
+from mpikfac.plan.of_rank import RankPlan
+
+
+def request(rank: RankPlan, turn: int | None = None) -> Layout:
+    """Return the layout of the factors sent to a curvature rank."""
+    return layouts.of_requests(rank.decomposed(turn))
+
+
+def reply(rank: RankPlan, turn: int | None = None) -> Layout:
+    """Return the layout of the answer to a `request`: decompositions, NaN for a failure."""
+    return layouts.of_blocks([rank.decomposed(turn)])
+
+
+def send_factors(rank: RankPlan, turn: int | None = None) -> list[Message]:
+    """Return the messages with factors to the curvature rank."""
+    return _across(rank, names.SEND_FACTORS, "Send", request(rank, turn))
+
+
+def receive_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
+    """Return the messages with decompositions from the curvature rank."""
+    return _across(rank, names.RECEIVE_BASES, "Recv", reply(rank, turn))
+
+
+def _across(rank: RankPlan, stage: str, primitive: str, layout: Layout) -> list[Message]:
+    if not rank.strategy.refresh.curvature_ranks:
+        return []
+    peer = rank.grid.curvature_rank(rank.rank)
+    return across(stage, primitive, layout, peer, rank.itemsizes.numbers)

@@ -1,0 +1,54 @@
+"""The gradients of split layers, of which each rank of a group makes a slice."""
+
+from __future__ import annotations
+
+from mpikfac.plan import names
+from mpikfac.plan.choices import Split
+from mpikfac.plan.layout import Layout
+from mpikfac.plan.messages import Message, gathers, message
+from mpikfac.plan.of_rank import RankPlan, Stage
+from mpikfac.plan.stages import sum_gradients
+
+
+def in_slices(rank: RankPlan) -> Split:
+    """Return the split layers whose gradients travel in slices; nothing if gradients are whole."""
+    transport = rank.strategy.transport
+    in_full = rank.owner_updates or transport.overlap or rank.strategy.exchange.of_copies
+    in_full |= transport.wires.gradient_wire is not None
+    in_full |= (transport.parts, transport.ranks_per_node) != (None, None)
+    return Split() if in_full or rank.grid.count == 1 else rank.split
+
+
+def layout(rank: RankPlan) -> Layout:
+    """Return the layout of the gradients that travel in slices, slice by slice."""
+    return in_slices(rank).layout()
+
+
+def member(rank: RankPlan) -> int:
+    """Return the place of the rank in the group of split layers."""
+    return rank.grid.team(rank.rank, "group").index(rank.rank)
+
+
+def replaced(rank: RankPlan) -> dict[str, Stage]:
+    """Return the stage that leaves out gradients in slices, if there are any."""
+    return {names.REDUCE_GRADIENTS: reduce_unsplit} if in_slices(rank).parameters else {}
+
+
+def reduce_unsplit(rank: RankPlan, _turn: int | None = None) -> list[Message]:
+    """Return the sums of all gradients that do not travel in slices."""
+    return sum_gradients(rank, in_slices(rank).blocks)
+
+
+def reduce_slices(rank: RankPlan) -> list[Message]:
+    """Return the sums of slices over peers, and the messages that give all slices to all.
+
+    A member of a group makes the gradient of a slice from all examples of the group.
+    """
+    slices, size = layout(rank), rank.itemsizes.numbers
+    peers, group = (len(rank.grid.team(rank.rank, over)) for over in ("peers", "group"))
+    if slices.size == 0:
+        return []
+    stage, at = names.REDUCE_GRADIENTS, member(rank)
+    of_rank = slices.segments()[at : at + 1]
+    summed = [message(stage, "Allreduce", "peers", of_rank, peers, size)] if peers > 1 else []
+    return summed + gathers(stage, "group", slices, lambda _: 0, at, group, size)

@@ -1,0 +1,58 @@
+"""The names of the stages of a step, and of the kinds of memory of a rank.
+
+Plan, execution, trace, prediction and reports call a stage by the same name. A stage with messages
+has the name in `Message.stage`.
+"""
+
+from __future__ import annotations
+
+# -- stages with messages ------------------------------------------------------------------------
+
+REDUCE_SCALES = "reduce scales"
+REDUCE_STATISTICS = "reduce statistics"
+SEND_FACTORS = "send factors"
+RECEIVE_BASES = "receive bases"
+PUBLISH_BASES = "publish bases"
+REDUCE_GRADIENTS = "reduce gradients"
+EXCHANGE_WEIGHTS = "exchange weights"
+PUBLISH_DIRECTIONS = "publish gradients"
+CLIP = "clip"
+PUBLISH_WEIGHTS = "publish weights"
+
+IN_STEP = (
+    *(REDUCE_SCALES, REDUCE_STATISTICS, SEND_FACTORS, RECEIVE_BASES, PUBLISH_BASES),
+    *(REDUCE_GRADIENTS, EXCHANGE_WEIGHTS, PUBLISH_DIRECTIONS, CLIP, PUBLISH_WEIGHTS),
+)
+"""The stages of `KFAC.step` with messages, in the order of the messages."""
+
+EXCHANGE_ACTIVATIONS = "exchange activations"
+EXCHANGE_ACTIVATION_GRADIENTS = "exchange activation gradients"
+EXCHANGE_SPLIT_STATISTICS = "exchange split statistics"
+EXCHANGE_UPDATES = "exchange updates"
+# Of ranks that do not train.
+RECEIVE_FACTORS = "receive factors"
+SEND_BASES = "send bases"
+RECEIVE_UPDATE = "receive update"
+SEND_WEIGHTS = "send weights"
+
+# -- stages that compute -------------------------------------------------------------------------
+
+FORWARD = "forward"
+BACKWARD = "backward"
+STATISTICS = "statistics"
+DECOMPOSE = "decompose"
+READ_GRADIENTS = "read gradients"
+PRECONDITION = "precondition"
+QUADRATIC_MODEL = "quadratic model"
+WRITE_BACK = "write back"
+OPTIMIZER = "optimizer"
+GRADIENTS = "gradients"  # in predictions: reading gradients and writing back
+PREDICTIONS_OF_PEERS = "predictions of peers"
+
+# -- memory --------------------------------------------------------------------------------------
+
+MEMORY = (
+    *("statistics", "squares", "averages", "bases", "denominators", "scales", "scale sums"),
+    *("gradients", "slices", "directions", "copies", "rule", "parts", "wires"),
+)
+"""The kinds of memory of `Plan.memory`, in order."""

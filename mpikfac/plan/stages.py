@@ -1,0 +1,223 @@
+"""The messages of a step on a rank, stage by stage, in the order of a step.
+
+A stage is a function of the plan of a rank. The table `RankPlan.replaced` has the functions of
+extensions that take the place of a stage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import replace
+
+from mpikfac.plan import names
+from mpikfac.plan.codec import Codec, matrix
+from mpikfac.plan.layout import Layout
+from mpikfac.plan.messages import Message, gathers, in_order, in_two_levels, message, sums
+from mpikfac.plan.of_rank import RankPlan
+
+Kinds = Mapping[str, Hashable]
+"""The message of a stage that each block belongs to, by name; other blocks are left out."""
+
+
+def messages(
+    rank: RankPlan, statistics: bool, refresh: bool, clipped: bool = True, turn: int | None = None
+) -> list[Message]:
+    """Return the messages of a step in order, without messages of extensions: see `Plan.messages`.
+
+    Copies of the model step by gradients of their own, without sums of gradients.
+    """
+    sent = []
+    if refresh if rank.late else statistics:
+        sent += reduce_statistics(rank, turn if rank.late else None)
+    if refresh:
+        sent += publish_bases(rank, turn)
+    if not rank.strategy.exchange.of_copies:
+        sent += reduce_gradients(rank)
+    sent += publish_directions(rank)
+    return sent + (clip(rank) if clipped else []) + publish_weights(rank)
+
+
+def reduce_statistics(rank: RankPlan, turn: int | None = None) -> list[Message]:
+    """Return the sums of factors, of all layers or of the layers of a turn."""
+    if rank.strategy.reduction == "none":
+        return []
+    if extension := rank.replaced.get(names.REDUCE_STATISTICS):
+        return extension(rank, turn)
+    stage, fused = names.REDUCE_STATISTICS, _fused(rank, turn)
+    factors = {factor.name: fused.get(factor.name) for factor in rank.factors}
+    counts = {factor.counted: fused.get(factor.name) for factor in rank.factors}
+    # Averages over time make up for losses of a batch's factors; nothing makes up for losses of
+    # averages that travel.
+    codec = _codec(rank, rank.strategy.transport.wires.factor_wire, feedback=not rank.late)
+    if codec is None:
+        return summed(rank, stage, rank.sums, factors | counts)
+    # Counts travel as they are, in one message.
+    plain: dict[str, Hashable] = {f.counted: turn in (None, f.turn) for f in rank.factors}
+    encoded = summed(rank, stage, rank.sums, factors, codec)
+    return encoded + summed(rank, stage, rank.sums, plain)
+
+
+def publish_bases(rank: RankPlan, turn: int | None = None) -> list[Message]:
+    """Return the messages with decompositions to workers, of all layers or of a turn."""
+    if not rank.publishes_bases:
+        return []
+    fused = _fused(rank, turn)
+    kinds = {b.name: fused.get(f.name) for f in rank.factors for b in f.blocks}
+    codec = _codec(rank, rank.strategy.transport.wires.basis_wire, feedback=False)
+    layout, size = rank.layouts.bases, rank.itemsizes.bases
+    return gathered(rank, names.PUBLISH_BASES, "column", layout, kinds, size, codec)
+
+
+def reduce_gradients(rank: RankPlan) -> list[Message]:
+    """Return the sums of all gradients, but for gradients that an extension sends."""
+    if extension := rank.replaced.get(names.REDUCE_GRADIENTS):
+        return extension(rank, None)
+    return sum_gradients(rank)
+
+
+def sum_gradients(rank: RankPlan, without: Collection[str] = ()) -> list[Message]:
+    """Return the sums of all gradients, but for the blocks `without`."""
+    layout, wires = rank.layouts.gradients, rank.strategy.transport.wires
+    apart = rank.strategy.transport.overlap
+    kinds = {name: number if apart else -1 for name, number in rank.messages_of.items()}
+    codec = codec_of_sums(rank, layout)
+    if codec and codec.name == "top-k":
+        codec = replace(codec, momentum=wires.top_momentum)
+    return [
+        message
+        for codec, kinds in with_uncovered(rank, codec, kinds, -1)
+        for message in summed(
+            rank, names.REDUCE_GRADIENTS, layout, {**kinds, **dict.fromkeys(without)}, codec
+        )
+    ]
+
+
+def publish_directions(rank: RankPlan) -> list[Message]:
+    """Return the messages with preconditioned gradients to ranks without these gradients."""
+    if rank.owner_updates:
+        return []
+    kinds = {layer.name: layer.fused for layer in rank.layers}
+    layout, size = rank.layouts.directions, rank.itemsizes.numbers
+    codec = _codec_of_values(rank)
+    return gathered(rank, names.PUBLISH_DIRECTIONS, "row", layout, kinds, size, codec)
+
+
+def clip(rank: RankPlan) -> list[Message]:
+    """Return the sum to bound a step by, if no rank holds all directions."""
+    ranks = rank.grid.count
+    if not rank.layers or ranks == 1 or not rank.owner_updates:
+        return []
+    return [message(names.CLIP, "Allreduce", "world", [(0, 1)], ranks, rank.itemsizes.numbers)]
+
+
+def publish_weights(rank: RankPlan) -> list[Message]:
+    """Return the messages with weights to ranks without the new weights."""
+    if not rank.owner_updates:
+        return []
+    layout, size = rank.layouts.gradients, rank.itemsizes.numbers
+    kinds = dict.fromkeys(rank.messages_of, 0)
+    return [
+        message
+        for codec, kinds in with_uncovered(rank, _codec_of_values(rank), kinds, 0)
+        for message in gathered(rank, names.PUBLISH_WEIGHTS, "world", layout, kinds, size, codec)
+    ]
+
+
+def publishes_changes(rank: RankPlan) -> bool:
+    """Return whether a step's changes of weights travel: changes bear rounding, weights do not."""
+    owner = rank.owner_updates and rank.grid.count > 1
+    return owner and _codec_of_values(rank) is not None
+
+
+# -- the rank's view of sums and gathers ----------------------------------------------------------
+
+
+def summed(
+    rank: RankPlan, stage: str, layout: Layout, kinds: Kinds, codec: Codec | None = None
+) -> list[Message]:
+    """Return messages to sum an arena over the world, see `messages.sums`."""
+    ranks, itemsize = rank.grid.count, rank.itemsizes.numbers
+    if rank.parts:
+        return in_order(stage, layout, ranks, itemsize)
+    by_owners = rank.strategy.transport.sums == "alltoall" or (codec and not codec.summable)
+    primitive: str | None = "Alltoall" if by_owners else "Reduce_scatter"
+    if rank.strategy.transport.overlap:  # an overlapped message is sent in pieces
+        primitive = None
+    of_one_level = sums(stage, layout, kinds.get, ranks, itemsize, primitive, codec)
+    return in_levels(rank, of_one_level, rank.grid.team(rank.rank, "world"), itemsize)
+
+
+def gathered(
+    rank: RankPlan,
+    stage: str,
+    over: str,
+    layout: Layout,
+    kinds: Kinds,
+    itemsize: int,
+    codec: Codec | None,
+) -> list[Message]:
+    """Return messages to give all segments to all members of `over`, see `messages.gathers`."""
+    team = rank.grid.team(rank.rank, over)
+    member = team.index(rank.rank)
+    of_one_level = gathers(stage, over, layout, kinds.get, member, len(team), itemsize, codec)
+    return in_levels(rank, of_one_level, team, itemsize)
+
+
+def in_levels(
+    rank: RankPlan, of_one_level: list[Message], team: range, itemsize: int
+) -> list[Message]:
+    """Return the messages of a team in the levels of the rank's strategy."""
+    seat = rank.grid.seat(team, rank.rank)
+    return in_two_levels(of_one_level, seat, itemsize) if seat else of_one_level
+
+
+def _fused(rank: RankPlan, turn: int | None) -> dict[str, int]:
+    """Return the message of a stage, by number, of every factor of a turn."""
+    layers = (layer for layer in rank.layers if turn in (None, layer.turn))
+    return {factor.name: layer.fused for layer in layers for factor in layer.factors}
+
+
+# -- encodings ------------------------------------------------------------------------------------
+
+
+def codec_of_sums(rank: RankPlan, layout: Layout) -> Codec | None:
+    """Return the codec of sums of gradients, or of changes of weights, in the form of both."""
+    wires = rank.strategy.transport.wires
+    codec = _codec(rank, wires.gradient_wire)
+    if codec is None or codec.name != "power-sgd":
+        return codec
+    layers = {layer.name for layer in rank.layers}
+    matrices = [
+        matrix(layout.offsets[name], layout.shapes[name], name in layers)
+        for name in layout.offsets
+        if name in rank.messages_of and math.prod(layout.shapes[name]) > 0
+    ]
+    return replace(codec, rank=wires.power_rank, matrices=tuple(matrices))
+
+
+def with_uncovered(
+    rank: RankPlan, codec: Codec | None, kinds: Kinds, uncovered: Hashable
+) -> list[tuple[Codec | None, Kinds]]:
+    """Return codecs of the gradients' arena, with the kinds of the blocks of each codec.
+
+    Args:
+        kinds: of the blocks that `codec` encodes.
+        uncovered: the kind of all blocks that are never encoded.
+    """
+    plain = {name: uncovered for name, _ in rank.uncovered if name not in kinds}
+    return [(None, {**kinds, **plain})] if codec is None else [(codec, kinds), (None, plain)]
+
+
+def _codec(rank: RankPlan, wire: str | None, feedback: bool = True) -> Codec | None:
+    """Return the codec of a wire; losses of bfloat16 are too small to keep."""
+    if wire is None:
+        return None
+    share = rank.strategy.transport.wires.top_share if wire == "top-k" else 1.0
+    return Codec(wire, share, feedback and wire != "bfloat16")
+
+
+def _codec_of_values(rank: RankPlan) -> Codec | None:
+    """Return the codec of numbers that a rank sends as they are; PowerSGD only adds up."""
+    wire = rank.strategy.transport.wires.gradient_wire
+    return _codec(rank, None if wire == "power-sgd" else wire)
