@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpikfac_apps.tracking.tracker import Start
+from mpikfac_apps.tracking.start import Start
 
 AT_ONCE = 100  # the largest number of values that MLflow takes in a message
 

@@ -24,7 +24,8 @@ from mpikfac_apps.options.strategy import learning_rate
 from mpikfac_apps.place import Place, environment
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
-from mpikfac_apps.tracking.tracker import Start, Trackers
+from mpikfac_apps.tracking.start import Start
+from mpikfac_apps.tracking.tracker import Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.augmentation.mixes import Mixes
 from mpikfac_apps.training.metrics import (
