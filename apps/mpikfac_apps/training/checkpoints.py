@@ -9,8 +9,11 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import mpikfac
 from mpikfac import files
@@ -35,9 +38,8 @@ class Saver:
         step: the step of the last checkpoint begun or resumed from; -1 if the checkpoint failed.
     """
 
-    step = -1
-
     def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
+        self.step = -1
         self._writer = mpikfac.CheckpointWriter(comm, root)
         self._guard = guard
         self._began = self._told = 0.0
@@ -147,21 +149,17 @@ def open_checkpoint(
     return found
 
 
-def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel, averaged: bool) -> float:
+def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
-    With steps of Adam's length, also averages of squared gradients.
-
     Args:
-        averaged: the checkpoint has averaged weights, too.
+        tensors_per_weight: numbers for each weight: the weight itself, and averages.
     """
-    plan = trainer.plan
-    squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.by_adam
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
     layouts = plan.of(0).layouts
-    rest = (2 + squares + averaged) * layouts.gradients.size + layouts.scales.size
+    rest = tensors_per_weight * layouts.gradients.size + layouts.scales.size
     kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
     return (plan.itemsize * rest + kept) / 1e6
 
@@ -184,6 +182,44 @@ def identity(options: Options) -> dict[str, Any]:
         "frozen_epochs": options.frozen_epochs,
         "seed": options.seed,
     }
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first start of a run.
+
+    Attributes:
+        ranks: the number of ranks; a restart on other ranks keeps batch and rate.
+        images: the checksum of the training images, if the checkpoint holds a checksum.
+    """
+
+    ranks: int
+    images: int | None = None
+
+
+def origin_of(
+    comm: mpikfac.comm.Comm, options: Options, checkpoint: mpikfac.checkpoint.Checkpoint | None
+) -> tuple[Origin, Options]:
+    """Return the first start of a run, and the options with the values that a restart must keep.
+
+    Collective over: comm.
+
+    Args:
+        checkpoint: the checkpoint to resume from; None if the run starts now.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its run had other options; see `follow`.
+    """
+    if checkpoint is None:
+        return Origin(comm.size), options
+    doing = f"reading checkpoint {checkpoint.path}"
+    with mpikfac.comm.together(comm, doing, untrusted=True):
+        saved = saved_run(checkpoint)
+        options = follow(options, saved, comm.size)
+        origin = Origin(saved["ranks"], saved.get("images"))
+        if (threads := torch.get_num_threads()) != saved["threads"]:
+            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+    return origin, options
 
 
 def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:

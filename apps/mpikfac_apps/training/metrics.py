@@ -122,7 +122,7 @@ def staleness_of_all(
     return comm.allgather(dict(sorted(trainer.staleness.items())))[:: trainer.client_ranks]
 
 
-def told_staleness(counts: Sequence[Mapping[int, int]]) -> str:
+def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
     """Return a line about the staleness of the updates of each client."""
     told = (
         f"client {number}: mean {mean_staleness(own):.2f} ("
@@ -144,7 +144,7 @@ class Speed:
         self.trace = trace
         self.seconds = 0.0
         self._images = 0
-        self.mark()
+        self._marked = self._now()
 
     @contextmanager
     def step(self, images: int) -> Iterator[None]:

@@ -148,4 +148,4 @@ def run_training(
                 raise
             return None, *go_on(run)
         finally:
-            run.batches.close()
+            run.problem.batches.close()

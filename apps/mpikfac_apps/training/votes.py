@@ -10,6 +10,7 @@ import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training.checkpoints import Saver
+from mpikfac_apps.training.parts.methods import Method
 
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
@@ -29,10 +30,11 @@ class Votes:
         options: Options,
         guard: Guard,
         saver: Saver,
-        trainer: mpikfac.KFAC | mpikfac.DataParallel,
+        method: Method,
     ) -> None:
         self._comm, self._options = comm, options
-        self._guard, self._saver, self._trainer = guard, saver, trainer
+        self._guard, self._saver = guard, saver
+        self._method, self._trainer = method, method.trainer
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
         self.troubles = 0
@@ -51,8 +53,8 @@ class Votes:
         decompositions = trainer.trace.calls["decompositions"]
         votes = [due, asked.stop, written, late, troubles, decompositions]
         trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
-        if isinstance(trainer, mpikfac.Asynchronous) and (due or asked.stop or written):
-            trainer.call()
+        if due or asked.stop or written:
+            self._method.call_meeting()
 
     def follow(self, save: Callable[[], None]) -> bool:
         """Fulfil the requests of all ranks; return whether the run has to stop.

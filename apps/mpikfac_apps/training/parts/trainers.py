@@ -21,6 +21,8 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.problems import airbench
+from mpikfac_apps.training.parts.methods import Client, Method, Preconditioned, QuadraticModel
+from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
 
 log = logging.getLogger("mpikfac.train")
@@ -59,6 +61,15 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
             log.info("weights of %s; tensors left at their first values: %s", file, left)
 
 
+def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
+    """Return the layers that are frozen in the first epochs; None if the options name no epochs."""
+    if not options.frozen_epochs:
+        return None
+    frozen = Frozen(model, options.frozen_epochs)
+    log.info("epochs in which only %s is trained: %d", frozen.last, options.frozen_epochs)
+    return frozen
+
+
 def split_layers(
     problem: Problem, model: nn.Module, trace: mpikfac.Trace
 ) -> mpikfac.SplitLayers | None:
@@ -89,14 +100,14 @@ def in_words(options: Options) -> str:
     )
 
 
-def make_trainer(
+def make_method(
     problem: Problem,
     team: mpikfac.comm.Team,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
-) -> mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous:
-    """Return the trainer of a start, without the state of a checkpoint.
+) -> Method:
+    """Return the method of a run with a new trainer, without the state of a checkpoint.
 
     Collective over: the team.
     """
@@ -107,13 +118,15 @@ def make_trainer(
         if strategy.exchange.asynchronous:
             assert team.link, "there is a server"
             mpikfac.comm.tell(team.link, (problem.classes, problem.channels))
-            return mpikfac.Asynchronous(model, optimizer, team, strategy)
+            return Client(problem, mpikfac.Asynchronous(model, optimizer, team, strategy))
         if options.optimizer != "kfac":
-            return mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+            return Method(problem, mpikfac.DataParallel(model, optimizer, comm, strategy, trace))
         covers = problem.network.covers
         shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
         log.info("strategy %s: %s", name, differences(strategy))
         log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
-        return mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
+        trainer = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
+        method = QuadraticModel if options.quadratic else Preconditioned
+        return method(problem, trainer)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 import mpikfac
 from mpikfac_apps.cli import checkpoint_at, run_on_ranks
@@ -92,20 +93,19 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
     checkpoint = mpikfac.load_checkpoint(comm, path)
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):
-        problem.model = first_model(options, problem.classes, problem.channels, device)
-        problem.check(problem.model)
+        model = first_model(options, problem.classes, problem.channels, device)
+        problem.check(model)
     source = asked.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
         file = asked.weights
         tensors = export.weights(checkpoint) if file is None else weights.read(file)
-        if left := weights.load(problem.model, tensors):
+        if left := weights.load(model, tensors):
             raise ValueError(
                 f"a test needs all tensors, and {', '.join(left)} differ; the data has "
                 f"{problem.classes} classes"
             )
-        if file is None:
-            take_average(problem, checkpoint)
-    results = problem.evaluate(problem.tested_model())
+        average = average_of(options, model, checkpoint) if file is None else None
+    results = problem.evaluate(problem.averaged_model(average) if average else model)
     problem.batches.close()
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"
 
@@ -126,9 +126,12 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
     return dataclasses.replace(options, batch=batch, data=data)
 
 
-def take_average(problem: Problem, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-    """Load the averages of weights of a checkpoint if the run tested averages."""
-    average = problem.options.average
-    if average and AVERAGED in checkpoint:
-        problem.average = Average(problem.model, average)
-        problem.average.load(checkpoint)
+def average_of(
+    options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
+) -> Average | None:
+    """Return the averages of weights of a checkpoint; None if the run tested no averages."""
+    if not options.average or AVERAGED not in checkpoint:
+        return None
+    average = Average(model, options.average)
+    average.load(checkpoint)
+    return average
