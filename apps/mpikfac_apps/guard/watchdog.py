@@ -40,6 +40,7 @@ class Watchdog:
     def __init__(self, reports: Reports, limit: float | None, stage: Callable[[], str]) -> None:
         self._reports, self._limit, self._stage = reports, limit, stage
         self._stepped = self._ending = False
+        self._where, self._deadline = ("start-up", 0, math.inf), math.inf
         self._lock = threading.Lock()  # progress comes either in time or too late
         self._last = 0.0  # time at which the C thread acts
         self._closed = threading.Event()

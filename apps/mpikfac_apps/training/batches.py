@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -73,6 +74,20 @@ def unit(images: Tensor, white: int) -> Tensor:
     return images.float().div_(white)
 
 
+class EpochDraws(NamedTuple):
+    """What is drawn for an epoch: the order of the images, and the moves of the augmentation.
+
+    Attributes:
+        order: the numbers of the images, in the order of the epoch.
+        moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; none without
+            augmentation.
+    """
+
+    epoch: int
+    order: Tensor
+    moves: tuple[Tensor, ...] = ()
+
+
 class Batches:
     """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
 
@@ -104,7 +119,7 @@ class Batches:
         self.seed, self.augment = seed, augment
         self.rank, self.ranks = rank, ranks
         self.calendar = Calendar(len(images), batch)
-        self._epoch = -1
+        self._draws: EpochDraws | None = None
 
     def per_rank(self, epoch: int) -> int:
         """Return the images of a rank's share of a batch."""
@@ -112,16 +127,16 @@ class Batches:
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`."""
-        if epoch != self._epoch:
-            self._draw(epoch)
-        mine = self.per_rank(epoch)
-        first = index * self.calendar.at(epoch).batch + self.rank * mine
-        positions = slice(first, first + mine)
-        chosen = self.order[positions]
+        if self._draws is None or epoch != self._draws.epoch:
+            self._draws = self._draw(epoch)
+        share = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * share
+        positions = slice(first, first + share)
+        chosen = self._draws.order[positions]
         images = self.images[chosen]
         if self.augment:
-            top, left, mirror = (drawn[positions] for drawn in (self.top, self.left, self.mirror))
-            images = augmented(images, self.augment.shift, top, left, mirror)
+            moves = (draws[positions] for draws in self._draws.moves)
+            images = augmented(images, self.augment.shift, *moves)
         return images, self.labels[chosen]
 
     def sample(self, images: int, size: int) -> Iterator[Tensor]:
@@ -157,20 +172,20 @@ class Batches:
     def close(self) -> None:
         """Return: no process reads images."""
 
-    def _draw(self, epoch: int) -> None:
+    def _draw(self, epoch: int) -> EpochDraws:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         n, device = len(self.images), self.images.device
-        self.order = torch.randperm(n, generator=generator).to(device)
-        if self.augment:
-            places = 2 * self.augment.shift + 1
-            drawn = torch.randint(places, (2, n), generator=generator).to(device)
-            self.top, self.left = drawn.unbind()
-            if self.augment.alternating:  # drawn for the images, alike in all epochs
-                generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
-            self.mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
-            if self.augment.alternating:
-                self.mirror = self.mirror[self.order] ^ bool(epoch % 2)
-        self._epoch = epoch
+        order = torch.randperm(n, generator=generator).to(device)
+        if not self.augment:
+            return EpochDraws(epoch, order)
+        places = 2 * self.augment.shift + 1
+        top, left = torch.randint(places, (2, n), generator=generator).to(device).unbind()
+        if self.augment.alternating:  # drawn for the images, alike in all epochs
+            generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
+        mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
+        if self.augment.alternating:
+            mirror = mirror[order] ^ bool(epoch % 2)
+        return EpochDraws(epoch, order, (top, left, mirror))
 
 
 class Stream:
