@@ -128,8 +128,8 @@ class Reports:
         except OSError:
             return
         places = summary([self._read(rank) for rank in range(self._ranks)])
-        told = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
-        line = f"{files.printable(told)}\n"
+        message = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
+        line = f"{files.printable(message)}\n"
         self._print(line)
         with suppress(OSError):
             file.write(line.encode())
@@ -161,13 +161,13 @@ def screen() -> int:
 
 def summary(reports: Sequence[Place | None]) -> str:
     """Return the ranks' places: first computing ranks, then silent ranks, then waiting ranks."""
-    found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    ranks_by_place: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, report in enumerate(reports):
         if report is None:
-            found[1, "silent (stopped, holding the GIL, or at its end)"].append(rank)
+            ranks_by_place[1, "silent (stopped, holding the GIL, or at its end)"].append(rank)
         else:
-            found[2 * report["waits"], _doing(report)].append(rank)
-    groups = [f"{_named(found[key], reports)} {key[1]}" for key in sorted(found)]
+            ranks_by_place[2 * report["waits"], _doing(report)].append(rank)
+    groups = [f"{_named(ranks_by_place[key], reports)} {key[1]}" for key in sorted(ranks_by_place)]
     return "; ".join(groups)
 
 

@@ -32,14 +32,14 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
         ValueError: SLURM_JOB_END_TIME is no time after `now`.
     """
     ends = [] if max_minutes is None else [now + 60 * max_minutes]
-    if given := environ.get("SLURM_JOB_END_TIME"):
+    if text := environ.get("SLURM_JOB_END_TIME"):
         try:
-            end = float(given)
+            end = float(text)
         except ValueError:
             end = math.nan
         if not now < end < math.inf:
             raise ValueError(
-                f"SLURM_JOB_END_TIME={given} must be a unix time after {now:.0f} (now); "
+                f"SLURM_JOB_END_TIME={text} must be a unix time after {now:.0f} (now); "
                 "unset it if it is not this job's"
             )
         ends.append(end)

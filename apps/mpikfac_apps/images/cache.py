@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     trouble: str = ""
 
 
-def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing:
+def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
     """Return the list of images, with a copy of the bytes on the disk of the rank's node.
 
     One rank of each node checks or writes the copy, and the remaining ranks wait. The ranks of a
@@ -53,7 +53,7 @@ def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing
 
     Collective over: comm.
     """
-    content = found.content
+    content = listing.content
     assert content is not None, "the images lie in a single file"
     if comm.rank == 0:
         size = content.place.size or 0
@@ -61,13 +61,15 @@ def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing
     first = mpikfac.comm.lowest_in_node(comm)
     outcomes = comm.allgather(attempted(content, directory) if first == comm.rank else None)
     if comm.rank == 0:
-        _tell([one for one in outcomes if one is not None], directory, content.place.path)
+        _tell(
+            [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
+        )
     copy = outcomes[first].copy
     if not os.path.isfile(copy):  # also a directory that each rank has for itself
-        return found
-    parts = (found.train_images, found.test_images)
+        return listing
+    parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
-    return replace(found, train_images=trained, test_images=tested)
+    return replace(listing, train_images=trained, test_images=tested)
 
 
 def attempted(content: Content, directory: str) -> Outcome:

@@ -91,11 +91,12 @@ class _Process:
     def __init__(self, memory: int, shape: tuple[int, ...]) -> None:
         self._connection, theirs = Pipe()
         passed = theirs.fileno(), memory
-        kept = KEEP | {k: v for k, v in os.environ.items() if not k.startswith(OF_MPI)}
+        environment = KEEP | {k: v for k, v in os.environ.items() if not k.startswith(OF_MPI)}
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mpikfac_apps.images.worker", *map(str, (*passed, *shape))],
             pass_fds=passed,
-            env=kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the rank

@@ -53,10 +53,10 @@ def content(place: Place) -> bytes:
     if place.size is None:
         return files.read_bytes(place.path, LIMIT, links=True)
     path, start = place.copy or (place.path, place.start)
-    found = os.pread(_packed(path).fileno(), place.size, start)
-    if len(found) < place.size:
+    data = os.pread(_packed(path).fileno(), place.size, start)
+    if len(data) < place.size:
         raise OSError("the file ends before the image")
-    return found
+    return data
 
 
 @lru_cache(maxsize=4)

@@ -86,9 +86,9 @@ class Images:
         """
         if count is None:
             return self
-        kept = np.arange(count) * len(self) // count
-        names, spans = (None if a is None else a[kept] for a in (self.names, self.spans))
-        return replace(self, labels=self.labels[kept], names=names, spans=spans)
+        numbers = np.arange(count) * len(self) // count
+        names, spans = (None if a is None else a[numbers] for a in (self.names, self.spans))
+        return replace(self, labels=self.labels[numbers], names=names, spans=spans)
 
     @property
     def digest(self) -> int:

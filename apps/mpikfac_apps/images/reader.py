@@ -90,9 +90,9 @@ class Reader:
         for following in [*parts[1:], None]:
             if ahead is None:
                 return
-            found = self.result(ahead, device)
+            batch = self.result(ahead, device)
             ahead = None if following is None else self.begin(images, following, None, REST)
-            yield found
+            yield batch
 
     def _in_place_of(self, fault: Fault, request: Request) -> np.ndarray:
         """Return the next image of the class that can be decoded."""
@@ -135,8 +135,8 @@ class Reader:
         """
         if not self.most:
             return
-        for found in comm.allgather(self._broken):
-            self._broken |= found
+        for broken in comm.allgather(self._broken):
+            self._broken |= broken
         for image in sorted(self._broken.keys() - self._told):
             self._told.add(image)
             if comm.rank == 0:
