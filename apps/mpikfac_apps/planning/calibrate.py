@@ -191,7 +191,7 @@ def message_samples(
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
         return []  # as fast as neighbours
-    sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
+    sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
     kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
@@ -401,18 +401,18 @@ class Network:
         Raises:
             ValueError: a strategy is not possible with the present MPI.
         """
-        made = [self._trainer(comm, strategy=way) for way in ways]
+        trainers = [self._trainer(comm, strategy=way) for way in ways]
         taken: list[list[float]] = [[] for _ in ways]
         for _ in range(TURNS):
-            for (kfac, images, labels), found in zip(made, taken):
+            for (kfac, images, labels), times in zip(trainers, taken):
                 comm.Barrier()
                 start = now(images.device)
                 for _ in range(STEPS):
                     timed_step(kfac, images, labels)
-                found.append(max(comm.allgather((now(images.device) - start) / STEPS)))
-        for kfac, _, _ in made:
+                times.append(max(comm.allgather((now(images.device) - start) / STEPS)))
+        for kfac, _, _ in trainers:
             kfac.close()
-        return [median(found[1:]) for found in taken]
+        return [median(times[1:]) for times in taken]
 
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
@@ -420,8 +420,8 @@ class Network:
         """Return K-FAC of the network with a single decomposition, images and labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        given = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
-        once = mpikfac.KFAC(model, optimizer, comm, **given)
+        arguments = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
+        once = mpikfac.KFAC(model, optimizer, comm, **arguments)
         return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
@@ -433,10 +433,12 @@ class Network:
         for solver in SOLVERS:
             plain[solver] = medians(self._plain[solver])
             factors[solver] = medians(self._factors[solver])
-            more = [factors[solver][part] - plain[solver][part] for part in ("backward", "others")]
-            statistics[solver] = max(0.0, sum(more))
+            differences = [
+                factors[solver][part] - plain[solver][part] for part in ("backward", "others")
+            ]
+            statistics[solver] = max(0.0, sum(differences))
         matrices, vectors = SOLVERS
-        mine = {
+        times = {
             "forward": plain[matrices]["forward"],
             "backward": plain[matrices]["backward"],
             "statistics": statistics[matrices],
@@ -446,8 +448,8 @@ class Network:
             "vector_statistics": statistics[vectors],
             "vector_precondition": plain[vectors]["precondition"],
         }
-        everyone = comm.allgather(mine)
-        slowest = {part: max(seconds[part] for seconds in everyone) for part in mine}
+        everyone = comm.allgather(times)
+        slowest = {part: max(seconds[part] for seconds in everyone) for part in times}
         return mpikfac.predict.Network(self.name, self.batch, **slowest)
 
 

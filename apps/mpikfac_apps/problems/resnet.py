@@ -81,8 +81,8 @@ def stage(
     """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
-    rest = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
-    return nn.Sequential(block(inputs, width, stride, first), *rest)
+    tail = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
+    return nn.Sequential(block(inputs, width, stride, first), *tail)
 
 
 class CifarResNet(nn.Module):

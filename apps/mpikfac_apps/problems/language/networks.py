@@ -66,11 +66,11 @@ class LSTM(nn.Module):
         self.cell, self.head = nn.LSTMCell(width, width), nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        state, found = None, []
+        state, outputs = None, []
         for embedded in self.embedding(x).unbind(1):
             state = self.cell(embedded, state)
-            found.append(state[0])
-        return self.head(torch.stack(found, 1)).transpose(1, 2)
+            outputs.append(state[0])
+        return self.head(torch.stack(outputs, 1)).transpose(1, 2)
 
 
 def gpt_small(classes: int, channels: int) -> nn.Module:
