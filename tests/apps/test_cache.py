@@ -141,7 +141,7 @@ def test_runs_that_start_at_once_write_one_copy(images, directory, monkeypatch):
 
     def run():
         begin.wait(10)
-        found.append(cache.kept(content, directory).read_bytes())
+        found.append(cache.sound_copy(content, directory).read_bytes())
 
     monkeypatch.setattr(cache, "write", counted)
     runs = [threading.Thread(target=run) for _ in range(4)]

@@ -76,13 +76,15 @@ def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dic
         for name, finding in findings.items()
         if finding.vectors and not finding.large
     }
-    compared = {name: compared[name] for name in whole(compared, module_of)}
+    compared = {name: compared[name] for name in with_all_layers(compared, module_of)}
     step = one_step(subject, comm, batch, "inverse", compared)
     for name, parts in compared.items():
         findings[name].errors.update(autograd_errors(name, parts, uses[name], step))
     shapes = {name: parts[0].shape for name, parts in compared.items()}
     orders = {name: shape.inputs * shape.outputs for name, shape in shapes.items()}
-    small = whole([n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of)
+    small = with_all_layers(
+        [n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of
+    )
     for solver in reference.SOLVES:
         step = one_step(subject, comm, batch, solver, small)
         for name in small:
@@ -90,7 +92,7 @@ def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dic
     return findings
 
 
-def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
+def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
     """Keep a layer only if `names` has all layers of the layer's module."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]

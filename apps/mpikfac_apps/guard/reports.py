@@ -79,7 +79,7 @@ class Reports:
                 self._path(self._rank).unlink(missing_ok=True)
             self._directory.rmdir()  # the last rank succeeds
 
-    def tell(self, place: Place, seconds: float) -> None:
+    def report(self, place: Place, seconds: float) -> None:
         """Report this rank's place after `seconds` without progress, and print a line."""
         began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}

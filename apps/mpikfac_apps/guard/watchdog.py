@@ -109,7 +109,7 @@ class Watchdog:
                         faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
             if self._ending:
                 end_launcher(LAUNCHER)
-                self._reports.tell(*self._late())
+                self._reports.report(*self._late())
                 return
 
     def _late(self) -> tuple[Place, float]:

@@ -61,7 +61,7 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
     first = mpikfac.comm.lowest_in_node(comm)
     outcomes = comm.allgather(attempted(content, directory) if first == comm.rank else None)
     if comm.rank == 0:
-        _tell(
+        _warn_of_troubles(
             [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
         )
     copy = outcomes[first].copy
@@ -75,14 +75,14 @@ def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listi
 def attempted(content: Content, directory: str) -> Outcome:
     """Return the file with the copy, or why there is no copy."""
     try:
-        return Outcome(copy=str(kept(content, Path(directory).absolute())))
+        return Outcome(copy=str(sound_copy(content, Path(directory).absolute())))
     except OSError as error:
         return Outcome(trouble=f"{platform.node()}: {files.why(error)}")
     except ValueError as error:
         return Outcome(trouble=f"{platform.node()}: {error}")
 
 
-def _tell(outcomes: list[Outcome], directory: str, path: str) -> None:
+def _warn_of_troubles(outcomes: list[Outcome], directory: str, path: str) -> None:
     """Warn of nodes without a copy, in one line."""
     troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
     if troubles:
@@ -92,7 +92,7 @@ def _tell(outcomes: list[Outcome], directory: str, path: str) -> None:
         )
 
 
-def kept(content: Content, directory: Path) -> Path:
+def sound_copy(content: Content, directory: Path) -> Path:
     """Return the file with a copy of the bytes; write the file if no sound copy is there.
 
     Raises:

@@ -102,7 +102,7 @@ class _Process:
             start_new_session=True,  # Ctrl-C is for the rank
         )
         theirs.close()
-        self._found: dict[int, list[Fault]] = {}
+        self._faults: dict[int, list[Fault]] = {}
 
     def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
         try:
@@ -112,12 +112,12 @@ class _Process:
 
     def faults(self, ticket: int) -> list[Fault]:
         try:
-            while ticket not in self._found:
+            while ticket not in self._faults:
                 done, faults = self._connection.recv()
-                self._found[done] = faults
+                self._faults[done] = faults
         except (EOFError, OSError) as error:
             raise self._ended() from error
-        return self._found.pop(ticket)
+        return self._faults.pop(ticket)
 
     def _ended(self) -> mpikfac.UserError:
         with suppress(subprocess.TimeoutExpired):

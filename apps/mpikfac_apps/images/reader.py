@@ -53,7 +53,7 @@ class Reader:
         self.size, self.room, self.most = size, room, most
         self._decoders = Decoders(workers, size, room)
         self._broken: dict[str, str] = {}  # reasons by image
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def begin(
         self, images: Images, numbers: Sequence[int], draws: Sequence[Draw] | None, slot: int
@@ -137,8 +137,8 @@ class Reader:
             return
         for broken in comm.allgather(self._broken):
             self._broken |= broken
-        for image in sorted(self._broken.keys() - self._told):
-            self._told.add(image)
+        for image in sorted(self._broken.keys() - self._logged):
+            self._logged.add(image)
             if comm.rank == 0:
                 reason = self._broken[image]
                 log.warning("%s cannot be decoded, and is replaced: %s", image, reason)

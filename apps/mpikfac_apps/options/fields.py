@@ -240,10 +240,10 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
             for name in leaf.path[:-1]:
                 node = node.setdefault(name, {})
             node[leaf.path[-1]] = values[leaf.key]
-    return _made(group, tree, "")
+    return _group_of(group, tree, "")
 
 
-def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
+def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
     hints, values = typing.get_type_hints(group), dict(tree)
     for field in dataclasses.fields(group):
         value = tree.get(field.name)
@@ -251,7 +251,7 @@ def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
             values[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
         elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[field.name]):
             inner = prefix if field.metadata.get("inline") else f"{prefix}{field.name}."
-            values[field.name] = _made(hints[field.name], value, inner)
+            values[field.name] = _group_of(hints[field.name], value, inner)
         elif isinstance(value, str) and torch.dtype in _alternatives(hints[field.name]):
             values[field.name] = DTYPES[value]
     try:

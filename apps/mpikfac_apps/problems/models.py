@@ -138,7 +138,7 @@ def network(name: str) -> Network:
         image, classes, fixed = own.usual_of_timm(inside)
         return Network(partial(own.of_timm, inside), image, classes, fixed, draw=None)
     if source:
-        make, takes, covers = partial(own.made, name), own.takes(name), own.covers(name)
+        make, takes, covers = partial(own.built, name), own.takes(name), own.covers(name)
         return Network(make, None, None, draw=None, takes=takes, covers=covers)
     raise ValueError(
         f"model={name} is unknown; try one of {', '.join(MODELS)}, {' or '.join(OTHERS)}"

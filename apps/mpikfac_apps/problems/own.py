@@ -27,7 +27,7 @@ USUAL = {"classes": 10, "channels": 3}
 # -- functions in files ----------------------------------------------------------------------------
 
 
-def made(name: str, **numbers: int | None) -> nn.Module:
+def built(name: str, **numbers: int | None) -> nn.Module:
     """Return the result of FILE.py:FUNCTION.
 
     Args:
@@ -47,7 +47,7 @@ def made(name: str, **numbers: int | None) -> nn.Module:
         for key in takes(name)
         if key in required or numbers[key] is not None
     }
-    with told(f"{function}()"):
+    with one_line_errors(f"{function}()"):
         model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
@@ -61,7 +61,7 @@ def result(name: str) -> Any:
         ValueError: the file or the function does not exist, or raises.
     """
     build = function_of(name)
-    with told(f"{name.rpartition(':')[2]}()"):
+    with one_line_errors(f"{name.rpartition(':')[2]}()"):
         return build()
 
 
@@ -126,7 +126,7 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent))
-    with told(f"{path}"):
+    with one_line_errors(f"{path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -140,7 +140,7 @@ def of_timm(name: str, classes: int, channels: int) -> nn.Module:
     Raises:
         ValueError: timm cannot make the network.
     """
-    with told(f"timm.create_model({name!r})"):
+    with one_line_errors(f"timm.create_model({name!r})"):
         return timm().create_model(name, num_classes=classes, in_chans=channels)
 
 
@@ -193,7 +193,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: the model raises, or returns something that cross entropy does not take.
     """
-    with told(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
+    with one_line_errors(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
         outputs = copy.deepcopy(model).train()(inputs)
     if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != len(inputs):
         what = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
@@ -202,7 +202,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def one_line_errors(what: str) -> Iterator[None]:
     """Turn any exception of a user's code into one line.
 
     Raises:

@@ -23,10 +23,10 @@ class PadShortcut(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.stride, self.new = stride, outputs - inputs
+        self.stride, self.added = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:

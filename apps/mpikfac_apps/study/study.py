@@ -96,8 +96,8 @@ def _run(study: Study, directory: Path) -> int:
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
             how = "stopped; the same command resumes the study"
-        new = None if ended.code or again else ended.seconds
-        progress.end(number, cell, how + again, new)
+        seconds = None if ended.code or again else ended.seconds
+        progress.end(number, cell, how + again, seconds)
         if ended.code == STOPPED and study.launcher == "mpirun":
             return STOPPED  # the next cells would be asked to stop, too
         code = 1 if ended.code else code

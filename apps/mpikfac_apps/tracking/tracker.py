@@ -79,8 +79,8 @@ def check(names: Sequence[str]) -> None:
         if own.is_own(name):
             own.check_file(name)
         elif name not in SERVICES:
-            known = ", ".join(SERVICES)
-            raise ValueError(f"metrics={name} must be one of {known}, or FILE.py:FUNCTION")
+            choices = ", ".join(SERVICES)
+            raise ValueError(f"metrics={name} must be one of {choices}, or FILE.py:FUNCTION")
         elif importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"metrics={name} needs the package {name}, which is not installed; run pip install "
@@ -94,7 +94,7 @@ def opened(name: str, start: Start) -> Tracker:
     Raises:
         ValueError: the tracker cannot start, or the user's function returns no function.
     """
-    with own.told(f"metrics={name}"):
+    with own.one_line_errors(f"metrics={name}"):
         make = SERVICES[name] if name in SERVICES else own.function_of(name)
         tracker = make(start)
     if not callable(tracker):

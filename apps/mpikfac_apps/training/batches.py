@@ -194,7 +194,7 @@ class Stream:
     Several batches are ahead: a slow image or a slow process then holds up no step.
 
     Args:
-        found: the list of images.
+        listing: the list of images.
         batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
         data: augmentation, number of processes, and how many broken images are replaced.
 
@@ -204,7 +204,7 @@ class Stream:
 
     def __init__(
         self,
-        found: Listing,
+        listing: Listing,
         batch: int | ByEpoch,
         data: DataOptions,
         *,
@@ -215,11 +215,11 @@ class Stream:
     ) -> None:
         self.seed, self.augment, self.device = seed, data.augment, device
         self.rank, self.ranks = rank, ranks
-        self.calendar = Calendar(len(found.train_images), batch)
-        self._train, self._test = found.train_images, found.test_images
+        self.calendar = Calendar(len(listing.train_images), batch)
+        self._train, self._test = listing.train_images, listing.test_images
         room = max(ROOM, *(size // ranks for size in numbers_of(batch)))
         workers = WORKERS if data.workers is None else data.workers
-        self._reader = Reader(found.size, room, workers, data.broken or 0)
+        self._reader = Reader(listing.size, room, workers, data.broken or 0)
         self._epoch, self._order = -1, torch.empty(0)
         self._ahead: deque[tuple[int, int, Request]] = deque()  # with epoch and index
 
@@ -257,10 +257,10 @@ class Stream:
             generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
             self._order = torch.randperm(len(self._train), generator=generator)
             self._epoch = epoch
-        mine = self.per_rank(epoch)
-        first = index * self.calendar.at(epoch).batch + self.rank * mine
-        positions = range(first, first + mine)
-        numbers = self._order[first : first + mine].tolist()
+        count = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * count
+        positions = range(first, first + count)
+        numbers = self._order[first : first + count].tolist()
         draws: list[Draw] = [(self.seed, epoch, position) for position in positions]
         chosen = draws if self.augment else None
         request = self._reader.begin(self._train, numbers, chosen, slot)
@@ -314,17 +314,17 @@ class Stream:
         self._reader.close()
 
 
-def made(
-    found: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
+def make_batches(
+    data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
 ) -> Batches | Stream:
     """Return the batches of a rank, of images in memory or of images in files.
 
     Raises:
         ValueError: the network takes images of another size.
     """
-    if isinstance(found, Listing):
+    if isinstance(data, Listing):
         return Stream(
-            found,
+            data,
             options.batches,
             options.data,
             seed=options.seed,
@@ -332,11 +332,11 @@ def made(
             rank=rank,
             ranks=ranks,
         )
-    check_size(options, tuple(found.train_images.shape[2:]))
-    images, labels = share(found.test_images, found.test_labels, rank, ranks)
+    check_size(options, tuple(data.train_images.shape[2:]))
+    images, labels = share(data.test_images, data.test_labels, rank, ranks)
     return Batches(
-        found.train_images.to(device),
-        found.train_labels.to(device),
+        data.train_images.to(device),
+        data.train_labels.to(device),
         options.batches,
         seed=options.seed,
         augment=Augmentation.of(options.data),
@@ -348,8 +348,8 @@ def made(
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Return a rank's contiguous part for evaluation; the parts together hold every image once."""
-    mine = slice(*bounds(len(images), rank, ranks))
-    return images[mine], labels[mine]
+    positions = slice(*bounds(len(images), rank, ranks))
+    return images[positions], labels[positions]
 
 
 def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:

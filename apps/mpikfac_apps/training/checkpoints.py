@@ -42,7 +42,7 @@ class Saver:
         self.step = -1
         self._writer = mpikfac.CheckpointWriter(comm, root)
         self._guard = guard
-        self._began = self._told = 0.0
+        self._began = self._reminded = 0.0
 
     @property
     def pending(self) -> bool:
@@ -63,7 +63,7 @@ class Saver:
         self.settle(last and self.step == step)
         if self.step == step:
             return
-        self._began = self._told = time.monotonic()
+        self._began = self._reminded = time.monotonic()
         self._guard.begin_write(step, lambda: not self.written)
         try:
             self._writer.begin(items, step)
@@ -95,11 +95,11 @@ class Saver:
             late: the sum of `rank + 1` over the remaining ranks.
         """
         now = time.monotonic()
-        if not self.pending or limit is None or now - self._told < limit:
+        if not self.pending or limit is None or now - self._reminded < limit:
             return
-        self._told = now
-        rest = self._writer.comm.size - written
-        who = f"rank {late - 1} still writes" if rest == 1 else f"{rest} ranks still write"
+        self._reminded = now
+        writing = self._writer.comm.size - written
+        who = f"rank {late - 1} still writes" if writing == 1 else f"{writing} ranks still write"
         log.warning(
             "%s a checkpoint of step %d, begun %d s ago; training goes on, and the job ends after "
             "%d s",
@@ -141,12 +141,12 @@ def open_checkpoint(
         with mpikfac.comm.together(comm, f"resume={options.resume}"):
             path = checkpoint_at(Path(options.resume)) if comm.rank == 0 else None
         return mpikfac.load_checkpoint(comm, comm.bcast(path))
-    found = mpikfac.find_checkpoint(comm, root(options))
-    if found is None:
+    checkpoint = mpikfac.find_checkpoint(comm, root(options))
+    if checkpoint is None:
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             if comm.rank == 0:
                 run_directory.start_anew(Path(options.run_dir))
-    return found
+    return checkpoint
 
 
 def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
@@ -159,9 +159,9 @@ def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
     layouts = plan.of(0).layouts
-    rest = tensors_per_weight * layouts.gradients.size + layouts.scales.size
-    kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
-    return (plan.itemsize * rest + kept) / 1e6
+    weights = tensors_per_weight * layouts.gradients.size + layouts.scales.size
+    curvature = plan.factor_itemsize * averages + plan.basis_itemsize * bases
+    return (plan.itemsize * weights + curvature) / 1e6
 
 
 def root(options: Options) -> Path:
@@ -243,10 +243,10 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     Raises:
         ValueError: an item has another form.
     """
-    found = {name: checkpoint.get(name, "") for name in RECORDS}
-    if not files.has_form(found, RECORDS) or not all(found[name] >= 0 for name in list(found)[:2]):
+    items = {name: checkpoint.get(name, "") for name in RECORDS}
+    if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):
         raise ValueError(f"items {', '.join(RECORDS)} must be two numbers of at least 0 and a text")
-    seconds, size, waiting = found.values()
+    seconds, size, waiting = items.values()
     return seconds, size, waiting
 
 
@@ -284,7 +284,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     Raises:
         ValueError: the options differ, or the batch does not suit the number of ranks.
     """
-    given = options.batches
+    requested_batch = options.batches
     if options.batch_per_rank and isinstance(saved["batch"], int):
         options = dataclasses.replace(options, batch=saved["batch"])
     for key, value in identity(options).items():
@@ -300,7 +300,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
             f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
             f"start one of {mpikfac.plan.divisors(common)} ranks"
         )
-    if given != batch or (options.scale_lr and began_on != ranks):
+    if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
         log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options

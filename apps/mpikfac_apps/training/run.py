@@ -228,13 +228,13 @@ class Run:
 
     def _meets(self, steps: int) -> bool:
         """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
-        every = self.options.checkpoint_every
-        return every is not None and steps % every == 0 and self.method.alone
+        interval = self.options.checkpoint_every
+        return interval is not None and steps % interval == 0 and self.method.alone
 
     def _test_due(self, steps: int) -> bool:
         """Return whether the options ask for a test after so many steps, also within an epoch."""
-        every = self.options.eval_steps
-        return every is not None and steps % every == 0
+        interval = self.options.eval_steps
+        return interval is not None and steps % interval == 0
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
@@ -265,8 +265,8 @@ class Run:
         why = self.guard.requests.reason or "another rank was asked to"
         code = self.options.stop_code
         # Open MPI reports every code but 0 as a failure.
-        wanted = f"; code {code} is wanted, whatever the launcher says below" if code else ""
-        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, wanted)
+        note = f"; code {code} is wanted, whatever the launcher says below" if code else ""
+        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, note)
         return code
 
     # -- records ---------------------------------------------------------------------------------
@@ -379,13 +379,13 @@ class Run:
 
     def _restore(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[int, str]:
         """Restore the state from the checkpoint, and return what to keep of metrics.jsonl."""
-        kept = 0, ""
+        metrics = 0, ""
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         doing = f"reading checkpoint {checkpoint.path}"
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
-            asked = decays_and_momenta(self.optimizer)
+            numbers = decays_and_momenta(self.optimizer)
             self.trainer.load_state_dict(checkpoint)
-            follow_options(self.optimizer, asked)
+            follow_options(self.optimizer, numbers)
             limit = "max_steps" if self.steps == self.options.max_steps else "epochs"
             checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps, limit)
             if self.average and AVERAGED in items:
@@ -396,10 +396,10 @@ class Run:
             self.speed.seconds, size, waiting = checkpoints.records(checkpoint)
             self.speed.mark()
             if self.options.resume == "auto":
-                kept = size, waiting
+                metrics = size, waiting
                 self.best.load(items)
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
-        return kept
+        return metrics

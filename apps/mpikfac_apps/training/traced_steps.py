@@ -43,11 +43,11 @@ class Recording:
     ) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
         self.method, self.trainer, self.trace = method, method.trainer, method.trainer.trace
-        begin, wanted = self.trainer.steps + WARM_UP, options.trace_steps or 0
-        self.chosen = range(begin, min(begin + wanted, last))
+        begin, count = self.trainer.steps + WARM_UP, options.trace_steps or 0
+        self.chosen = range(begin, min(begin + count, last))
         self._steps: dict[int, tuple[float, float]] = {}
-        if wanted and not self.chosen and comm.rank == 0:
-            log.warning("trace_steps=%d: no step is left after %d to warm up", wanted, WARM_UP)
+        if count and not self.chosen and comm.rank == 0:
+            log.warning("trace_steps=%d: no step is left after %d to warm up", count, WARM_UP)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:

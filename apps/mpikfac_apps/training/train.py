@@ -54,8 +54,10 @@ def tell_of_threads(rank: int) -> None:
     main = threading.main_thread()
     main.join(60)  # else a larger program goes on after the training
     time.sleep(PATIENCE)
-    others = [found for found in threading.enumerate() if not found.daemon and found is not main]
-    names = [repr(found.name) for found in others]
+    others = [
+        thread for thread in threading.enumerate() if not thread.daemon and thread is not main
+    ]
+    names = [repr(thread.name) for thread in others]
     if names and not main.is_alive():
         print(
             f"mpikfac: the run is over, but rank {rank} waits for the thread {', '.join(names)}; "

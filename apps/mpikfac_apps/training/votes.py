@@ -45,15 +45,15 @@ class Votes:
         Collective over: none.
         """
         trainer, saver = self._trainer, self._saver
-        asked, troubles = self._guard.requests, trainer.nonfinite.counts.total()
+        requests, troubles = self._guard.requests, trainer.nonfinite.counts.total()
         self._own_troubles = troubles
         pending, written = saver.pending, saver.written
-        due = asked.checkpoint and not pending
+        due = requests.checkpoint and not pending
         late = self._comm.rank + 1 if pending and not written else 0
         decompositions = trainer.trace.calls["decompositions"]
-        votes = [due, asked.stop, written, late, troubles, decompositions]
+        votes = [due, requests.stop, written, late, troubles, decompositions]
         trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
-        if due or asked.stop or written:
+        if due or requests.stop or written:
             self._method.call_meeting()
 
     def follow(self, save: Callable[[], None]) -> bool:
@@ -66,8 +66,8 @@ class Votes:
         Args:
             save: writes a checkpoint.
         """
-        every, ranks = self._options.checkpoint_every, self._comm.size
-        self._due |= bool(every and self._trainer.steps % every == 0)
+        interval, ranks = self._options.checkpoint_every, self._comm.size
+        self._due |= bool(interval and self._trainer.steps % interval == 0)
         if not self._trainer.combined:
             return False
         votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]

@@ -55,7 +55,7 @@ def rows(
     predictions: Mapping[str, float],
 ) -> list[Row]:
     """Return a row for each cell, by number of ranks."""
-    found = []
+    cell_rows = []
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
         ratio = cell.step / base.step if base and base.step and cell.step else None
@@ -76,8 +76,8 @@ def rows(
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
         }
-        found.append(row)
-    return found
+        cell_rows.append(row)
+    return cell_rows
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
@@ -101,13 +101,13 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
         return []
     to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
     averaged = ("step_seconds", measure.key, *to_target)
-    found = []
+    mean_rows = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
         about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
         about |= {"seeds": len(group), "complete": len(complete)}
-        found.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
-    return found
+        mean_rows.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
+    return mean_rows
 
 
 # -- the page ------------------------------------------------------------------------------------

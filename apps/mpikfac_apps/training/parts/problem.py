@@ -102,7 +102,7 @@ class Problem:
         data = load_data(comm, options)
         self.channels, self.classes = data.channels, data.classes
         with mpikfac.comm.together(comm, "reading data"):
-            self.batches = batches.made(data, options, device, comm.rank, comm.size)
+            self.batches = batches.make_batches(data, options, device, comm.rank, comm.size)
             checkpoints.check_images(images_before, self.batches.digest)
         mpikfac.comm.agree(comm, {"training images": self.batches.digest})
         if data.about:
@@ -164,5 +164,5 @@ class Problem:
 
 def words_of(tested: Mapping[str, float], measure: str) -> str:
     """Return the measures of a test in words, without the loss."""
-    more = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
-    return f"{measure} {measured(measure, tested[measure])}{more}"
+    top5 = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
+    return f"{measure} {measured(measure, tested[measure])}{top5}"

@@ -77,14 +77,14 @@ def split_layers(
 
     Collective over: problem.comm.
     """
-    comm, asked = problem.comm, problem.options.distribution
-    if not asked.split:
+    comm, choices = problem.comm, problem.options.distribution
+    if not choices.split:
         return None
     with mpikfac.comm.together(comm, "split_layers"):
-        one = problem.normalise(problem.batches.first(1))
+        image = problem.normalise(problem.batches.first(1))
         share = problem.options.step_batch // comm.size
-        calls = mpikfac.layer_calls(model, one.expand(share, *one.shape[1:]))
-        distribution = layer_distribution(asked, calls, comm.size)
+        calls = mpikfac.layer_calls(model, image.expand(share, *image.shape[1:]))
+        distribution = layer_distribution(choices, calls, comm.size)
         log.info("%s", distribution_table(calls, distribution, comm.size))
         return mpikfac.split_layers(model, comm, distribution, trace)
 

@@ -62,21 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_ranks(lambda _: read(PROGRAM, EvaluateOptions, argv), evaluate)
 
 
-def evaluate(comm: mpikfac.comm.Comm, asked: EvaluateOptions) -> int:
+def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions) -> int:
     """Print the line with the results on rank 0; return 0.
 
     Collective over: comm.
     """
     share_cores(comm, None)
     with mpikfac.comm.together(comm, "options"):
-        device = mpikfac.device(comm, asked.device)
-    line = tested(comm, asked, device)
+        device = mpikfac.device(comm, evaluation.device)
+    line = tested(comm, evaluation, device)
     if comm.rank == 0:
         print(line, flush=True)
     return 0
 
 
-def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device) -> str:
+def tested(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, device: torch.device) -> str:
     """Return a line with the results of the test.
 
     Collective over: comm.
@@ -84,20 +84,20 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
     Raises:
         UserError: a file is missing or damaged, or belongs to another network.
     """
-    found: tuple[Path, Options] | None = None
-    with mpikfac.comm.together(comm, f"evaluate {asked.path}"):
+    located: tuple[Path, Options] | None = None
+    with mpikfac.comm.together(comm, f"evaluate {evaluation.path}"):
         if comm.rank == 0:
-            path = checkpoint_at(asked.path)
-            found = path, options_of(path, asked.data_path, comm.size)
-    path, options = comm.bcast(found)
+            path = checkpoint_at(evaluation.path)
+            located = path, options_of(path, evaluation.data_path, comm.size)
+    path, options = comm.bcast(located)
     checkpoint = mpikfac.load_checkpoint(comm, path)
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):
         model = first_model(options, problem.classes, problem.channels, device)
         problem.check(model)
-    source = asked.weights or path
+    source = evaluation.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
-        file = asked.weights
+        file = evaluation.weights
         tensors = export.weights(checkpoint) if file is None else weights.read(file)
         if left := weights.load(model, tensors):
             raise ValueError(
