@@ -60,7 +60,8 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
             "below are about complete cells only, and compare variants only where all cells ended."
         )
     if failed := [cell.cell.label for cell in cells if cell.state == "failed"]:
-        yield f"{number(len(failed), 'cell')} failed and count for nothing below: {_labels(failed)}."
+        count = number(len(failed), "cell")
+        yield f"{count} failed and count for nothing below: {_labels(failed)}."
     if differing := [cell.cell.label for cell in done if _counts_differ(cell)]:
         yield (
             "Bytes counted in traced steps differ from the plan's bytes in "
