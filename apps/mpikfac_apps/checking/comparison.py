@@ -53,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckedStep:
     """The output of K-FAC for a batch: factors, gradient and direction by layer."""
 
     factors: Mapping[str, Mapping[str, Tensor]]
@@ -109,7 +109,7 @@ def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Cal
 
 def one_step(
     subject: Subject, comm: mpikfac.comm.Comm, batch: Batch, solver: str, names: Container[str]
-) -> Step:
+) -> CheckedStep:
     """Return factors, gradients and directions of a batch, for layers in `names`.
 
     Collective over: comm.
@@ -134,7 +134,7 @@ def one_step(
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     state = kfac.state_dict()  # a single process holds all factors
     factors = {layer.name: recorded(state, layer.shape) for layer in kfac.layers}
-    return Step(factors, gradients, directions)
+    return CheckedStep(factors, gradients, directions)
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def autograd_errors(
     name: str,
     parts: Sequence[mpikfac.Layer],
     uses: Sequence[Sequence[reference.Call]],
-    step: Step,
+    step: CheckedStep,
 ) -> dict[str, float]:
     """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
     both = list(zip(parts, uses))
@@ -194,7 +194,7 @@ def autograd_errors(
     return {**errors, "gradient": off}
 
 
-def solve_error(name: str, solver: str, step: Step) -> float:
+def solve_error(name: str, solver: str, step: CheckedStep) -> float:
     """Return the relative error of a layer's direction against the dense solve."""
     expected = reference.solve(solver, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)

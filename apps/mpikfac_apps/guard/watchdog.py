@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from mpikfac.trace import COMMUNICATION
 from mpikfac_apps.guard.launcher import end_launcher
-from mpikfac_apps.guard.reports import Place, Reports, screen
+from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
 LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
 TICK = 0.1  # seconds between two looks at the clock
@@ -112,7 +112,7 @@ class Watchdog:
                 self._reports.report(*self._late())
                 return
 
-    def _late(self) -> tuple[Place, float]:
+    def _late(self) -> tuple[RankReport, float]:
         """Return this rank's place, and the limit that is over.
 
         A write beside the steps ends with a step of all ranks. A rank that has written, and is in a

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.images.listing import Content, Listing, Place
+from mpikfac_apps.images.listing import Content, ImagePlace, Listing
 
 PIECE = 2**22  # bytes that are read, hashed and written at a time
 
@@ -137,7 +137,7 @@ def sound(copy: Path, content: Content) -> bool:
     if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
         return False
     digest = blake3()
-    for piece in pieces(Place(str(copy), 0, content.place.size), links=False):
+    for piece in pieces(ImagePlace(str(copy), 0, content.place.size), links=False):
         digest.update(piece)
     return digest.hexdigest() == content.digest
 
@@ -169,7 +169,7 @@ def write(copy: Path, content: Content) -> None:
         partial.unlink(missing_ok=True)
 
 
-def pieces(place: Place, links: bool) -> Iterator[bytes]:
+def pieces(place: ImagePlace, links: bool) -> Iterator[bytes]:
     """Yield the bytes of a part of a file, from first to last.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 import mpikfac
-from mpikfac_apps.images.worker import Fault, Job, fill, slots_of
+from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 
 TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
 REST = 4  # the slot for a part of a test or of a sample
@@ -32,7 +32,7 @@ PATIENCE = 10.0  # seconds for a process to end
 class _Worker(Protocol):
     """Describe what decodes images, in the order of the tickets."""
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None: ...
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
     def faults(self, ticket: int) -> list[Fault]: ...
 
@@ -59,7 +59,7 @@ class Decoders:
             self._workers = [_Here(self._slots)]
         self._ticket = 0
 
-    def begin(self, slot: int, jobs: Sequence[Job]) -> int:
+    def begin(self, slot: int, jobs: Sequence[DecodeJob]) -> int:
         """Begin to decode a list of images into a slot, and return a ticket for the result."""
         self._ticket += 1
         for number, worker in enumerate(self._workers):
@@ -104,7 +104,7 @@ class _Process:
         theirs.close()
         self._faults: dict[int, list[Fault]] = {}
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None:
         try:
             self._connection.send((ticket, slot, jobs))
         except OSError as error:
@@ -140,9 +140,9 @@ class _Here:
 
     def __init__(self, slots: np.ndarray) -> None:
         self._slots = slots
-        self._begun: dict[int, tuple[int, Sequence[Job]]] = {}
+        self._begun: dict[int, tuple[int, Sequence[DecodeJob]]] = {}
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None:
         self._begun[ticket] = slot, jobs
 
     def faults(self, ticket: int) -> list[Fault]:

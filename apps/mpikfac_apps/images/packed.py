@@ -29,7 +29,7 @@ from blake3 import blake3
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.images.listing import Content, Images, Listing, Place
+from mpikfac_apps.images.listing import Content, ImagePlace, Images, Listing
 
 LARGE = "images"
 FORM = {"starts": torch.Tensor, "labels": torch.Tensor, "train": int, "size": int, "classes": str}
@@ -62,7 +62,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
     parts = (slice(0, train), slice(train, None))
     trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
-    content = Content(Place(path, first, length), str(items.get("digest", "")))
+    content = Content(ImagePlace(path, first, length), str(items.get("digest", "")))
     return Listing(trained, tested, classes, size, content=content)
 
 
@@ -131,7 +131,7 @@ def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:
             yield from pool.map(partial(shrunk, size=size), chunk)
 
 
-def shrunk(place: Place, size: int | None) -> bytes:
+def shrunk(place: ImagePlace, size: int | None) -> bytes:
     """Return an image with a shorter side of at most `size` pixels; a small image as it is.
 
     Raises:

@@ -21,7 +21,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 @dataclass(frozen=True)
-class Request:
+class DecodeRequest:
     """Images that are being decoded.
 
     Attributes:
@@ -57,15 +57,15 @@ class Reader:
 
     def begin(
         self, images: Images, numbers: Sequence[int], draws: Sequence[Draw] | None, slot: int
-    ) -> Request:
+    ) -> DecodeRequest:
         """Begin to decode images, and return at once."""
         jobs = [
             (position, images.place(number), draws[position] if draws else None)
             for position, number in enumerate(numbers)
         ]
-        return Request(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
+        return DecodeRequest(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
 
-    def result(self, request: Request, device: torch.device) -> Tensor:
+    def result(self, request: DecodeRequest, device: torch.device) -> Tensor:
         """Return the images of a request, bytes `[n, 3, h, w]` with the channels last in memory.
 
         Raises:
@@ -94,7 +94,7 @@ class Reader:
             ahead = None if following is None else self.begin(images, following, None, REST)
             yield batch
 
-    def _in_place_of(self, fault: Fault, request: Request) -> np.ndarray:
+    def _in_place_of(self, fault: Fault, request: DecodeRequest) -> np.ndarray:
         """Return the next image of the class that can be decoded."""
         from mpikfac_apps.images.decoding import Broken, decoded
 

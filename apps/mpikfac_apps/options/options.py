@@ -74,7 +74,7 @@ class DataOptions:
 
 
 @dataclass(frozen=True)
-class Distribution:
+class StrategyOptions:
     """The strategy by name, a published way to distribute training over ranks.
 
     Without K-FAC, choices about factors and decompositions have no effect.
@@ -301,7 +301,7 @@ class Options:
     weight_decay: float = bounded(0.0005, ">= 0")
     label_smoothing: float = bounded(0.0, ">= 0", "< 1")
     average: float = bounded(0.0, ">= 0", "< 1")
-    distribution: Distribution = inline(Distribution)
+    distribution: StrategyOptions = inline(StrategyOptions)
     weights: str | None = None
     frozen_epochs: int | None = bounded(None, ">= 1")
     seed: int = bounded(0, ">= 0", "< 4294967296")

@@ -29,7 +29,7 @@ from mpikfac.predict import Job, choose, choose_distribution, load_machine, tune
 from mpikfac.solvers import forms, named_solver
 from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.fields import DTYPES, Group
-from mpikfac_apps.options.options import Distribution, KfacOptions, Options
+from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
 
 Shapes = tuple[Sequence[LayerShape], Sequence[tuple[str, tuple[int, ...]]]]
 
@@ -67,7 +67,7 @@ def training_ranks(options: Options, ranks: int) -> int:
 
 
 def make_strategy(
-    distribution: Distribution, kfac: KfacOptions, ranks: int, parts: int | None = None
+    distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy for the ranks that train, and the settings `solver` and `basis_every`.
 
@@ -97,7 +97,7 @@ def make_strategy(
     return chosen, settings
 
 
-def _choices(distribution: Distribution, ranks: int) -> dict[str, Any]:
+def _choices(distribution: StrategyOptions, ranks: int) -> dict[str, Any]:
     """Return the choices that the options ask for."""
     choices = dict(distribution.change)
     if isinstance(fusion := choices.get("fusion"), tuple) and len(fusion) == 1:
@@ -170,7 +170,7 @@ def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
 
 
 def layer_distribution(
-    distribution: Distribution, calls: Sequence[LayerCall], ranks: int
+    distribution: StrategyOptions, calls: Sequence[LayerCall], ranks: int
 ) -> mpikfac.Distribution:
     """Return the split layers of a network.
 

@@ -135,7 +135,7 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
     device = mpikfac.device(comm, options.device)
     with mpikfac.comm.together(comm, "measuring"):
         networks = [
-            Network(name, batch, options.input, options.tokens, device)
+            TimedNetwork(name, batch, options.input, options.tokens, device)
             for name in options.model
             for batch in options.batch_per_rank
         ]
@@ -278,7 +278,7 @@ def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
 
 
 def hidden_part(
-    comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: Network
+    comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: TimedNetwork
 ) -> float:
     """Return the share of an overlapped message's seconds that does not lengthen a step.
 
@@ -331,7 +331,7 @@ def ladder(
     return tuple(points)
 
 
-def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
+def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
     """Measure steps of all networks once more.
 
     Collective over: comm.
@@ -341,7 +341,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
             network.look(comm, solver)
 
 
-class Network:
+class TimedNetwork:
     """Times of a network's training steps; all ranks take the steps at once, each by itself.
 
     Attributes:

@@ -13,7 +13,7 @@ import mpikfac
 from mpikfac_apps import cli
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, inline, listed, required
-from mpikfac_apps.options.options import Distribution, KfacOptions, Options
+from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
 from mpikfac_apps.options.strategy import coverage, for_machine, make_plan, make_strategy
 from mpikfac_apps.planning.facts import KINDS_OF_STEP, UNPLANNED, looked_at, most_loaded, orders_of
 from mpikfac_apps.problems import models
@@ -48,7 +48,7 @@ class PlanOptions:
     classes: int | None = bounded(None, ">= 1")
     batch_per_rank: int = bounded(32, ">= 1")
     parts: int | None = bounded(None, ">= 1")
-    distribution: Distribution = inline(Distribution, without=UNPLANNED)
+    distribution: StrategyOptions = inline(StrategyOptions, without=UNPLANNED)
     kfac: KfacOptions = inline(KfacOptions)
 
 

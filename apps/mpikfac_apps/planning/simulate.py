@@ -19,7 +19,7 @@ from mpikfac_apps import cli
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, choice, inline, listed, read_by, required
-from mpikfac_apps.options.options import Distribution, KfacOptions
+from mpikfac_apps.options.options import KfacOptions, StrategyOptions
 from mpikfac_apps.options.strategy import Shapes, coverage, make_plan, make_strategy
 from mpikfac_apps.planning.facts import UNPLANNED, near_root
 from mpikfac_apps.problems import models
@@ -94,7 +94,7 @@ class SimulateOptions:
     batch_per_rank: int = bounded(32, ">= 1")
     stragglers: float = bounded(0.0, ">= 0")
     json: Path | None = read_by(json_file, None)
-    distribution: Distribution = inline(Distribution, without=(*OWN, *UNPLANNED))
+    distribution: StrategyOptions = inline(StrategyOptions, without=(*OWN, *UNPLANNED))
     kfac: KfacOptions = inline(KfacOptions, without=OWN)
 
 

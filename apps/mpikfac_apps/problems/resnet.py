@@ -71,12 +71,12 @@ class Bottleneck(nn.Module):
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-Block = type[BasicBlock] | type[Bottleneck]
+ResidualBlock = type[BasicBlock] | type[Bottleneck]
 Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
 
 
 def stage(
-    block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
+    block: ResidualBlock, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
 ) -> nn.Module:
     """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
     outputs = width * block.expansion
@@ -106,7 +106,9 @@ class CifarResNet(nn.Module):
 class ImageNetResNet(nn.Module):
     """A 7x7 stem and four stages; made for 224x224 pixels, usable from 32x32 pixels."""
 
-    def __init__(self, block: Block, blocks: list[int], classes: int, channels: int) -> None:
+    def __init__(
+        self, block: ResidualBlock, blocks: list[int], classes: int, channels: int
+    ) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, 64, 7, 2), nn.BatchNorm2d(64)
         inputs, stages = 64, []

@@ -18,7 +18,7 @@ LINE_EVERY = 60.0  # seconds between two lines of progress in a log
 CLEAR = "\r\033[K"  # to the start of a terminal's line, and the line away
 
 
-class Progress:
+class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
     The time to the end is an estimate: cells that are still to run take the mean of the cells that

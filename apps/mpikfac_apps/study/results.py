@@ -21,7 +21,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.by_epoch import at_start
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Distribution, Options
+from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.strategy import make_strategy, training_ranks
 from mpikfac_apps.planning.facts import looked_at
 from mpikfac_apps.study import curves, jobs
@@ -50,7 +50,7 @@ WRITTEN = {
 }
 # Options that a strategy is made of: `_numbers` looks at the strategy.
 RESOLVED = {
-    *(leaf.key for leaf in leaves(Distribution)),
+    *(leaf.key for leaf in leaves(StrategyOptions)),
     *("kfac.solver", "kfac.basis_every"),
 }
 

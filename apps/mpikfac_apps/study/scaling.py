@@ -16,7 +16,7 @@ import mpikfac
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, make_strategy, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.study.spec import Cell, basis_every, plan_of
 
 # Predictions of the first two are upper bounds; with the third, not all ranks share the batch.
@@ -37,7 +37,7 @@ class Steps:
     """
 
     cell: Measured
-    steps: Mean
+    steps: SeedMean
 
     @property
     def optimizer(self) -> str:

@@ -22,7 +22,7 @@ from mpikfac_apps.options.by_epoch import ByEpoch, at_start
 from mpikfac_apps.options.conflicts import pixels
 from mpikfac_apps.options.documents import flattened, loaded, unknown
 from mpikfac_apps.options.fields import flat, leaves
-from mpikfac_apps.options.options import Distribution, Options
+from mpikfac_apps.options.options import Options, StrategyOptions
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import (
     USUAL,
@@ -46,7 +46,7 @@ LEAST_SHOWN = 10  # least number of steps for a line of metrics
 STOPPED = 75  # exit code of a run that was asked to stop before its end
 
 OPTIONS = [leaf.key for leaf in leaves(Options)]
-DISTRIBUTION = {leaf.key for leaf in leaves(Distribution)}
+DISTRIBUTION = {leaf.key for leaf in leaves(StrategyOptions)}
 NAMED: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": "sgd"},
     **{name: {"strategy": name} for name in mpikfac.plan.NAMED},

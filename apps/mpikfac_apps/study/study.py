@@ -22,7 +22,7 @@ from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.options import command_line
 from mpikfac_apps.options.fields import positional
 from mpikfac_apps.study import jobs
-from mpikfac_apps.study.progress import Progress
+from mpikfac_apps.study.progress import StudyProgress
 from mpikfac_apps.study.report import page
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
@@ -85,7 +85,7 @@ def run(study: Study, directory: Path) -> int:
 def _run(study: Study, directory: Path) -> int:
     for label, why in study.left_out:
         print(files.printable(f"left out: {label}: {why}"))
-    code, progress = 0, Progress(study.cells, directory)
+    code, progress = 0, StudyProgress(study.cells, directory)
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
         ended, again = jobs.result(place), ", was complete"

@@ -1,6 +1,6 @@
 """Choose the images of a rank: the share of each batch, the order and the augmentation.
 
-`Batches` holds whole tensors, `Stream` reads images from files; a run calls the same methods.
+`Batches` holds whole tensors, `FileBatches` reads images from files; a run calls the same methods.
 
 Order and augmentation follow from (seed, epoch, position in the epoch) alone. The global batches
 are the same for every number of ranks, and each rank takes a contiguous share of every batch.
@@ -20,7 +20,7 @@ from torch import Tensor
 import mpikfac
 from mpikfac_apps.images.decoders import TRAINING
 from mpikfac_apps.images.listing import Images, Listing
-from mpikfac_apps.images.reader import Draw, Reader, Request
+from mpikfac_apps.images.reader import DecodeRequest, Draw, Reader
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.conflicts import check_size
@@ -188,7 +188,7 @@ class Batches:
         return EpochDraws(epoch, order, (top, left, mirror))
 
 
-class Stream:
+class FileBatches:
     """As `Batches`, of images in files, which processes of the rank decode ahead.
 
     Several batches are ahead: a slow image or a slow process then holds up no step.
@@ -221,7 +221,7 @@ class Stream:
         workers = WORKERS if data.workers is None else data.workers
         self._reader = Reader(listing.size, room, workers, data.broken or 0)
         self._epoch, self._order = -1, torch.empty(0)
-        self._ahead: deque[tuple[int, int, Request]] = deque()  # with epoch and index
+        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
 
     def per_rank(self, epoch: int) -> int:
         """Return the images of a rank's share of a batch."""
@@ -316,14 +316,14 @@ class Stream:
 
 def make_batches(
     data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
-) -> Batches | Stream:
+) -> Batches | FileBatches:
     """Return the batches of a rank, of images in memory or of images in files.
 
     Raises:
         ValueError: the network takes images of another size.
     """
     if isinstance(data, Listing):
-        return Stream(
+        return FileBatches(
             data,
             options.batches,
             options.data,

@@ -22,7 +22,7 @@ from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import learning_rate
-from mpikfac_apps.place import Place, environment
+from mpikfac_apps.place import RankPlace, environment
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
 from mpikfac_apps.tracking.start import Start
@@ -40,7 +40,7 @@ from mpikfac_apps.training.parts.optimizers import (
 from mpikfac_apps.training.parts.problem import Problem, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
-from mpikfac_apps.training.votes import Votes
+from mpikfac_apps.training.votes import StepVotes
 
 log = logging.getLogger("mpikfac.train")
 
@@ -68,7 +68,7 @@ class Run:
         team: mpikfac.comm.Team,
         options: Options,
         guard: Guard,
-        place: Place,
+        place: RankPlace,
     ) -> None:
         self.comm, self.team, self.guard = comm, team, guard
         early_log = run_directory.start_log() if comm.rank == 0 else None
@@ -100,12 +100,12 @@ class Run:
         self.meter = Meter(comm, place.device, self.method.alone)
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(problem.task)
-        self.votes = Votes(comm, options, guard, self.saver, self.method)
+        self.votes = StepVotes(comm, options, guard, self.saver, self.method)
         metrics = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = self._open_record(early_log, place, *metrics)
 
     def _open_record(
-        self, early_log: MemoryHandler | None, place: Place, kept_bytes: int, waiting: str
+        self, early_log: MemoryHandler | None, place: RankPlace, kept_bytes: int, waiting: str
     ) -> run_directory.Record | None:
         """Open the run directory on rank 0; see `Record`."""
         comm, options = self.comm, self.options
@@ -135,7 +135,7 @@ class Run:
         recording = Recording(self.comm, self.options, self.method, self.steps)
         progress = None
         if self.record:
-            progress = run_directory.Progress(first, self.steps, calendar.epochs)
+            progress = run_directory.RunProgress(first, self.steps, calendar.epochs)
         stop = False
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)

@@ -141,7 +141,7 @@ def start_anew(run_dir: Path) -> None:
     log.warning("no checkpoint: the run starts at step 0, and the earlier metrics are in %s", aside)
 
 
-class Progress:
+class RunProgress:
     """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:

@@ -15,7 +15,7 @@ from mpikfac_apps.training.parts.methods import Method
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
 
-class Votes:
+class StepVotes:
     """The votes of the ranks: numbers that a rank sends to all ranks beside the gradients.
 
     A request may reach any rank, and all ranks follow the request after the same step.

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning
@@ -123,7 +123,7 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     )
 
 
-def _doubt(best: str, means: Mapping[str, Mean | None]) -> str:
+def _doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
     """Return a sentence about means whose intervals over seeds meet the interval of the best."""
     least = means[best]
     if least is None or least.half is None:
@@ -173,7 +173,7 @@ def _about_learning(
 
 
 def _first(
-    order: Sequence[str], means: Mapping[str, Mean | None], sgd: Collection[str], target: str
+    order: Sequence[str], means: Mapping[str, SeedMean | None], sgd: Collection[str], target: str
 ) -> str:
     """Name the variant that was first at the target, and the first of SGD."""
 

@@ -15,7 +15,7 @@ from typing import Any
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.findings import baseline
 from mpikfac_apps.study.results import WAITING, Measured
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ class Column:
     def cell(self, row: Row) -> tuple[str, float | str]:
         """Return the text of a row, and the value to sort by; "" for a missing value."""
         value = row[self.key] if self.key else self.show(row)
-        value = value.mean if isinstance(value, Mean) else value
+        value = value.mean if isinstance(value, SeedMean) else value
         return self.show(row), "" if value is None else value
 
 
@@ -158,7 +158,7 @@ def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
     """Return a column of means; seeds without a value are counted in the text."""
 
     def text(row: Row) -> str:
-        mean: Mean | None = row[key]
+        mean: SeedMean | None = row[key]
         if mean is None:
             return NONE
         around = NONE if mean.half is None else show(mean.half)
@@ -208,7 +208,9 @@ def as_csv(rows: Sequence[Row]) -> str:
 def as_json(about: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> str:
     """Return facts about the study, and the rows of tables by name, as JSON."""
     plain = {
-        name: [{k: asdict(v) if isinstance(v, Mean) else v for k, v in row.items()} for row in rows]
+        name: [
+            {k: asdict(v) if isinstance(v, SeedMean) else v for k, v in row.items()} for row in rows
+        ]
         for name, rows in tables.items()
     }
     return json.dumps({**about, **plain}, indent=1) + "\n"
