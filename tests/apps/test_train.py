@@ -187,6 +187,29 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     assert any(name.startswith("kfac/momentum/") for name in state)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            ("--kfac.momentum_of=gradients",),
+            ("--kfac.momentum_of=directions",),
+            "go on with optimizer=kfac, kfac.momentum_of=gradients and momentum above 0",
+        ),
+        (
+            ("--optimizer=sgd",),
+            ("--kfac.momentum_of=gradients",),
+            "it has momentum=0.9 of directions, and none of gradients; go on with kfac.momentum_of",
+        ),
+    ],
+)
+def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
+    tmp_path, capfd, before, after, message
+):
+    """Oracle: by hand: the momentum would be taken never, or twice."""
+    assert train.main(arguments(tmp_path, *before, "--max_steps=1")) == 0
+    refused(tmp_path, capfd, message, *after, "--max_steps=2", "--resume=auto")
+
+
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
 def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
     """Oracle: the numbers of the options in the last checkpoint, and the lines of the log."""

@@ -60,6 +60,12 @@ def _check_strategy(options: Options, ranks: int) -> None:
             f"accumulate={options.accumulate} needs overlap=false: sums are sent during the only "
             f"backward pass of a step"
         )
+    top, momentum = strategy.transport.wires.top_momentum, options.momentum
+    if top and momentum and options.momentum_of_gradients:
+        raise ValueError(
+            f"top_momentum={top} needs momentum=0, not {momentum} of gradients: a momentum is "
+            f"taken once"
+        )
     exchange = strategy.exchange
     if exchange.asynchronous and options.optimizer == "kfac":
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")

@@ -339,10 +339,9 @@ def flat_labels(labels: object) -> np.ndarray:
 class Inert:
     """A stand-in for objects of a pickle: stores the given values, and does nothing."""
 
-    state: object = None
-
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
+        self.state: object = None
 
     def __setstate__(self, state: object) -> None:
         self.state = state

@@ -25,6 +25,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
+MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
 
 log = logging.getLogger("mpikfac.train")
 
@@ -260,6 +261,32 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
+
+
+def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
+    """Refuse the state of a run whose momentum was of gradients, or of directions, and now is not.
+
+    `KFAC.load_state_dict` refuses the same states, without the names of options.
+
+    Args:
+        items: the items of a checkpoint.
+
+    Raises:
+        ValueError: the momentum would be taken twice, or never.
+    """
+    now = options.momentum if options.momentum_of_gradients else 0.0
+    if not now and any(name.startswith(MOMENTA) for name in items):
+        raise ValueError(
+            "it has momenta of gradients, and no momentum of directions; go on with "
+            "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
+        )
+    for name in items:
+        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
+        if now and of_group and items[name]:
+            raise ValueError(
+                f"it has momentum={items[name]} of directions, and none of gradients; go on with "
+                f"kfac.momentum_of=directions"
+            )
 
 
 def check_images(before: int | None, now: int) -> None:

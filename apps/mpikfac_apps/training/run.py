@@ -383,6 +383,7 @@ class Run:
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         doing = f"reading checkpoint {checkpoint.path}"
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
+            checkpoints.check_momentum(self.options, items)
             numbers = decays_and_momenta(self.optimizer)
             self.trainer.load_state_dict(checkpoint)
             follow_options(self.optimizer, numbers)
