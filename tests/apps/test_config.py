@@ -250,10 +250,6 @@ BAD = {
         "--kfac.momentum_of=gradients --nesterov",
         "nesterov=true needs kfac.momentum_of=directions, not gradients",
     ),
-    "momentum of gradients and of sent sums": (
-        "--kfac.momentum_of=gradients --gradient_wire=top-k --top_momentum=0.5",
-        "top_momentum=0.5 needs momentum=0, not 0.9 of gradients: a momentum is taken once",
-    ),
     "momentum of gradients and a clip": (
         "--kfac.momentum_of=gradients --kfac.kl_clip=0.001",
         "needs kfac.length=orthogonal or adam, and no bound, not kfac.kl_clip; leave out",

@@ -210,6 +210,12 @@ def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
     refused(tmp_path, capfd, message, *after, "--max_steps=2", "--resume=auto")
 
 
+def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
+    """Oracle: by hand: `dgc` has a momentum of its own."""
+    message = "top_momentum=0.9 needs momentum=0, not 0.8 of gradients: a momentum is taken once"
+    refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
+
+
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
 def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
     """Oracle: the numbers of the options in the last checkpoint, and the lines of the log."""

@@ -60,12 +60,6 @@ def _check_strategy(options: Options, ranks: int) -> None:
             f"accumulate={options.accumulate} needs overlap=false: sums are sent during the only "
             f"backward pass of a step"
         )
-    top, momentum = strategy.transport.wires.top_momentum, options.momentum
-    if top and momentum and options.momentum_of_gradients:
-        raise ValueError(
-            f"top_momentum={top} needs momentum=0, not {momentum} of gradients: a momentum is "
-            f"taken once"
-        )
     exchange = strategy.exchange
     if exchange.asynchronous and options.optimizer == "kfac":
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
@@ -279,6 +273,20 @@ def _check_momentum(options: Options) -> None:
         raise ValueError(
             "nesterov=true needs kfac.momentum_of=directions, not gradients: the momentum of "
             "gradients is always Nesterov's"
+        )
+
+
+def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
+    """Refuse a momentum of gradients beside the momentum of a strategy, which `KFAC` refuses, too.
+
+    Raises:
+        ValueError: two momenta are given; a single line names the options.
+    """
+    top, momentum = strategy.transport.wires.top_momentum, options.momentum
+    if top and momentum and options.momentum_of_gradients:
+        raise ValueError(
+            f"top_momentum={top} needs momentum=0, not {momentum} of gradients: a momentum is "
+            f"taken once"
         )
 
 

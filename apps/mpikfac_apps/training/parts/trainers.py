@@ -11,6 +11,7 @@ from torch import nn
 import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.conflicts import check_momenta
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
@@ -124,6 +125,7 @@ def make_method(
         covers = problem.network.covers
         shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
+        check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))
         log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
