@@ -28,16 +28,9 @@ VAGUE = {
     *("felt", "heard"),
 }
 """Words that say nothing about what a variable holds."""
-VAGUE_SHARE = {"mpikfac": 0.0625, "apps": 0.01}
+VAGUE_SHARE = {"mpikfac": 0.046, "apps": 0.01}
 """The largest share of bindings whose names are vague; the numbers may only fall."""
-LATE = {
-    *("mpikfac/assembly.py", "mpikfac/asynchronous.py", "mpikfac/data_parallel.py"),
-    *("mpikfac/comm/grid.py", "mpikfac/engine/bases.py"),
-    *("mpikfac/engine/copies/replicas.py", "mpikfac/engine/gradients/gradients.py"),
-    *("mpikfac/engine/server.py", "mpikfac/engine/statistics/factors.py"),
-    *("mpikfac/engine/statistics/recorder.py", "mpikfac/engine/statistics/scales.py"),
-    "mpikfac/layers/uncovered.py",
-}
+LATE = {"mpikfac/comm/grid.py", "mpikfac/layers/uncovered.py"}
 """Files of the library with attributes that arise after `__init__`; the set may only shrink."""
 
 
@@ -301,8 +294,8 @@ def test_an_attribute_that_arises_late_is_seen(method):
 
 
 def test_a_class_of_the_programs_has_a_name_of_its_own():
-    """Oracle: the syntax trees. `Task` is what a network learns, the name stays with programs."""
-    of_programs = {node.name for path in PROGRAMS for node in classes(parse(path))} - {"Task"}
+    """Oracle: the syntax trees."""
+    of_programs = {node.name for path in PROGRAMS for node in classes(parse(path))}
     assert {name for name in of_programs if len(all_classes()[name]) > 1} == set()
 
 

@@ -37,7 +37,7 @@ class DecodeRequest:
     ticket: int
 
 
-class Reader:
+class ImageReader:
     """Decode images, and replace a broken image by the next image of the class.
 
     All ranks replace a broken image alike.

@@ -20,7 +20,7 @@ from torch import Tensor
 import mpikfac
 from mpikfac_apps.images.decoders import TRAINING
 from mpikfac_apps.images.listing import Images, Listing
-from mpikfac_apps.images.reader import DecodeRequest, Draw, Reader
+from mpikfac_apps.images.reader import DecodeRequest, Draw, ImageReader
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.conflicts import check_size
@@ -219,7 +219,7 @@ class FileBatches:
         self._train, self._test = listing.train_images, listing.test_images
         room = max(ROOM, *(size // ranks for size in numbers_of(batch)))
         workers = WORKERS if data.workers is None else data.workers
-        self._reader = Reader(listing.size, room, workers, data.broken or 0)
+        self._reader = ImageReader(listing.size, room, workers, data.broken or 0)
         self._epoch, self._order = -1, torch.empty(0)
         self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
 

@@ -46,7 +46,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 class Run:
-    """A training run: the problem, the method, the loop over the steps, and the checkpoints.
+    """A training run: the problem, the training, the loop over the steps, and the checkpoints.
 
     Collective over: world, as are all methods.
 
@@ -56,8 +56,8 @@ class Run:
         frozen: the layers that are frozen in the first epochs, if the options name epochs.
         split: the layers that groups of ranks share, if the options say so.
         lr: returns the learning rate of a step.
-        method: the trainer, and what the run asks of the kind of trainer.
-        trainer: the trainer of `method`.
+        training: the trainer, and what the run asks of the kind of trainer.
+        trainer: the trainer of `training`.
         average: the average of the network's weights, if tests take averages.
         record: the run directory, on rank 0.
     """
@@ -87,8 +87,8 @@ class Run:
         self.split = trainers.split_layers(problem, self.model, trace)
         rate = learning_rate(options, problem.calendar.at(0).steps, self.origin.ranks)
         self.lr: Callable[[int], float] = lambda step: rate(problem.calendar.clock(step))
-        self.method = trainers.make_method(problem, team, self.model, self.optimizer, trace)
-        self.trainer = self.method.trainer
+        self.training = trainers.make_training(problem, team, self.model, self.optimizer, trace)
+        self.trainer = self.training.trainer
         self.average = Average(self.model, options.average) if options.average else None
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
@@ -97,10 +97,10 @@ class Run:
         self.steps = problem.calendar.first(options.epochs)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
-        self.meter = Meter(comm, place.device, self.method.alone)
+        self.meter = Meter(comm, place.device, self.training.alone)
         self.speed = Speed(self.trainer.trace)
         self.best = best.Best(problem.task)
-        self.votes = StepVotes(comm, options, guard, self.saver, self.method)
+        self.votes = StepVotes(comm, options, guard, self.saver, self.training)
         metrics = self._restore(checkpoint) if checkpoint is not None else (0, "")
         self.record = self._open_record(early_log, place, *metrics)
 
@@ -132,7 +132,7 @@ class Run:
         """Take all remaining steps, or fewer after a request to stop; return the exit code."""
         first, calendar = self.trainer.steps, self.problem.calendar
         log.info("%s", self._summary())
-        recording = Recording(self.comm, self.options, self.method, self.steps)
+        recording = Recording(self.comm, self.options, self.training, self.steps)
         progress = None
         if self.record:
             progress = run_directory.RunProgress(first, self.steps, calendar.epochs)
@@ -187,10 +187,10 @@ class Run:
             if in_parts:
                 self.trainer.collect()
         mean_loss = torch.stack(losses).mean()
-        self.method.step(images, labels, mean_loss)
+        self.training.step(images, labels, mean_loss)
         if self.average:
             self.average.add(self.model)
-        self.method.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
+        self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the loss after a step on the images of the step; running statistics stay."""
@@ -220,7 +220,7 @@ class Run:
             outputs, targets = problem.outputs(self.model, images, labels)
             loss = problem.loss(outputs, targets)
         with stage("backward"):
-            self.method.record(outputs)
+            self.training.record(outputs)
             (loss * share).backward()
         with torch.no_grad():
             self.meter.add(loss, problem.task.measured(outputs, targets), len(outputs))
@@ -229,7 +229,7 @@ class Run:
     def _meets(self, steps: int) -> bool:
         """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
         interval = self.options.checkpoint_every
-        return interval is not None and steps % interval == 0 and self.method.alone
+        return interval is not None and steps % interval == 0 and self.training.alone
 
     def _test_due(self, steps: int) -> bool:
         """Return whether the options ask for a test after so many steps, also within an epoch."""
@@ -250,7 +250,7 @@ class Run:
         self._save(last=True)
         self.guard.enter("end", steps)
         self.saver.close()
-        self.method.log_end(self.comm)
+        self.training.log_end(self.comm)
         self.trainer.close()
         if self.split:
             self.split.detach()
@@ -275,7 +275,7 @@ class Run:
         loss = self._finite(self.meter.recent())
         speed, communication = self.speed.rates()
         self.speed.mark()
-        numbers = self.method.numbers()
+        numbers = self.training.numbers()
         if self.votes.troubles:
             numbers["troubles"] = self.votes.troubles
         # Without a tolerance, the options say how many.
@@ -337,10 +337,10 @@ class Run:
     def _summary(self) -> str:
         options = self.options
         link = self.team.link
-        tensors = self.method.tensors_per_weight + (self.average is not None)
+        tensors = self.training.tensors_per_weight + (self.average is not None)
         size = checkpoints.megabytes(self.trainer.plan, tensors)
         per_epoch = ", then ".join(str(span.steps) for span in self.problem.calendar.spans)
-        use = "as servers" if self.method.alone else "for curvature"
+        use = "as servers" if self.training.alone else "for curvature"
         spared = f" and {link.remote_size} {use}" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "

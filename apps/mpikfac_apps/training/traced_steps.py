@@ -17,7 +17,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
-from mpikfac_apps.training.parts.methods import Method
+from mpikfac_apps.training.parts.trainings import Training
 
 WARM_UP = 2  # steps of a start with cold memory and caches
 
@@ -38,11 +38,11 @@ class Recording:
         self,
         comm: mpikfac.comm.Comm,
         options: Options,
-        method: Method,
+        training: Training,
         last: int,
     ) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
-        self.method, self.trainer, self.trace = method, method.trainer, method.trainer.trace
+        self.training, self.trainer, self.trace = training, training.trainer, training.trainer.trace
         begin, count = self.trainer.steps + WARM_UP, options.trace_steps or 0
         self.chosen = range(begin, min(begin + count, last))
         self._steps: dict[int, tuple[float, float]] = {}
@@ -68,7 +68,7 @@ class Recording:
         """
         if not self._steps:
             return
-        recorded = mpikfac.timeline.Recorded(self._steps, self.method.events())
+        recorded = mpikfac.timeline.Recorded(self._steps, self.training.events())
         self._steps = {}
         ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
         self.comm.Barrier()

@@ -10,7 +10,7 @@ import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training.checkpoints import Saver
-from mpikfac_apps.training.parts.methods import Method
+from mpikfac_apps.training.parts.trainings import Training
 
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
@@ -30,11 +30,11 @@ class StepVotes:
         options: Options,
         guard: Guard,
         saver: Saver,
-        method: Method,
+        training: Training,
     ) -> None:
         self._comm, self._options = comm, options
         self._guard, self._saver = guard, saver
-        self._method, self._trainer = method, method.trainer
+        self._training, self._trainer = training, training.trainer
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
         self.troubles = 0
@@ -54,7 +54,7 @@ class StepVotes:
         votes = [due, requests.stop, written, late, troubles, decompositions]
         trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
         if due or requests.stop or written:
-            self._method.call_meeting()
+            self._training.call_meeting()
 
     def follow(self, save: Callable[[], None]) -> bool:
         """Fulfil the requests of all ranks; return whether the run has to stop.

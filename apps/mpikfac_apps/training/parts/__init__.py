@@ -1,1 +1,1 @@
-"""The parts of a training run: data and network, optimizer, and the method with its trainer."""
+"""The parts of a training run: data and network, optimizer, and the training with its trainer."""

@@ -22,9 +22,14 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.problems import airbench
-from mpikfac_apps.training.parts.methods import Client, Method, Preconditioned, QuadraticModel
 from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
+from mpikfac_apps.training.parts.trainings import (
+    ClientTraining,
+    KfacTraining,
+    QuadraticTraining,
+    Training,
+)
 
 log = logging.getLogger("mpikfac.train")
 
@@ -101,14 +106,14 @@ def in_words(options: Options) -> str:
     )
 
 
-def make_method(
+def make_training(
     problem: Problem,
     team: mpikfac.comm.Team,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
-) -> Method:
-    """Return the method of a run with a new trainer, without the state of a checkpoint.
+) -> Training:
+    """Return a run's training with a new trainer, without the state of a checkpoint.
 
     Collective over: the team.
     """
@@ -119,9 +124,11 @@ def make_method(
         if strategy.exchange.asynchronous:
             assert team.link, "there is a server"
             mpikfac.comm.tell(team.link, (problem.classes, problem.channels))
-            return Client(problem, mpikfac.Asynchronous(model, optimizer, team, strategy))
+            clients = mpikfac.Asynchronous(model, optimizer, team, strategy)
+            return ClientTraining(problem, clients)
         if options.optimizer != "kfac":
-            return Method(problem, mpikfac.DataParallel(model, optimizer, comm, strategy, trace))
+            averaging = mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+            return Training(problem, averaging)
         covers = problem.network.covers
         shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
@@ -129,6 +136,6 @@ def make_method(
         log.info("strategy %s: %s", name, differences(strategy))
         log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
-        trainer = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
-        method = QuadraticModel if options.quadratic else Preconditioned
-        return method(problem, trainer)
+        preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
+        kind = QuadraticTraining if options.quadratic else KfacTraining
+        return kind(problem, preconditioning)

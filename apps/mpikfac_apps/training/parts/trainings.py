@@ -1,7 +1,7 @@
-"""The methods of training: what a run asks of its trainer, and what each kind of trainer answers.
+"""The kinds of training: what a run asks of its trainer, and what each kind of trainer answers.
 
-A run makes the same calls for all methods. A method that has no work in a call inherits a call that
-does nothing.
+A run makes the same calls for all kinds. A kind without work in a call inherits a call that does
+nothing.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from mpikfac.trace import Event
 from mpikfac_apps.training.metrics import mean_staleness, staleness_line, staleness_of_all
 from mpikfac_apps.training.parts.problem import Problem
 
-Trainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
+AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
 
 log = logging.getLogger("mpikfac.train")
 
 
-class Method:
-    """Training by averaged gradients and a first-order optimizer; the base of all methods.
+class Training:
+    """Training by averaged gradients and a first-order optimizer; the base of all kinds.
 
     Collective over: world, unless a docstring says otherwise.
 
@@ -38,8 +38,9 @@ class Method:
     alone = False
     tensors_per_weight = 2
 
-    def __init__(self, problem: Problem, trainer: Trainer) -> None:
+    def __init__(self, problem: Problem, trainer: AnyTrainer) -> None:
         self.problem, self.trainer = problem, trainer
+        self._hears_loss = trainer.plan.strategy.exchange.merging.merge == "leader"
 
     def record(self, outputs: Tensor) -> None:
         """Take the outputs of a forward pass, before the backward pass; not collective."""
@@ -51,7 +52,9 @@ class Method:
             images: the rank's share of the batch, as `Batches.get` returns images.
             mean_loss: the mean of the losses of all passes.
         """
-        self.trainer.step(mean_loss=mean_loss)
+        if self._hears_loss:
+            self.trainer.exchange.hear(mean_loss)
+        self.trainer.step()
 
     def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
         """Adapt the damping to the change of the loss in the step, if an adaptation is due.
@@ -62,7 +65,7 @@ class Method:
         """
 
     def numbers(self) -> dict[str, float]:
-        """Return the method's own numbers for a line of metrics.jsonl; not collective."""
+        """Return numbers of this kind for a line of metrics.jsonl; not collective."""
         return {}
 
     def call_meeting(self) -> None:
@@ -73,13 +76,13 @@ class Method:
         return self.trainer.trace.events
 
     def log_end(self, comm: mpikfac.comm.Comm) -> None:
-        """Log the method's own numbers of the whole run.
+        """Log numbers of this kind of the whole run.
 
         Collective over: comm.
         """
 
 
-class Preconditioned(Method):
+class KfacTraining(Training):
     """Training by K-FAC."""
 
     trainer: mpikfac.KFAC
@@ -87,7 +90,7 @@ class Preconditioned(Method):
     def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
         super().__init__(problem, trainer)
         # Steps of Adam's length also need averages of squared gradients.
-        self.tensors_per_weight = Method.tensors_per_weight + trainer.settings.length.by_adam
+        self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.length.by_adam
 
     def record(self, outputs: Tensor) -> None:
         """Take the outputs for the factors."""
@@ -105,7 +108,7 @@ class Preconditioned(Method):
         return {"kl_scale": self.trainer.kl_scale.item()}
 
 
-class QuadraticModel(Preconditioned):
+class QuadraticTraining(KfacTraining):
     """Training by K-FAC, with length and momentum of a step from a quadratic model of the loss."""
 
     def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
@@ -114,10 +117,11 @@ class QuadraticModel(Preconditioned):
         subsample = problem.options.kfac.estimator.subsample or 1
         inputs = problem.normalise(images[::subsample])
         targets = problem.task.targets(inputs, labels[::subsample])
-        self.trainer.step(inputs=inputs, loss=lambda outputs: problem.loss(outputs, targets))
+        self.trainer.length.batch(inputs, lambda outputs: problem.loss(outputs, targets))
+        super().step(images, labels, mean_loss)
 
 
-class Client(Method):
+class ClientTraining(Training):
     """Training by clients that send updates to servers."""
 
     trainer: mpikfac.Asynchronous
