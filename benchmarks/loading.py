@@ -31,7 +31,7 @@ from mpikfac_apps.images import decoding, folder, packed
 from mpikfac_apps.images.listing import Listing
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.problems import datasets
-from mpikfac_apps.training.batches import Stream
+from mpikfac_apps.training.batches import FileBatches
 
 SIZE = 224
 TIMED, SKIPPED = 6, 4  # batches in a round
@@ -100,14 +100,14 @@ def enlarged(cifar: str, count: int, out: Path) -> Path:
     return out
 
 
-def stream(options: argparse.Namespace, name: str, path: Path, workers: int) -> Stream:
+def stream(options: argparse.Namespace, name: str, path: Path, workers: int) -> FileBatches:
     """Return the batches of a single rank."""
     data = DataOptions(name=name, augment=True, workers=workers)
     found = datasets.load(name, str(path))
-    return Stream(found, options.batch, data, seed=0, device=torch.device("cpu"))
+    return FileBatches(found, options.batch, data, seed=0, device=torch.device("cpu"))
 
 
-def of_stream(mine: Stream) -> Iterator[Tensor]:
+def of_stream(mine: FileBatches) -> Iterator[Tensor]:
     """Yield batches, epoch after epoch."""
     step = 0
     while True:
@@ -134,7 +134,7 @@ def over_epochs(options: argparse.Namespace, photos: Path) -> list[float]:
     """Return the MB of a rank and its processes after each of several epochs, training and test."""
     found, taken = datasets.load("folder", str(photos), train_images=96, size=SIZE), []
     data = DataOptions(name="folder", augment=True, workers=options.workers)
-    mine = Stream(found, options.batch, data, seed=0, device=torch.device("cpu"))
+    mine = FileBatches(found, options.batch, data, seed=0, device=torch.device("cpu"))
     with closing(mine):
         for epoch in range(EPOCHS):
             for index in range(mine.calendar.at(epoch).steps):
@@ -164,7 +164,7 @@ def waiting(options: argparse.Namespace, photos: Path, workers: int) -> list[flo
 def measured(options: argparse.Namespace, photos: Path, root: Path) -> dict[str, object]:
     """Return images per second and MB by loader, with all loaders in turn in every round."""
     several = options.workers
-    ours: dict[str, Callable[[], Stream]] = {
+    ours: dict[str, Callable[[], FileBatches]] = {
         "folder": partial(stream, options, "folder", photos, several),
         "packed": partial(stream, options, "packed", root / "packed.h5", several),
         "packed at 256": partial(stream, options, "packed", root / "packed at 256.h5", several),
@@ -172,7 +172,7 @@ def measured(options: argparse.Namespace, photos: Path, root: Path) -> dict[str,
     }
     loaders: dict[str, Iterator[Tensor]] = {}
     processes: dict[str, list[psutil.Process]] = {}
-    opened: list[Stream] = []
+    opened: list[FileBatches] = []
     for name, make in ours.items():
         before = set(psutil.Process().children())
         opened.append(make())

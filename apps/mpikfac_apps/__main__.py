@@ -30,10 +30,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run the program named by the first argument; return the exit code."""
     mend_streams()
     arguments = sys.argv[1:] if argv is None else argv
-    name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    name, program_arguments = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if name in PROGRAMS:
         try:
-            return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(rest)
+            return import_module(f"mpikfac_apps.{PROGRAMS[name][0]}").main(program_arguments)
         except ModuleNotFoundError as error:
             if error.name not in EXTRA:
                 raise
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 def usage() -> str:
     """Return the help text, one line per program."""
     lines = [f"  {name:<12}{what}" for name, (_, what) in PROGRAMS.items()]
-    more = "mpikfac PROGRAM --help lists the options of a program."
-    return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", *lines, "", more])
+    hint = "mpikfac PROGRAM --help lists the options of a program."
+    return "\n".join(["usage: mpikfac PROGRAM [--key value ...]", "", *lines, "", hint])
 
 
 if __name__ == "__main__":

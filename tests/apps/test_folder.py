@@ -18,13 +18,13 @@ from PIL import Image
 import mpikfac
 from mpikfac_apps.images import decoding, folder
 from mpikfac_apps.images.decoders import Decoders
-from mpikfac_apps.images.listing import Place
+from mpikfac_apps.images.listing import ImagePlace
 from mpikfac_apps.inspecting import pack
 from mpikfac_apps.options import by_epoch
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.problems import datasets
 from mpikfac_apps.training import checkpoints
-from mpikfac_apps.training.batches import Normalise, Stream
+from mpikfac_apps.training.batches import FileBatches, Normalise
 from support import pictures
 
 CPU = torch.device("cpu")
@@ -60,7 +60,7 @@ def packed(images, tmp_path_factory):
 def stream(path, rank=0, ranks=1, *, batch=12, seed=0, name="folder", **chosen):
     data = DataOptions(name=name, **{"size": SIZE, "augment": True, "workers": 0} | chosen)
     found = datasets.load(name, str(path), size=data.size)
-    return Stream(found, batch, data, seed=seed, device=CPU, rank=rank, ranks=ranks)
+    return FileBatches(found, batch, data, seed=seed, device=CPU, rank=rank, ranks=ranks)
 
 
 def epoch_of(mine, epoch=0, first=0):
@@ -233,7 +233,7 @@ def test_a_broken_image_is_replaced_by_the_next_of_the_class(tmp_path, caplog):
 def test_many_broken_images_do_not_block_the_process_that_decodes(tmp_path):
     """Oracle: all positions; lists and results are longer than the memory of a connection."""
     gone = str(tmp_path / ("gone" * 50))
-    jobs = [(position, Place(f"{gone}{position}"), None) for position in range(3000)]
+    jobs = [(position, ImagePlace(f"{gone}{position}"), None) for position in range(3000)]
     decoders = Decoders(workers=1, size=4, room=len(jobs))
     try:
         for ticket in [decoders.begin(slot, jobs) for slot in range(3)]:
@@ -315,7 +315,7 @@ def test_a_folder_is_sorted_and_other_files_are_passed_over(tmp_path):
     assert classes == ["a", "b"]
     paths = [listing.train_images.place(i).path for i in range(3)]
     assert paths == [str(tmp_path / "train" / n) for n in ("a/x.webp", "b/10.png", "b/2.JPEG")]
-    assert listing.test_images.place(0) == Place(str(tmp_path / "test/b/é.jpg"))
+    assert listing.test_images.place(0) == ImagePlace(str(tmp_path / "test/b/é.jpg"))
     assert listing.test_images.labels.tolist() == [1]
 
 
@@ -397,9 +397,9 @@ RANK = """
 import sys, time, torch, mpi4py.MPI
 from mpikfac_apps.options.options import DataOptions
 from mpikfac_apps.problems import datasets
-from mpikfac_apps.training.batches import Stream
+from mpikfac_apps.training.batches import FileBatches
 data = DataOptions(name="folder", size=14, workers=2)
-mine = Stream(datasets.load("folder", sys.argv[1], size=14), 12, data, seed=0,
+mine = FileBatches(datasets.load("folder", sys.argv[1], size=14), 12, data, seed=0,
               device=torch.device("cpu"))
 mine.get(0, 0)
 print("ready", flush=True)

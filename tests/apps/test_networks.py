@@ -88,7 +88,7 @@ def file(tmp_path):
 
 def test_a_network_of_a_file_trains_as_a_network_by_name(file, tmp_path, monkeypatch):
     """Oracle: the same network by name, which keeps the layers' own first weights; its layers."""
-    monkeypatch.setitem(models.MODELS, "plain", models.Network(plain, draw=None))
+    monkeypatch.setitem(models.MODELS, "plain", models.NetworkEntry(plain, draw=None))
     assert train.main(arguments(tmp_path / "name", "--model=plain")) == 0
     assert train.main(arguments(tmp_path / "file", f"--model={file}:told")) == 0
     assert rows(tmp_path / "file") == rows(tmp_path / "name")
@@ -334,9 +334,9 @@ def rounding(kinds):
 def test_passes_in_bfloat16_round_products(tmp_path, monkeypatch, name):
     """Oracle: a network that rounds by hand; float32 gives other numbers."""
     covers = {Linear: mpikfac.KINDS[nn.Linear], Conv2d: mpikfac.KINDS[nn.Conv2d]}
-    by_hand = models.Network(rounding((Conv2d, Linear)), covers=covers)
+    by_hand = models.NetworkEntry(rounding((Conv2d, Linear)), covers=covers)
     monkeypatch.setitem(models.MODELS, "by hand", by_hand)
-    monkeypatch.setitem(models.MODELS, "net", models.Network(rounding((nn.Conv2d, nn.Linear))))
+    monkeypatch.setitem(models.MODELS, "net", models.NetworkEntry(rounding((nn.Conv2d, nn.Linear))))
     for run, more in {"hand": "by hand", "cast": "net", "float32": "net"}.items():
         cast = ("--autocast=bfloat16",) if run == "cast" else ()
         chosen = arguments(tmp_path / run, *SOLVERS[name], f"--model={more}", *cast)

@@ -267,7 +267,7 @@ def test_progress_tells_the_part_of_a_cell_and_the_time_to_the_end(tmp_path, mon
     wanted = spec.read(file)
     clock = iter((0.0, 0.0, 30.0, 100.0))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    shown = progress.Progress(wanted.cells, tmp_path)
+    shown = progress.StudyProgress(wanted.cells, tmp_path)
     shown.on_terminal = True
     cell = wanted.cells[1]
     run = tmp_path / "cells" / cell.directory / "run"

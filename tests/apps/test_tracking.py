@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mpikfac_apps.tracking.tracker import Start, Trackers, check
+from mpikfac_apps.tracking.start import Start
+from mpikfac_apps.tracking.tracker import Trackers, check
 from mpikfac_apps.training import train
 
 QUICK = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=2", "--threads=1")

@@ -187,6 +187,35 @@ def test_a_run_with_momentum_of_gradients_goes_on_exactly(tmp_path):
     assert any(name.startswith("kfac/momentum/") for name in state)
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (
+            ("--kfac.momentum_of=gradients",),
+            ("--kfac.momentum_of=directions",),
+            "go on with optimizer=kfac, kfac.momentum_of=gradients and momentum above 0",
+        ),
+        (
+            ("--optimizer=sgd",),
+            ("--kfac.momentum_of=gradients",),
+            "it has momentum=0.9 of directions, and none of gradients; go on with kfac.momentum_of",
+        ),
+    ],
+)
+def test_a_momentum_of_another_kind_is_refused_by_the_names_of_options(
+    tmp_path, capfd, before, after, message
+):
+    """Oracle: by hand: the momentum would be taken never, or twice."""
+    assert train.main(arguments(tmp_path, *before, "--max_steps=1")) == 0
+    refused(tmp_path, capfd, message, *after, "--max_steps=2", "--resume=auto")
+
+
+def test_two_momenta_are_refused_by_the_names_of_options(tmp_path, capfd):
+    """Oracle: by hand: `dgc` has a momentum of its own."""
+    message = "top_momentum=0.9 needs momentum=0, not 0.8 of gradients: a momentum is taken once"
+    refused(tmp_path, capfd, message, "--strategy=dgc", "--momentum=0.8")
+
+
 @pytest.mark.parametrize("optimizer", ["kfac", "sgd"])
 def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
     """Oracle: the numbers of the options in the last checkpoint, and the lines of the log."""
@@ -357,7 +386,7 @@ def test_a_network_of_another_shape_is_refused_in_one_line(tmp_path, capfd, monk
     """Oracle: the first item with a different shape, the network's shape, the saved shape."""
     assert train.main(arguments(tmp_path, "--max_steps=1")) == 0
     wider = nn.Sequential(conv(1, 32, 3), *models.digits_cnn(10, 1)[1:])
-    network = models.Network(lambda classes, channels: wider)
+    network = models.NetworkEntry(lambda classes, channels: wider)
     monkeypatch.setitem(models.MODELS, "digits_cnn", network)
     message = "item 'model/0.weight' must be float32 [32, 1, 3, 3]; it is float32 [16, 1, 3, 3]"
     refused(tmp_path, capfd, message, "--resume=auto")
@@ -420,7 +449,7 @@ def test_the_time_to_go_counts_epochs_and_not_steps(monkeypatch, caplog):
     monkeypatch.setattr(run_directory, "on_terminal", lambda: False)
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr(run_directory, "time", clock)
-    progress = run_directory.Progress(0, calendar.first(3), calendar.epochs)
+    progress = run_directory.RunProgress(0, calendar.first(3), calendar.epochs)
     with caplog.at_level("INFO", logger="mpikfac"):
         for _ in range(6):
             progress.advance(str)
@@ -431,7 +460,7 @@ def test_progress_is_logged_from_time_to_time_when_nobody_watches(monkeypatch, c
     """Oracle: a line per step at an interval of 0 s; no time is left at the last step."""
     monkeypatch.setattr(run_directory, "LINE_EVERY", 0.0)
     monkeypatch.setattr(run_directory, "on_terminal", lambda: False)
-    progress = run_directory.Progress(first=2, last=4, epochs=lambda step: step / 3)
+    progress = run_directory.RunProgress(first=2, last=4, epochs=lambda step: step / 3)
     with caplog.at_level("INFO", logger="mpikfac"):
         for _ in range(2):
             progress.advance(lambda: "loss 1.0")

@@ -25,7 +25,8 @@ from mpikfac import comm
 from mpikfac.checkpoint import durable
 from mpikfac_apps.guard import guard
 from mpikfac_apps.problems import datasets, models
-from mpikfac_apps.training import batches, checkpoints, run, train
+from mpikfac_apps.training import batches, checkpoints, train
+from mpikfac_apps.training.parts.problem import Problem
 from support import inside
 
 # A place's function, and the number of the bad call: the first step may take longer.
@@ -39,7 +40,7 @@ PLACES = {
     "curvature": (*inside.PLACES["decompose for others"], 16),
     "checkpoint": (checkpoints.Saver, "save", 1),
     "write": (durable, "write", 1),
-    "evaluation": (run.Run, "evaluate", 1),
+    "evaluation": (Problem, "evaluate", 1),
     "end": (guard.Guard, "enter", 1),
 }
 

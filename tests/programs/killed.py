@@ -28,6 +28,6 @@ class Run(train.Run):
 
 
 if __name__ == "__main__":
-    models.MODELS["plain"] = models.Network(plain)
+    models.MODELS["plain"] = models.NetworkEntry(plain)
     train.Run = Run
     sys.exit(train.main(sys.argv[4:]))

@@ -30,7 +30,7 @@ def dropped(classes: int, channels: int) -> nn.Module:
     return nn.Sequential(*plain(classes, channels), *last)
 
 
-NETWORKS = {name.__name__: models.Network(name) for name in (plain, dropped)}
+NETWORKS = {name.__name__: models.NetworkEntry(name) for name in (plain, dropped)}
 
 if __name__ == "__main__":
     models.MODELS.update(NETWORKS)

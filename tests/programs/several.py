@@ -21,7 +21,7 @@ from plain import NETWORKS
 def main() -> None:
     models.MODELS.update(NETWORKS)
     narrow = partial(airbench.Airbench, widths=(8, 16, 16))
-    models.MODELS["airbench_small"] = models.Network(narrow, fixed=True, draw=airbench.dirac)
+    models.MODELS["airbench_small"] = models.NetworkEntry(narrow, fixed=True, draw=airbench.dirac)
     comm = mpikfac.world()
     for ranks, options in json.loads(Path(sys.argv[1]).read_text()):
         team = comm.Split(comm.rank < ranks, comm.rank)

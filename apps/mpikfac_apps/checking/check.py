@@ -28,7 +28,7 @@ from mpikfac_apps.checking.comparison import (
     differences,
     findings_of,
 )
-from mpikfac_apps.checking.model import Subject, subject
+from mpikfac_apps.checking.model import Subject, named_subject
 from mpikfac_apps.cli import run_on_ranks
 from mpikfac_apps.options.command_line import read
 from mpikfac_apps.options.fields import bounded, positional, read_by
@@ -100,61 +100,64 @@ def checked(comm: mpikfac.comm.Comm, options: CheckOptions) -> bool:
     alone, doing = cast(mpikfac.comm.Comm, comm.Split(comm.rank)), f"check {options.model}"
     findings: dict[str, Finding] = {}
     with mpikfac.comm.together(comm, doing):
-        asked = subject(options.model, options.input, options.classes, options.tokens)
-    asked.model.load_state_dict(comm.bcast(asked.model.state_dict()))
+        subject = named_subject(options.model, options.input, options.classes, options.tokens)
+    subject.model.load_state_dict(comm.bcast(subject.model.state_dict()))
     with mpikfac.comm.together(comm, doing):
         if comm.rank == 0:
-            findings = findings_of(asked, alone, options.batch)
-    found = differences(comm, alone, asked, options.batch) if comm.size > 1 else {}
+            findings = findings_of(subject, alone, options.batch)
+    strategy_errors = differences(comm, alone, subject, options.batch) if comm.size > 1 else {}
     if comm.rank == 0:
         ranks = options.ranks or (comm.size if comm.size > 1 else 4)
         show(
             [
-                *coverage(asked, findings),
+                *coverage(subject, findings),
                 numbers(findings, options.batch),
-                strategies(comm.size, found),
-                plans(asked, ranks),
-                verdict(findings, found),
+                strategies(comm.size, strategy_errors),
+                plans(subject, ranks),
+                verdict(findings, strategy_errors),
             ]
         )
     wrong = any(finding.wrong for finding in findings.values())
-    return comm.bcast(wrong) or not all(map(alike, found.values()))
+    return comm.bcast(wrong) or not all(map(alike, strategy_errors.values()))
 
 
 # -- sections ------------------------------------------------------------------------------------
 
 
-def coverage(asked: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
+def coverage(subject: Subject, findings: Mapping[str, Finding]) -> list[list[str]]:
     """Return lines about every module with own parameters: covered, or not covered and why."""
-    layers, _ = mpikfac.layers.cover(asked.model, asked.coverage)
+    layers, _ = mpikfac.layers.cover(subject.model, subject.coverage)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters}
     covered = [("layer", "module", "factors")]
     others: dict[tuple[str, str], list[str]] = {}
-    for name, module in asked.model.named_modules():
+    for name, module in subject.model.named_modules():
         kind = type(module).__name__
-        by = [layer for layer in layers if any(module is one for one in layer.modules)]
+        by = [layer for layer in layers if any(module is member for member in layer.modules)]
         for layer in by:
-            own = module is layer.module
-            how = form(layer.shape) if own else f"weights of {layer.name}"
+            is_layer_module = module is layer.module
+            how = form(layer.shape) if is_layer_module else f"weights of {layer.name}"
             how += "" if findings[layer.name].vectors else "; took no part in this batch"
-            covered.append((shown(layer.name if own else name), kind, how))
+            covered.append((shown(layer.name if is_layer_module else name), kind, how))
         if not by and any(id(p) not in inside for p in module.parameters(recurse=False)):
-            others.setdefault((kind, why_not(name, module, asked)), []).append(named(name, module))
-    rest = [
+            others.setdefault((kind, why_not(name, module, subject)), []).append(
+                named(name, module)
+            )
+    uncovered = [
         line
         for (kind, why), names in others.items()
         for line in [f"  {kind}: {why}", *wrapped(names)]
     ]
     return [
         ["Covered: orders of the factors A and G", *table(covered, left=3)],
-        ["Not covered", *rest] if rest else ["Not covered: nothing"],
+        ["Not covered", *uncovered] if uncovered else ["Not covered: nothing"],
     ]
 
 
 def named(name: str, module: nn.Module) -> str:
     """Return a module's name; for a module with children, the names of its own parameters."""
-    own = [f"{name}.{own}".lstrip(".") for own, _ in module.named_parameters(recurse=False)]
-    return ", ".join(own) if list(module.children()) else shown(name)
+    parameters = (parameter for parameter, _ in module.named_parameters(recurse=False))
+    names = [f"{name}.{parameter}".lstrip(".") for parameter in parameters]
+    return ", ".join(names) if list(module.children()) else shown(name)
 
 
 def wrapped(names: Sequence[str]) -> list[str]:
@@ -171,20 +174,20 @@ def form(layer: mpikfac.LayerShape) -> str:
     for side in layer.sides:
         factors = layer.side(side)
         order = orders_of(factors)
-        whole = side not in layer.diagonal
-        sides.append(f"{side} {order}" if whole else f"{side} diagonal of {factors[0].size}")
+        dense = side not in layer.diagonal
+        sides.append(f"{side} {order}" if dense else f"{side} diagonal of {factors[0].size}")
     return ", ".join(sides)
 
 
-def why_not(name: str, module: nn.Module, asked: Subject) -> str:
+def why_not(name: str, module: nn.Module, subject: Subject) -> str:
     """Return the reason for which a module is not covered."""
     if not any(p.requires_grad for p in module.parameters(recurse=False)):
         return "frozen"
-    if name in asked.refused:
-        return asked.refused[name]
+    if name in subject.refused:
+        return subject.refused[name]
     if type(module) in mpikfac.NORMS:
         return "trained first-order; covers={**mpikfac.KINDS, **mpikfac.NORMS} covers the module"
-    covers = asked.coverage.covers
+    covers = subject.coverage.covers
     if mpikfac.layers.same_as(module, covers):
         return f"trained first-order; {mpikfac.layers.offer(type(module), covers)}"
     if base := mpikfac.layers.covered_base(type(module), covers):
@@ -216,12 +219,12 @@ def judged(finding: Finding) -> str:
     return f"WRONG: {', '.join(finding.wrong)}" if finding.wrong else "ok"
 
 
-def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
+def strategies(ranks: int, errors: Mapping[str, float]) -> list[str]:
     """Return lines about the difference between strategies and a single process."""
-    if not found:
+    if not errors:
         return ["Strategies: not compared; start the check under mpirun with 2 ranks or more"]
     rows = [("strategy", "difference", "")]
-    rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in found.items()]
+    rows += [(name, f"{off:.0e}", "ok" if alike(off) else "WRONG") for name, off in errors.items()]
     return [
         f"Strategies: weights after {STEPS} steps on {ranks} ranks, against one process with all",
         "  examples; differences relative to the largest change of a weight; only covered layers",
@@ -230,9 +233,9 @@ def strategies(ranks: int, found: Mapping[str, float]) -> list[str]:
     ]
 
 
-def plans(asked: Subject, ranks: int) -> list[str]:
+def plans(subject: Subject, ranks: int) -> list[str]:
     """Return lines about the memory and messages of strategies."""
-    layers, others = mpikfac.layers.covered_shapes(asked.model, asked.coverage)
+    layers, others = mpikfac.layers.covered_shapes(subject.model, subject.coverage)
     rows: list[tuple[str, ...]] = [
         ("strategy", "workers", "kept: least", "most", "sent: plain", "factors", "bases")
     ]
@@ -240,12 +243,12 @@ def plans(asked: Subject, ranks: int) -> list[str]:
         strategy, solver = strategy_of(name, ranks, "inverse")
         plan = mpikfac.make_plan(layers, ranks, strategy, others, solver, ITEMSIZE)
         looked = looked_at(plan)
-        kept = [sum(plan.memory(rank).values()) for rank in looked]
+        memory = [sum(plan.memory(rank).values()) for rank in looked]
         sent = [
             max(sum(message.wire for message in plan.messages(rank, *kind)) for rank in looked)
             for _, *kind in KINDS_OF_STEP
         ]
-        rows.append((name, str(strategy.workers), *map(mib, (min(kept), max(kept), *sent))))
+        rows.append((name, str(strategy.workers), *map(mib, (min(memory), max(memory), *sent))))
     return [
         f"Plans for {number(ranks, 'rank')}: MiB in float32. Kept: by a rank for K-FAC. Sent: at",
         "  most by a rank, in a plain step, a step with new factors, a step with new factors and",
@@ -254,11 +257,11 @@ def plans(asked: Subject, ranks: int) -> list[str]:
     ]
 
 
-def verdict(findings: Mapping[str, Finding], found: Mapping[str, float]) -> list[str]:
+def verdict(findings: Mapping[str, Finding], strategy_errors: Mapping[str, float]) -> list[str]:
     """Return the verdict on all layers and strategies; wrong layers and strategies by name."""
     layers = [shown(name) for name, finding in findings.items() if finding.wrong]
-    wrong = layers + [name for name, off in found.items() if not alike(off)]
-    judged = sum(bool(finding.errors) for finding in findings.values()) + len(found)
+    wrong = layers + [name for name, off in strategy_errors.items() if not alike(off)]
+    judged = sum(bool(finding.errors) for finding in findings.values()) + len(strategy_errors)
     return [f"WRONG: {', '.join(wrong)}" if wrong else f"All right: {judged} of {judged} checked"]
 
 

@@ -53,7 +53,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckedStep:
     """The output of K-FAC for a batch: factors, gradient and direction by layer."""
 
     factors: Mapping[str, Mapping[str, Tensor]]
@@ -61,32 +61,38 @@ class Step:
     directions: Mapping[str, Tensor]
 
 
-def findings_of(asked: Subject, comm: mpikfac.comm.Comm, examples: int) -> dict[str, Finding]:
+def findings_of(subject: Subject, comm: mpikfac.comm.Comm, examples: int) -> dict[str, Finding]:
     """Compare each covered layer's numbers with autograd and dense solves, on one batch.
 
     Collective over: comm.
     """
-    model, batch = asked.copied(), asked.batch(examples, seed=0)
-    layers, _ = mpikfac.layers.cover(model, asked.coverage)
+    model, batch = subject.copied(), subject.batch(examples, seed=0)
+    layers, _ = mpikfac.layers.cover(model, subject.coverage)
     uses = reference.calls(layers, lambda: loss(model, batch))
     module_of = {layer.name: layer.modules[0] for layer in layers}
-    found = {one.name: survey(as_modules(one), uses.get(one.name, ())) for one in layers}
-    kept = {name: one.parts for name, one in found.items() if one.vectors and not one.large}
-    kept = {name: kept[name] for name in whole(kept, module_of)}
-    step = one_step(asked, comm, batch, "inverse", kept)
-    for name, parts in kept.items():
-        found[name].errors.update(autograd_errors(name, parts, uses[name], step))
-    shapes = {name: parts[0].shape for name, parts in kept.items()}
+    findings = {layer.name: survey(as_modules(layer), uses.get(layer.name, ())) for layer in layers}
+    compared = {
+        name: finding.parts
+        for name, finding in findings.items()
+        if finding.vectors and not finding.large
+    }
+    compared = {name: compared[name] for name in with_all_layers(compared, module_of)}
+    step = one_step(subject, comm, batch, "inverse", compared)
+    for name, parts in compared.items():
+        findings[name].errors.update(autograd_errors(name, parts, uses[name], step))
+    shapes = {name: parts[0].shape for name, parts in compared.items()}
     orders = {name: shape.inputs * shape.outputs for name, shape in shapes.items()}
-    small = whole([n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of)
+    small = with_all_layers(
+        [n for n, order in orders.items() if order <= LARGEST_PRODUCT], module_of
+    )
     for solver in reference.SOLVES:
-        step = one_step(asked, comm, batch, solver, small)
+        step = one_step(subject, comm, batch, solver, small)
         for name in small:
-            found[name].errors[solver] = solve_error(name, solver, step)
-    return found
+            findings[name].errors[solver] = solve_error(name, solver, step)
+    return findings
 
 
-def whole(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
+def with_all_layers(names: Collection[str], module_of: Mapping[str, nn.Module]) -> list[str]:
     """Keep a layer only if `names` has all layers of the layer's module."""
     left = {id(module) for name, module in module_of.items() if name not in names}
     return [name for name in names if id(module_of[name]) not in left]
@@ -102,16 +108,16 @@ def survey(parts: Sequence[mpikfac.Layer], uses: Sequence[Sequence[reference.Cal
 
 
 def one_step(
-    asked: Subject, comm: mpikfac.comm.Comm, batch: Batch, solver: str, names: Container[str]
-) -> Step:
+    subject: Subject, comm: mpikfac.comm.Comm, batch: Batch, solver: str, names: Container[str]
+) -> CheckedStep:
     """Return factors, gradients and directions of a batch, for layers in `names`.
 
     Collective over: comm.
     """
-    model = asked.copied()
+    model = subject.copied()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    skip = [*asked.coverage.skip, *others(asked, model, names)]
-    coverage = dataclasses.replace(asked.coverage, skip=skip)
+    skip = [*subject.coverage.skip, *others(subject, model, names)]
+    coverage = dataclasses.replace(subject.coverage, skip=skip)
     with without_warnings():  # K-FAC would warn of the layers that are left out on purpose
         kfac = mpikfac.KFAC(
             model,
@@ -128,7 +134,7 @@ def one_step(
     directions = {layer.name: reference.gradient_of(layer) for layer in kfac.layers}
     state = kfac.state_dict()  # a single process holds all factors
     factors = {layer.name: recorded(state, layer.shape) for layer in kfac.layers}
-    return Step(factors, gradients, directions)
+    return CheckedStep(factors, gradients, directions)
 
 
 @contextmanager
@@ -143,9 +149,9 @@ def without_warnings() -> Iterator[None]:
         log.setLevel(before)
 
 
-def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]:
+def others(subject: Subject, model: nn.Module, names: Container[str]) -> list[str]:
     """Return all modules of layers outside of `names`, modules with shared weights included."""
-    layers, _ = mpikfac.layers.cover(model, asked.coverage)
+    layers, _ = mpikfac.layers.cover(model, subject.coverage)
     name_of = {id(module): name for name, module in model.named_modules()}
     left = [layer for layer in layers if layer.name not in names]
     return [name_of[id(module)] for layer in left for module in layer.modules]
@@ -153,48 +159,50 @@ def others(asked: Subject, model: nn.Module, names: Container[str]) -> list[str]
 
 def recorded(state: Mapping[str, Tensor], form: mpikfac.LayerShape) -> dict[str, Tensor]:
     """Return a layer's existing factors `[groups, order, order]`, of a trainer's state."""
-    found = {}
+    factors = {}
     for side in form.sides:
         (factor,) = form.side(side)
         matrix = mpikfac.numerics.unfold_triangle(state[f"kfac/factors/{factor.name}"])
         if side in form.diagonal:
             matrix = matrix.view(form.groups, -1).diag_embed()
-        found[side] = matrix.view(form.groups, *matrix.shape[-2:])
-    return found
+        factors[side] = matrix.view(form.groups, *matrix.shape[-2:])
+    return factors
 
 
 def autograd_errors(
     name: str,
     parts: Sequence[mpikfac.Layer],
     uses: Sequence[Sequence[reference.Call]],
-    step: Step,
+    step: CheckedStep,
 ) -> dict[str, float]:
     """Return relative errors of factors, and of gradients as sums of `g a^T` over examples."""
     both = list(zip(parts, uses))
     expected = [reference.factors(part, calls) for part, calls in both]
     errors = {
-        side: error(step.factors[name][side], torch.cat([one[side] for one in expected]))
+        side: error(step.factors[name][side], torch.cat([factors[side] for factors in expected]))
         for side in expected[0]
     }
-    made = [torch.cat([reference.gradients(part, call) for call in calls]) for part, calls in both]
-    size = max((one.abs().amax() for one in made), key=Tensor.item)
-    off = error(torch.cat([one.sum(0) for one in made]), step.gradients[name], size)
+    gradients = [
+        torch.cat([reference.gradients(part, call) for call in calls]) for part, calls in both
+    ]
+    size = max((gradient.abs().amax() for gradient in gradients), key=Tensor.item)
+    off = error(torch.cat([gradient.sum(0) for gradient in gradients]), step.gradients[name], size)
     if not reference.is_norm(parts[0]):
-        for own, (part, calls) in zip(made, both):
+        for gradient, (part, calls) in zip(gradients, both):
             alone = torch.cat([reference.gradients_alone(part, call) for call in calls])
-            off = max(off, error(own, alone, size))
+            off = max(off, error(gradient, alone, size))
     return {**errors, "gradient": off}
 
 
-def solve_error(name: str, solver: str, step: Step) -> float:
+def solve_error(name: str, solver: str, step: CheckedStep) -> float:
     """Return the relative error of a layer's direction against the dense solve."""
     expected = reference.solve(solver, step.gradients[name], step.factors[name], DAMPING)
     return error(step.directions[name], expected)
 
 
-def error(found: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
+def error(actual: Tensor, expected: Tensor, size: Tensor | None = None) -> float:
     """Return the largest difference, relative to `size` or to the largest expected number."""
-    off = (found - expected).abs().max().item()
+    off = (actual - expected).abs().max().item()
     scale = (expected.abs().max() if size is None else size).item()
     return off / scale if off else 0.0
 
@@ -215,7 +223,7 @@ def alike(difference: float) -> bool:
 def differences(
     comm: mpikfac.comm.Comm,
     alone: mpikfac.comm.Comm,
-    asked: Subject,
+    subject: Subject,
     examples: int,
     strategies: Sequence[str] = STRATEGIES,
     steps: int = STEPS,
@@ -230,18 +238,18 @@ def differences(
     """
     total = examples * comm.size
     first, *_ = strategies
-    one = {name: trained(alone, asked, name, total, steps) for name in (PLAIN, first)}
-    found = {}
+    references = {name: trained(alone, subject, name, total, steps) for name in (PLAIN, first)}
+    errors = {}
     for name in (PLAIN, *strategies):
-        expected, before = one.get(name, one[first])
-        after, _ = trained(comm, asked, name, total, steps)
+        expected, before = references.get(name, references[first])
+        after, _ = trained(comm, subject, name, total, steps)
         off = error(after, expected, (expected - before).abs().max())
-        found[name] = max(comm.allgather(off))
-    return found
+        errors[name] = max(comm.allgather(off))
+    return errors
 
 
 def trained(
-    comm: mpikfac.comm.Comm, asked: Subject, name: str, examples: int, steps: int
+    comm: mpikfac.comm.Comm, subject: Subject, name: str, examples: int, steps: int
 ) -> tuple[Tensor, Tensor]:
     """Return all parameters after and before some steps on the rank's shards.
 
@@ -250,16 +258,16 @@ def trained(
 
     Collective over: comm.
     """
-    model = asked.copied().eval()
+    model = subject.copied().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = (
         mpikfac.DataParallel(model, optimizer, comm)
         if name == PLAIN
-        else distributed(comm, asked, name, model, optimizer)
+        else distributed(comm, subject, name, model, optimizer)
     )
     before = nn.utils.parameters_to_vector(model.parameters()).detach()
     for step in range(steps):
-        images, labels = (p.chunk(comm.size)[comm.rank] for p in asked.batch(examples, step))
+        images, labels = (p.chunk(comm.size)[comm.rank] for p in subject.batch(examples, step))
         optimizer.zero_grad()
         loss(model, (images, labels)).backward()
         trainer.step()
@@ -268,7 +276,7 @@ def trained(
 
 def distributed(
     comm: mpikfac.comm.Comm,
-    asked: Subject,
+    subject: Subject,
     name: str,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -277,9 +285,9 @@ def distributed(
 
     Collective over: comm.
     """
-    kinds = asked.coverage.covers.items()
+    kinds = subject.coverage.covers.items()
     covers = {k: by for k, by in kinds if isinstance(k, str) or not issubclass(k, _BatchNorm)}
-    coverage = dataclasses.replace(asked.coverage, covers=covers)
+    coverage = dataclasses.replace(subject.coverage, covers=covers)
     strategy, solver = strategy_of(name, comm.size, "inverse")
     kfac = mpikfac.KFAC(
         model,

@@ -50,37 +50,41 @@ def as_modules(layer: mpikfac.Layer) -> list[mpikfac.Layer]:
         return [layer]
     matrix = torch.empty(layer.shape.gradient).to(layer.parameters[0])
     copy_all(layer.values_to(layer.parts(matrix)))
-    made = []
-    for own, weight in zip(matrix.view(-1, *matrix.shape[-2:]), weights_of(layer)):
+    layers = []
+    for values, weight in zip(matrix.view(-1, *matrix.shape[-2:]), weights_of(layer)):
         linear = nn.Linear(weight.shape[1], len(weight), layer.bias).to(weight)
         if layer.bias:
-            linear.bias.data = own[:, -1].clone()
+            linear.bias.data = values[:, -1].clone()
         if layer.bias_alone:
             linear.weight.requires_grad_(False)
         else:
-            linear.weight.data = own[:, : weight.shape[1]].clone()
-        made.append(mpikfac.Layer(layer.name, linear))
-    return made
+            linear.weight.data = values[:, : weight.shape[1]].clone()
+        layers.append(mpikfac.Layer(layer.name, linear))
+    return layers
 
 
 @contextmanager
 def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use]]]]:
     """Inside, keep all products of `layers`: for each layer by name, and for each group."""
     plain, examples = F.linear, dict[int, int]()
-    seen: dict[str, list[list[Use]]] = {one.name: [[] for _ in weights_of(one)] for one in layers}
-    places = [(one, group, own) for one in layers for group, own in enumerate(weights_of(one))]
+    seen: dict[str, list[list[Use]]] = {
+        layer.name: [[] for _ in weights_of(layer)] for layer in layers
+    }
+    places = [
+        (layer, group, view) for layer in layers for group, view in enumerate(weights_of(layer))
+    ]
 
     def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = plain(input, weight, bias)
-        found = [
-            (layer, group, slice(start, start + len(own)))
-            for layer, group, own in places
-            if (start := _row(own, weight)) is not None and y.requires_grad
+        products = [
+            (layer, group, slice(start, start + len(view)))
+            for layer, group, view in places
+            if (start := _row(view, weight)) is not None and y.requires_grad
         ]
-        if not found:
+        if not products:
             return y
         y.retain_grad()
-        for layer, group, columns in found:
+        for layer, group, columns in products:
             batch = examples.get(id(layer.module), len(input) if input.dim() > 1 else 1)
             rows = input.detach().clone().reshape(-1, batch, input.shape[-1])
             seen[layer.name][group].append(Use(rows.transpose(0, 1), y, columns))
@@ -103,11 +107,11 @@ def watched(layers: Sequence[mpikfac.Layer]) -> Iterator[dict[str, list[list[Use
         yield seen
 
 
-def _row(own: Tensor, weight: Tensor) -> int | None:
-    """Return the row of `weight` at which the view `own` begins; None if not in `weight`."""
-    if own.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
+def _row(view: Tensor, weight: Tensor) -> int | None:
+    """Return the row of `weight` at which a view begins; None if not in `weight`."""
+    if view.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr():
         return None
-    row = (own.storage_offset() - weight.storage_offset()) // weight.stride(0)
+    row = (view.storage_offset() - weight.storage_offset()) // weight.stride(0)
     return row if 0 <= row < len(weight) else None
 
 
@@ -115,14 +119,15 @@ def written_out(cell: nn.RNNCellBase, input: Tensor, hx: Any = None) -> Any:
     """Return the output of a cell, by `F.linear`."""
     zeros = input.new_zeros(*input.shape[:-1], cell.hidden_size)
     h, c = hx if isinstance(hx, tuple) else (zeros if hx is None else hx, zeros)
-    given = F.linear(input, cell.weight_ih, cell.bias_ih)
-    kept = F.linear(h, cell.weight_hh, cell.bias_hh)
+    from_input = F.linear(input, cell.weight_ih, cell.bias_ih)
+    from_state = F.linear(h, cell.weight_hh, cell.bias_hh)
+    sums = from_input + from_state
     if isinstance(cell, nn.RNNCell):
-        return torch.tanh(given + kept) if cell.nonlinearity == "tanh" else F.relu(given + kept)
+        return torch.tanh(sums) if cell.nonlinearity == "tanh" else F.relu(sums)
     if isinstance(cell, nn.LSTMCell):
-        i, f, g, o = (given + kept).chunk(4, -1)
+        i, f, g, o = sums.chunk(4, -1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         return o.sigmoid() * c.tanh(), c
-    (r, z, n), (own_r, own_z, own_n) = given.chunk(3, -1), kept.chunk(3, -1)
+    (r, z, n), (own_r, own_z, own_n) = from_input.chunk(3, -1), from_state.chunk(3, -1)
     r, z = (r + own_r).sigmoid(), (z + own_z).sigmoid()
     return (1 - z) * torch.tanh(n + r * own_n) + z * h

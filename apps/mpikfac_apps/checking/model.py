@@ -42,9 +42,9 @@ class Subject:
     def batch(self, examples: int, seed: int) -> Batch:
         """Return random examples and labels."""
         generator = torch.Generator().manual_seed(seed)
-        given = own.drawn((examples, *self.inputs), self.tokens, generator)
+        inputs = own.drawn((examples, *self.inputs), self.tokens, generator)
         classes, *positions = self.outputs
-        return given, torch.randint(classes, (examples, *positions), generator=generator)
+        return inputs, torch.randint(classes, (examples, *positions), generator=generator)
 
 
 def loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -53,7 +53,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def subject(
+def named_subject(
     name: str, inputs: tuple[int, ...] | None, classes: int, tokens: int | None = None
 ) -> Subject:
     """Return the network `name`.

@@ -54,12 +54,12 @@ def calls(
         loss().backward()
     for hook in hooks:
         hook.remove()
-    found = {
+    of_modules = {
         name: [[_call(by_name[name], x, y.grad) for x, y in uses if y.grad is not None]]
         for name, uses in seen.items()
     }
     of_groups = {name: [_inside(uses) for uses in groups] for name, groups in inside.items()}
-    return {name: uses for name, uses in {**found, **of_groups}.items() if any(uses)}
+    return {name: uses for name, uses in {**of_modules, **of_groups}.items() if any(uses)}
 
 
 def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
@@ -69,12 +69,12 @@ def _call(layer: mpikfac.Layer, x: Tensor, g: Tensor) -> Call:
 
 def _inside(uses: Iterable[Use]) -> list[Call]:
     """Return the uses with a gradient. Inside a module, positions come before examples."""
-    found = []
+    gradient_calls = []
     for x, y, columns in uses:
         if y.grad is not None:
             g = y.grad[..., columns]
-            found.append(Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1)))
-    return found
+            gradient_calls.append(Call(x, g.reshape(-1, len(x), g.shape[-1]).transpose(0, 1)))
+    return gradient_calls
 
 
 def output_vectors(layer: mpikfac.Layer, g: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ def input_vectors(layer: mpikfac.Layer, x: Tensor) -> Tensor:
         copy_all(probe.values_from(probe.parts(matrix.view(shape.gradient))))
         return output_vectors(layer, probe.module(x))
 
-    rest, found = outputs(), []  # outputs of a frozen bias
+    of_bias, columns = outputs(), []  # outputs of a frozen bias
     for start in range(0, shape.inputs, shape.outputs):
         rows = torch.arange(min(shape.outputs, shape.inputs - start))
         matrix.zero_()[:, rows, start + rows] = 1
-        found.append((outputs() - rest)[..., : len(rows)])
-    vectors = torch.cat(found, -1)
+        columns.append((outputs() - of_bias)[..., : len(rows)])
+    vectors = torch.cat(columns, -1)
     if (padding := getattr(layer.module, "padding_idx", None)) is not None:
         vectors[..., padding] = 0  # the padding of an embedding has no gradient
     return vectors
@@ -116,14 +116,14 @@ def factors(layer: mpikfac.Layer, uses: Sequence[Call]) -> dict[str, Tensor]:
     the sum of products of examples' gradients, times the batch.
     """
     if is_norm(layer):
-        own = torch.cat([norm_gradients(layer, call) for call in uses])
-        return {"A": len(uses[0].x) * torch.einsum("bui,buj->uij", own, own)}
+        per_example = torch.cat([norm_gradients(layer, call) for call in uses])
+        return {"A": len(uses[0].x) * torch.einsum("bui,buj->uij", per_example, per_example)}
     g = torch.cat([output_vectors(layer, call.g).flatten(0, 1) for call in uses])
-    found = {"G": len(uses[0].x) * torch.einsum("vgi,vgj->gij", g, g)}
+    matrices = {"G": len(uses[0].x) * torch.einsum("vgi,vgj->gij", g, g)}
     if "A" in layer.shape.sides:
         a = torch.cat([input_vectors(layer, call.x).flatten(0, 1) for call in uses])
-        found["A"] = torch.einsum("vgi,vgj->gij", a, a) / len(a)
-    return {side: found[side] for side in layer.shape.sides}
+        matrices["A"] = torch.einsum("vgi,vgj->gij", a, a) / len(a)
+    return {side: matrices[side] for side in layer.shape.sides}
 
 
 def gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
@@ -136,13 +136,13 @@ def gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
 
 def gradients_alone(layer: mpikfac.Layer, call: Call) -> Tensor:
     """Return each example's gradient by autograd, from separate passes through the module."""
-    own, found = copy.deepcopy(layer), []
+    probe, per_example = copy.deepcopy(layer), []
     for x, g in zip(call.x.split(1), call.g.split(1)):
-        parts = torch.autograd.grad(own.module(x), own.parameters, g)
-        for parameter, part in zip(own.parameters, parts):
+        parts = torch.autograd.grad(probe.module(x), probe.parameters, g)
+        for parameter, part in zip(probe.parameters, parts):
             parameter.grad = part
-        found.append(gradient_of(own))
-    return torch.stack(found)
+        per_example.append(gradient_of(probe))
+    return torch.stack(per_example)
 
 
 def gradient_of(layer: mpikfac.Layer) -> Tensor:
@@ -167,9 +167,9 @@ def norm_gradients(layer: mpikfac.Layer, call: Call) -> Tensor:
     of = {"weight": call.g * module(call.x), "bias": call.g}
     trained = [of[name] for name, p in layer.module.named_parameters() if p.requires_grad]
     if isinstance(module, nn.LayerNorm | nn.RMSNorm):  # units are last, else after the batch
-        sums = [one.reshape(len(one), -1, layer.shape.groups).sum(1) for one in trained]
+        sums = [product.reshape(len(product), -1, layer.shape.groups).sum(1) for product in trained]
     else:
-        sums = [one.reshape(len(one), layer.shape.groups, -1).sum(2) for one in trained]
+        sums = [product.reshape(len(product), layer.shape.groups, -1).sum(2) for product in trained]
     return torch.stack(sums, -1)
 
 

@@ -34,10 +34,10 @@ class Tally:
     judged: list[tuple[float, bool]] = field(default_factory=list)
     shapes: int = 0
 
-    def add(self, other: Tally) -> None:
+    def add(self, tally: Tally) -> None:
         """Add the detections and shapes of other pictures."""
-        self.judged += other.judged
-        self.shapes += other.shapes
+        self.judged += tally.judged
+        self.shapes += tally.shapes
 
     @property
     def average_precision(self) -> float:
@@ -45,7 +45,7 @@ class Tally:
         if not self.shapes:
             return math.nan
         # Wrong detections come first among equal scores: the order of pictures does not count.
-        ordered = sorted(self.judged, key=lambda one: (-one[0], one[1]))
+        ordered = sorted(self.judged, key=lambda detection: (-detection[0], detection[1]))
         best, area, right = 0.0, 0.0, sum(hit for _, hit in ordered)
         for place, (_, hit) in reversed(list(enumerate(ordered, start=1))):
             if hit:
@@ -56,21 +56,21 @@ class Tally:
 
 
 def tallied(
-    found: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
+    detections: Mapping[str, Tensor], target: Mapping[str, Tensor], overlaps: Tensor
 ) -> dict[int, Tally]:
     """Return the tallies of a picture by class.
 
     Args:
-        found: `scores` and `labels` of detections, `[detections]` each.
+        detections: `scores` and `labels` of detections, `[detections]` each.
         target: `labels` of shapes, `[shapes]`.
         overlaps: of detections with shapes, `[detections, shapes]`.
     """
     tallies = {}
-    for label in {*found["labels"].tolist(), *target["labels"].tolist()}:
-        mine, theirs = found["labels"] == label, target["labels"] == label
-        scores, order = found["scores"][mine].sort(descending=True, stable=True)
-        hits = right(overlaps[mine][:, theirs][order])
-        tallies[label] = Tally(list(zip(scores.tolist(), hits)), int(theirs.sum()))
+    for label in {*detections["labels"].tolist(), *target["labels"].tolist()}:
+        detected, drawn = detections["labels"] == label, target["labels"] == label
+        scores, order = detections["scores"][detected].sort(descending=True, stable=True)
+        hits = right(overlaps[detected][:, drawn][order])
+        tallies[label] = Tally(list(zip(scores.tolist(), hits)), int(drawn.sum()))
     return tallies
 
 

@@ -46,7 +46,7 @@ class Shapes(Dataset[Example]):
             radius, *centre = _placed(self.size, torch.rand(3, generator=generator))
             colour = BRIGHT + (1 - BRIGHT) * torch.rand(3, 1, generator=generator)
             mask = shape(CLASSES[label], self.size, radius, (centre[0], centre[1]))
-            if not any(bool((mask & other).any()) for other in masks):  # no shape hides another
+            if not any(bool((mask & earlier).any()) for earlier in masks):  # no shape hides another
                 picture[:, mask] = colour
                 masks.append(mask)
                 labels.append(label)

@@ -206,7 +206,9 @@ def run(
     share = options.batch // comm.size
     loader = DataLoader(training, share, sampler=sampler, collate_fn=list, drop_last=True)
     last = options.images + options.test_images
-    mine = Shapes(range(last)[options.images + comm.rank :: comm.size], options.size, options.seed)
+    test_pictures = Shapes(
+        range(last)[options.images + comm.rank :: comm.size], options.size, options.seed
+    )
     for epoch in range(resumed(comm, options, trainer), options.epochs):
         # After a restart, torchvision samples the anchors and boxes of a run without restart.
         torch.manual_seed(mixed(options.seed, epoch, comm.rank))
@@ -214,7 +216,7 @@ def run(
         begun = time.perf_counter()
         losses = trained(comm, options, trainer, loader, device)
         seconds = time.perf_counter() - begun
-        results = tested(comm, trainer.model, mine, device)
+        results = tested(comm, trainer.model, test_pictures, device)
         if comm.rank == 0:
             print(line(epoch, losses, results, seconds), flush=True)
         if options.checkpoints is not None:
@@ -239,8 +241,8 @@ def trained(
             group["lr"] = options.rate(trainer.steps)
         trainer.optimizer.zero_grad()
         images, targets = zip(*(on(device, example) for example in batch))
-        found = trainer.model(list(images), list(targets))
-        losses = torch.stack([found[name] for name in MEASURES])
+        losses_by_name = trainer.model(list(images), list(targets))
+        losses = torch.stack([losses_by_name[name] for name in MEASURES])
         losses.sum().backward()
         trainer.step()
         totals += losses.detach()
@@ -260,14 +262,16 @@ def tested(
     for number in range(len(pictures)):
         image, target = on(device, pictures[number])
         with torch.no_grad():
-            [found] = model([image])
-        over = precision.overlaps_of_boxes(found["boxes"], target["boxes"])
-        boxes.append(precision.tallied(found, target, over))
-        over = precision.overlaps_of_masks(found["masks"][:, 0] >= SHOWN, target["masks"])
-        masks.append(precision.tallied(found, target, over))
+            [detections] = model([image])
+        over = precision.overlaps_of_boxes(detections["boxes"], target["boxes"])
+        boxes.append(precision.tallied(detections, target, over))
+        over = precision.overlaps_of_masks(detections["masks"][:, 0] >= SHOWN, target["masks"])
+        masks.append(precision.tallied(detections, target, over))
     model.train()
     everyone = comm.allgather((precision.merged(boxes), precision.merged(masks)))
-    return [precision.mean_average_precision(precision.merged(some)) for some in zip(*everyone)]
+    return [
+        precision.mean_average_precision(precision.merged(tallies)) for tallies in zip(*everyone)
+    ]
 
 
 def on(device: torch.device, example: Example) -> Example:
@@ -304,12 +308,12 @@ def resumed(comm: mpikfac.comm.Comm, options: DetectionOptions, trainer: Trainer
         UserError: a checkpoint cannot be read, or belongs to a run with other options.
     """
     root = options.checkpoints
-    found = None if root is None else mpikfac.find_checkpoint(comm, root)
-    if found is None:
+    checkpoint = None if root is None else mpikfac.find_checkpoint(comm, root)
+    if checkpoint is None:
         return 0
-    with mpikfac.comm.together(comm, f"reading checkpoint {found.path}", untrusted=True):
-        check_options(json.loads(str(found[OPTIONS])), json.loads(identity(options)))
-    trainer.load_state_dict(found)
+    with mpikfac.comm.together(comm, f"reading checkpoint {checkpoint.path}", untrusted=True):
+        check_options(json.loads(str(checkpoint[OPTIONS])), json.loads(identity(options)))
+    trainer.load_state_dict(checkpoint)
     return trainer.steps // options.steps_per_epoch
 
 

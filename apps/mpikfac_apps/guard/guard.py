@@ -111,6 +111,6 @@ def check_directory(run_dir: Path, resume: str) -> None:
     for path in (run_dir / name for name in FOLDERS):
         if path.is_symlink():
             raise ValueError(f"{path} is a link; put a folder there, or make {run_dir} the link")
-    found = set(os.listdir(run_dir)) - {"lock"}
-    if resume != "auto" and found:
+    names = set(os.listdir(run_dir)) - {"lock"}
+    if resume != "auto" and names:
         raise ValueError("it is not empty; give another one, or resume=auto to go on with it")

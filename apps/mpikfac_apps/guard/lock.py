@@ -176,21 +176,21 @@ def born(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    state, *rest = stat.rpartition(")")[2].split()  # the name in brackets may hold blanks
-    return "" if state in "ZX" else rest[18]
+    state, *fields = stat.rpartition(")")[2].split()  # the name in brackets may hold blanks
+    return "" if state in "ZX" else fields[18]
 
 
-def _is_gone(holder: Holder, mine: Holder, silent: float) -> bool:
-    if holder.pids == mine.pids:
+def _is_gone(holder: Holder, claimant: Holder, silent: float) -> bool:
+    if holder.pids == claimant.pids:
         return born(holder.pid) != holder.born
-    restarted = holder.job == mine.job != "" and holder.attempt != mine.attempt
+    restarted = holder.job == claimant.job != "" and holder.attempt != claimant.attempt
     return restarted or silent > STALE
 
 
-def _may_be_restarted(holder: Holder, mine: Holder, silent: float) -> bool:
+def _may_be_restarted(holder: Holder, claimant: Holder, silent: float) -> bool:
     """Return whether only time tells a restart of the holder's job from a second run in the job."""
-    elsewhere = holder.pids != mine.pids and silent <= STALE
-    return elsewhere and holder.job == mine.job != "" and not mine.attempt
+    elsewhere = holder.pids != claimant.pids and silent <= STALE
+    return elsewhere and holder.job == claimant.job != "" and not claimant.attempt
 
 
 def _right_to_replace(path: Path, holder: Holder) -> Path:
@@ -233,5 +233,5 @@ def _read(path: Path) -> tuple[Holder, float]:
 def _names_a_run(holder: Holder) -> bool:
     """Return whether values have the right types, and the token can be a part of a file's name."""
     texts = {key: value for key, value in dataclasses.asdict(holder).items() if key != "pid"}
-    whole = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
-    return whole and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None
+    typed = type(holder.pid) is int and all(isinstance(value, str) for value in texts.values())
+    return typed and re.fullmatch(r"[\w-]{1,64}", holder.token) is not None

@@ -32,7 +32,7 @@ ANSWER = 0.6  # a file system that has not written the report by now counts as h
 SUMMARY = 1.0  # the reports are complete; rank 0 prints the summary
 OTHERS = 1.25  # if rank 0 is silent, another rank prints the summary
 
-Place = dict[str, Any]
+RankReport = dict[str, Any]
 FORM = {"phase": str, "step": int, "stage": str, "waits": bool, "host": str}
 
 
@@ -79,7 +79,7 @@ class Reports:
                 self._path(self._rank).unlink(missing_ok=True)
             self._directory.rmdir()  # the last rank succeeds
 
-    def tell(self, place: Place, seconds: float) -> None:
+    def report(self, place: RankReport, seconds: float) -> None:
         """Report this rank's place after `seconds` without progress, and print a line."""
         began, stacks = time.monotonic(), self._stacks()
         about = place | {"host": platform.node(), "pid": os.getpid()}
@@ -128,8 +128,8 @@ class Reports:
         except OSError:
             return
         places = summary([self._read(rank) for rank in range(self._ranks)])
-        told = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
-        line = f"{files.printable(told)}\n"
+        message = f"no progress for {seconds:g} s: {places}; stacks in {self._directory}"
+        line = f"{files.printable(message)}\n"
         self._print(line)
         with suppress(OSError):
             file.write(line.encode())
@@ -138,11 +138,11 @@ class Reports:
         with suppress(OSError):  # sys.stderr may be locked for ever
             os.write(self._screen, f"mpikfac: {line}".encode() + stacks)
 
-    def _read(self, rank: int) -> Place | None:
+    def _read(self, rank: int) -> RankReport | None:
         """Return a rank's report; None if the rank could not write."""
         try:
             with files.reading(self._path(rank)) as file:
-                report: Place = files.json_of(file.readline(files.SMALL))
+                report: RankReport = files.json_of(file.readline(files.SMALL))
         except (OSError, ValueError):
             return None
         return report if files.has_form(report, FORM) else None
@@ -159,15 +159,15 @@ def screen() -> int:
         return os.open(os.devnull, os.O_WRONLY)
 
 
-def summary(reports: Sequence[Place | None]) -> str:
+def summary(reports: Sequence[RankReport | None]) -> str:
     """Return the ranks' places: first computing ranks, then silent ranks, then waiting ranks."""
-    found: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
+    ranks_by_place: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for rank, report in enumerate(reports):
         if report is None:
-            found[1, "silent (stopped, holding the GIL, or at its end)"].append(rank)
+            ranks_by_place[1, "silent (stopped, holding the GIL, or at its end)"].append(rank)
         else:
-            found[2 * report["waits"], _doing(report)].append(rank)
-    groups = [f"{_named(found[key], reports)} {key[1]}" for key in sorted(found)]
+            ranks_by_place[2 * report["waits"], _doing(report)].append(rank)
+    groups = [f"{_named(ranks_by_place[key], reports)} {key[1]}" for key in sorted(ranks_by_place)]
     return "; ".join(groups)
 
 
@@ -178,7 +178,7 @@ def _doing(place: Mapping[str, Any]) -> str:
     return f"waiting in {where}" if place["waits"] else f"in {where}"
 
 
-def _named(ranks: list[int], reports: Sequence[Place | None]) -> str:
+def _named(ranks: list[int], reports: Sequence[RankReport | None]) -> str:
     """Return names such as "rank 2 on node5" or "ranks 0-3, 5"."""
     if len(ranks) == 1:
         report = reports[ranks[0]]

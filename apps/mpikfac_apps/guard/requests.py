@@ -32,14 +32,14 @@ def end_of_job(max_minutes: float | None, environ: Mapping[str, str], now: float
         ValueError: SLURM_JOB_END_TIME is no time after `now`.
     """
     ends = [] if max_minutes is None else [now + 60 * max_minutes]
-    if given := environ.get("SLURM_JOB_END_TIME"):
+    if text := environ.get("SLURM_JOB_END_TIME"):
         try:
-            end = float(given)
+            end = float(text)
         except ValueError:
             end = math.nan
         if not now < end < math.inf:
             raise ValueError(
-                f"SLURM_JOB_END_TIME={given} must be a unix time after {now:.0f} (now); "
+                f"SLURM_JOB_END_TIME={text} must be a unix time after {now:.0f} (now); "
                 "unset it if it is not this job's"
             )
         ends.append(end)
@@ -78,7 +78,7 @@ class Requests:
         now = time.monotonic()
         self._control = control
         self._end = math.inf if end is None else now + end - time.time()
-        self._every = math.inf if every_minutes is None else 60 * every_minutes
+        self._save_interval = math.inf if every_minutes is None else 60 * every_minutes
         self._stop = self._checkpoint = ""  # source of the request
         self._saved, self._looked, self._polled = now, -math.inf, math.inf
         self._slowest = self._pause = 0.0
@@ -152,8 +152,8 @@ class Requests:
         left = self._end - now
         if left <= 2 * self._slowest + self._pause + RESERVE:
             self._ask_to_stop(f"end of job in {left:.0f} s")
-        if now - self._saved >= self._every:
-            self._ask_to_save(f"{self._every / 60:g} minutes")
+        if now - self._saved >= self._save_interval:
+            self._ask_to_save(f"{self._save_interval / 60:g} minutes")
         if self._control is not None and now - self._looked >= LOOK_EVERY:
             self._looked = now
             taken = _take(self._control)

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from mpikfac.trace import COMMUNICATION
 from mpikfac_apps.guard.launcher import end_launcher
-from mpikfac_apps.guard.reports import Place, Reports, screen
+from mpikfac_apps.guard.reports import RankReport, Reports, screen
 
 LONGER = 10  # times the limit of a step: for the first step, and for phases without steps
 TICK = 0.1  # seconds between two looks at the clock
@@ -40,6 +40,7 @@ class Watchdog:
     def __init__(self, reports: Reports, limit: float | None, stage: Callable[[], str]) -> None:
         self._reports, self._limit, self._stage = reports, limit, stage
         self._stepped = self._ending = False
+        self._where, self._deadline = ("start-up", 0, math.inf), math.inf
         self._lock = threading.Lock()  # progress comes either in time or too late
         self._last = 0.0  # time at which the C thread acts
         self._closed = threading.Event()
@@ -108,10 +109,10 @@ class Watchdog:
                         faulthandler.dump_traceback_later(LEAVE, exit=True, file=self._nowhere)
             if self._ending:
                 end_launcher(LAUNCHER)
-                self._reports.tell(*self._late())
+                self._reports.report(*self._late())
                 return
 
-    def _late(self) -> tuple[Place, float]:
+    def _late(self) -> tuple[RankReport, float]:
         """Return this rank's place, and the limit that is over.
 
         A write beside the steps ends with a step of all ranks. A rank that has written, and is in a

@@ -26,7 +26,7 @@ from blake3 import blake3
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.images.listing import Content, Listing, Place
+from mpikfac_apps.images.listing import Content, ImagePlace, Listing
 
 PIECE = 2**22  # bytes that are read, hashed and written at a time
 
@@ -45,7 +45,7 @@ class Outcome(NamedTuple):
     trouble: str = ""
 
 
-def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing:
+def on_nodes(comm: mpikfac.comm.Comm, listing: Listing, directory: str) -> Listing:
     """Return the list of images, with a copy of the bytes on the disk of the rank's node.
 
     One rank of each node checks or writes the copy, and the remaining ranks wait. The ranks of a
@@ -53,7 +53,7 @@ def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing
 
     Collective over: comm.
     """
-    content = found.content
+    content = listing.content
     assert content is not None, "the images lie in a single file"
     if comm.rank == 0:
         size = content.place.size or 0
@@ -61,26 +61,28 @@ def on_nodes(comm: mpikfac.comm.Comm, found: Listing, directory: str) -> Listing
     first = mpikfac.comm.lowest_in_node(comm)
     outcomes = comm.allgather(attempted(content, directory) if first == comm.rank else None)
     if comm.rank == 0:
-        _tell([one for one in outcomes if one is not None], directory, content.place.path)
+        _warn_of_troubles(
+            [outcome for outcome in outcomes if outcome is not None], directory, content.place.path
+        )
     copy = outcomes[first].copy
     if not os.path.isfile(copy):  # also a directory that each rank has for itself
-        return found
-    parts = (found.train_images, found.test_images)
+        return listing
+    parts = (listing.train_images, listing.test_images)
     trained, tested = (replace(part, copy=(copy, content.place.start)) for part in parts)
-    return replace(found, train_images=trained, test_images=tested)
+    return replace(listing, train_images=trained, test_images=tested)
 
 
 def attempted(content: Content, directory: str) -> Outcome:
     """Return the file with the copy, or why there is no copy."""
     try:
-        return Outcome(copy=str(kept(content, Path(directory).absolute())))
+        return Outcome(copy=str(sound_copy(content, Path(directory).absolute())))
     except OSError as error:
         return Outcome(trouble=f"{platform.node()}: {files.why(error)}")
     except ValueError as error:
         return Outcome(trouble=f"{platform.node()}: {error}")
 
 
-def _tell(outcomes: list[Outcome], directory: str, path: str) -> None:
+def _warn_of_troubles(outcomes: list[Outcome], directory: str, path: str) -> None:
     """Warn of nodes without a copy, in one line."""
     troubles = [outcome.trouble for outcome in outcomes if outcome.trouble]
     if troubles:
@@ -90,7 +92,7 @@ def _tell(outcomes: list[Outcome], directory: str, path: str) -> None:
         )
 
 
-def kept(content: Content, directory: Path) -> Path:
+def sound_copy(content: Content, directory: Path) -> Path:
     """Return the file with a copy of the bytes; write the file if no sound copy is there.
 
     Raises:
@@ -135,7 +137,7 @@ def sound(copy: Path, content: Content) -> bool:
     if not os.path.lexists(copy) or os.path.getsize(copy) != content.place.size:
         return False
     digest = blake3()
-    for piece in pieces(Place(str(copy), 0, content.place.size), links=False):
+    for piece in pieces(ImagePlace(str(copy), 0, content.place.size), links=False):
         digest.update(piece)
     return digest.hexdigest() == content.digest
 
@@ -167,7 +169,7 @@ def write(copy: Path, content: Content) -> None:
         partial.unlink(missing_ok=True)
 
 
-def pieces(place: Place, links: bool) -> Iterator[bytes]:
+def pieces(place: ImagePlace, links: bool) -> Iterator[bytes]:
     """Yield the bytes of a part of a file, from first to last.
 
     Raises:

@@ -19,7 +19,7 @@ from typing import Protocol
 import numpy as np
 
 import mpikfac
-from mpikfac_apps.images.worker import Fault, Job, fill, slots_of
+from mpikfac_apps.images.worker import DecodeJob, Fault, fill, slots_of
 
 TRAINING = (0, 1, 2, 3)  # slots of memory for the next batches of the training
 REST = 4  # the slot for a part of a test or of a sample
@@ -32,7 +32,7 @@ PATIENCE = 10.0  # seconds for a process to end
 class _Worker(Protocol):
     """Describe what decodes images, in the order of the tickets."""
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None: ...
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None: ...
 
     def faults(self, ticket: int) -> list[Fault]: ...
 
@@ -59,7 +59,7 @@ class Decoders:
             self._workers = [_Here(self._slots)]
         self._ticket = 0
 
-    def begin(self, slot: int, jobs: Sequence[Job]) -> int:
+    def begin(self, slot: int, jobs: Sequence[DecodeJob]) -> int:
         """Begin to decode a list of images into a slot, and return a ticket for the result."""
         self._ticket += 1
         for number, worker in enumerate(self._workers):
@@ -91,19 +91,20 @@ class _Process:
     def __init__(self, memory: int, shape: tuple[int, ...]) -> None:
         self._connection, theirs = Pipe()
         passed = theirs.fileno(), memory
-        kept = KEEP | {k: v for k, v in os.environ.items() if not k.startswith(OF_MPI)}
+        environment = KEEP | {k: v for k, v in os.environ.items() if not k.startswith(OF_MPI)}
+        environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "mpikfac_apps.images.worker", *map(str, (*passed, *shape))],
             pass_fds=passed,
-            env=kept | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the rank
         )
         theirs.close()
-        self._found: dict[int, list[Fault]] = {}
+        self._faults: dict[int, list[Fault]] = {}
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None:
         try:
             self._connection.send((ticket, slot, jobs))
         except OSError as error:
@@ -111,12 +112,12 @@ class _Process:
 
     def faults(self, ticket: int) -> list[Fault]:
         try:
-            while ticket not in self._found:
+            while ticket not in self._faults:
                 done, faults = self._connection.recv()
-                self._found[done] = faults
+                self._faults[done] = faults
         except (EOFError, OSError) as error:
             raise self._ended() from error
-        return self._found.pop(ticket)
+        return self._faults.pop(ticket)
 
     def _ended(self) -> mpikfac.UserError:
         with suppress(subprocess.TimeoutExpired):
@@ -139,9 +140,9 @@ class _Here:
 
     def __init__(self, slots: np.ndarray) -> None:
         self._slots = slots
-        self._begun: dict[int, tuple[int, Sequence[Job]]] = {}
+        self._begun: dict[int, tuple[int, Sequence[DecodeJob]]] = {}
 
-    def begin(self, ticket: int, slot: int, jobs: Sequence[Job]) -> None:
+    def begin(self, ticket: int, slot: int, jobs: Sequence[DecodeJob]) -> None:
         self._begun[ticket] = slot, jobs
 
     def faults(self, ticket: int) -> list[Fault]:

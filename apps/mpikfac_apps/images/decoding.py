@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from mpikfac import files
-from mpikfac_apps.images.listing import Place
+from mpikfac_apps.images.listing import ImagePlace
 
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 LIMIT = 2**28  # bytes of the largest file of an image
@@ -26,7 +26,7 @@ class Broken(ValueError):
     """Report an image that cannot be decoded."""
 
 
-def decoded(place: Place, size: int, draw: Sequence[int] | None = None) -> np.ndarray:
+def decoded(place: ImagePlace, size: int, draw: Sequence[int] | None = None) -> np.ndarray:
     """Return an image as a network gets the image: bytes `[size, size, 3]`.
 
     Args:
@@ -44,7 +44,7 @@ def decoded(place: Place, size: int, draw: Sequence[int] | None = None) -> np.nd
         raise Broken(files.one_line(error)) from error
 
 
-def content(place: Place) -> bytes:
+def content(place: ImagePlace) -> bytes:
     """Return the bytes of an image.
 
     Raises:
@@ -53,10 +53,10 @@ def content(place: Place) -> bytes:
     if place.size is None:
         return files.read_bytes(place.path, LIMIT, links=True)
     path, start = place.copy or (place.path, place.start)
-    found = os.pread(_packed(path).fileno(), place.size, start)
-    if len(found) < place.size:
+    data = os.pread(_packed(path).fileno(), place.size, start)
+    if len(data) < place.size:
         raise OSError("the file ends before the image")
-    return found
+    return data
 
 
 @lru_cache(maxsize=4)

@@ -57,8 +57,8 @@ def with_names(path: str, size: int) -> tuple[Listing, list[str]]:
 
 def folders(path: Path) -> list[str]:
     """Return the sorted names of the folders in a folder, without hidden folders."""
-    with os.scandir(path) as found:
-        return sorted(entry.name for entry in found if entry.is_dir() and entry.name[0] != ".")
+    with os.scandir(path) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and entry.name[0] != ".")
 
 
 def images_of(part: Path, classes: list[str]) -> Images:
@@ -71,7 +71,7 @@ def images_of(part: Path, classes: list[str]) -> Images:
     for label, name in enumerate(classes):
         folder = part / name
         inside = sorted(os.listdir(folder)) if folder.is_dir() else []
-        found = [one for one in inside if one.lower().endswith(KINDS) and one[0] != "."]
-        names += [os.fsencode(f"{name}/{one}") for one in found]
-        labels += [label] * len(found)
+        images = [file for file in inside if file.lower().endswith(KINDS) and file[0] != "."]
+        names += [os.fsencode(f"{name}/{file}") for file in images]
+        labels += [label] * len(images)
     return Images(str(part), np.array(labels, np.int64), np.array(names, np.bytes_))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Place(NamedTuple):
+class ImagePlace(NamedTuple):
     """Where the bytes of an image lie.
 
     Attributes:
@@ -37,7 +37,7 @@ class Content(NamedTuple):
         digest: the BLAKE3 of the bytes; empty if the file has none.
     """
 
-    place: Place
+    place: ImagePlace
     digest: str
 
 
@@ -65,14 +65,14 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> ImagePlace:
         """Return the place of image `number`."""
         if self.names is not None:
-            return Place(os.path.join(self.root, os.fsdecode(self.names[number])))
+            return ImagePlace(os.path.join(self.root, os.fsdecode(self.names[number])))
         assert self.spans is not None, "a single file has spans"
         start, size = self.spans[number].tolist()
         copy = (self.copy[0], start - self.copy[1]) if self.copy else None
-        return Place(self.root, start, size, copy)
+        return ImagePlace(self.root, start, size, copy)
 
     def following(self, number: int) -> int:
         """Return the next image of the same class; behind the last image comes the first image."""
@@ -86,9 +86,9 @@ class Images:
         """
         if count is None:
             return self
-        kept = np.arange(count) * len(self) // count
-        names, spans = (None if a is None else a[kept] for a in (self.names, self.spans))
-        return replace(self, labels=self.labels[kept], names=names, spans=spans)
+        numbers = np.arange(count) * len(self) // count
+        names, spans = (None if a is None else a[numbers] for a in (self.names, self.spans))
+        return replace(self, labels=self.labels[numbers], names=names, spans=spans)
 
     @property
     def digest(self) -> int:

@@ -29,7 +29,7 @@ from blake3 import blake3
 
 import mpikfac
 from mpikfac import files
-from mpikfac_apps.images.listing import Content, Images, Listing, Place
+from mpikfac_apps.images.listing import Content, ImagePlace, Images, Listing
 
 LARGE = "images"
 FORM = {"starts": torch.Tensor, "labels": torch.Tensor, "train": int, "size": int, "classes": str}
@@ -44,10 +44,10 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
         ValueError: the file is no packed file.
         OSError: the file cannot be read.
     """
-    found, first, length = mpikfac.checkpoint.read_around(Path(path), LARGE)
-    if not all(isinstance(found.get(key), kind) for key, kind in FORM.items()):
+    header, first, length = mpikfac.checkpoint.read_around(Path(path), LARGE)
+    if not all(isinstance(header.get(key), kind) for key, kind in FORM.items()):
         raise ValueError(f"{path} is no file of mpikfac pack: it lacks {', '.join(FORM)}")
-    items: dict[str, Any] = found
+    items: dict[str, Any] = header
     starts, labels = items["starts"].numpy(), items["labels"].numpy()
     train, classes = items["train"], len(names(path, items["classes"]))
     if not (
@@ -62,7 +62,7 @@ def listed(path: str, images: int | None = None, size: int = 224) -> Listing:  #
     spans = np.stack([first + starts[:-1], np.diff(starts)], axis=1)
     parts = (slice(0, train), slice(train, None))
     trained, tested = (Images(path, labels[part], spans=spans[part]) for part in parts)
-    content = Content(Place(path, first, length), str(items.get("digest", "")))
+    content = Content(ImagePlace(path, first, length), str(items.get("digest", "")))
     return Listing(trained, tested, classes, size, content=content)
 
 
@@ -72,10 +72,10 @@ def names(path: str, text: str) -> list[str]:
     Raises:
         ValueError: the text is no list of names.
     """
-    found = files.json_of(text)
-    if not files.has_form(found, [str]):
+    classes = files.json_of(text)
+    if not files.has_form(classes, [str]):
         raise ValueError(f"{path} is no file of mpikfac pack: classes is no list of names")
-    return list(found)
+    return list(classes)
 
 
 def write(listing: Listing, classes: Sequence[str], out: Path, size: int | None = None) -> int:
@@ -127,11 +127,11 @@ def encoded(parts: Sequence[Images], size: int | None) -> Iterator[bytes]:
     """Yield the bytes of all images in order; threads read and encode images ahead."""
     places = (part.place(number) for part in parts for number in range(len(part)))
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        while some := list(itertools.islice(places, AHEAD)):
-            yield from pool.map(partial(shrunk, size=size), some)
+        while chunk := list(itertools.islice(places, AHEAD)):
+            yield from pool.map(partial(shrunk, size=size), chunk)
 
 
-def shrunk(place: Place, size: int | None) -> bytes:
+def shrunk(place: ImagePlace, size: int | None) -> bytes:
     """Return an image with a shorter side of at most `size` pixels; a small image as it is.
 
     Raises:

@@ -21,7 +21,7 @@ log = logging.getLogger("mpikfac.train")
 
 
 @dataclass(frozen=True)
-class Request:
+class DecodeRequest:
     """Images that are being decoded.
 
     Attributes:
@@ -37,7 +37,7 @@ class Request:
     ticket: int
 
 
-class Reader:
+class ImageReader:
     """Decode images, and replace a broken image by the next image of the class.
 
     All ranks replace a broken image alike.
@@ -53,19 +53,19 @@ class Reader:
         self.size, self.room, self.most = size, room, most
         self._decoders = Decoders(workers, size, room)
         self._broken: dict[str, str] = {}  # reasons by image
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def begin(
         self, images: Images, numbers: Sequence[int], draws: Sequence[Draw] | None, slot: int
-    ) -> Request:
+    ) -> DecodeRequest:
         """Begin to decode images, and return at once."""
         jobs = [
             (position, images.place(number), draws[position] if draws else None)
             for position, number in enumerate(numbers)
         ]
-        return Request(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
+        return DecodeRequest(images, numbers, draws, slot, self._decoders.begin(slot, jobs))
 
-    def result(self, request: Request, device: torch.device) -> Tensor:
+    def result(self, request: DecodeRequest, device: torch.device) -> Tensor:
         """Return the images of a request, bytes `[n, 3, h, w]` with the channels last in memory.
 
         Raises:
@@ -90,11 +90,11 @@ class Reader:
         for following in [*parts[1:], None]:
             if ahead is None:
                 return
-            found = self.result(ahead, device)
+            batch = self.result(ahead, device)
             ahead = None if following is None else self.begin(images, following, None, REST)
-            yield found
+            yield batch
 
-    def _in_place_of(self, fault: Fault, request: Request) -> np.ndarray:
+    def _in_place_of(self, fault: Fault, request: DecodeRequest) -> np.ndarray:
         """Return the next image of the class that can be decoded."""
         from mpikfac_apps.images.decoding import Broken, decoded
 
@@ -135,10 +135,10 @@ class Reader:
         """
         if not self.most:
             return
-        for found in comm.allgather(self._broken):
-            self._broken |= found
-        for image in sorted(self._broken.keys() - self._told):
-            self._told.add(image)
+        for broken in comm.allgather(self._broken):
+            self._broken |= broken
+        for image in sorted(self._broken.keys() - self._logged):
+            self._logged.add(image)
             if comm.rank == 0:
                 reason = self._broken[image]
                 log.warning("%s cannot be decoded, and is replaced: %s", image, reason)

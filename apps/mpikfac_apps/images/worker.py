@@ -17,11 +17,11 @@ from threading import Thread
 
 import numpy as np
 
-from mpikfac_apps.images.listing import Place
+from mpikfac_apps.images.listing import ImagePlace
 
-Job = tuple[int, Place, tuple[int, ...] | None]
+DecodeJob = tuple[int, ImagePlace, tuple[int, ...] | None]
 """The position of an image in a batch, the image, and the numbers of a random crop."""
-Work = tuple[int, int, Sequence[Job]]
+Work = tuple[int, int, Sequence[DecodeJob]]
 """The number of a list of images, the slot for the pixels, and the list."""
 Fault = tuple[int, str]
 """The position of a broken image in a batch, and the reason."""
@@ -57,7 +57,7 @@ def slots_of(memory: int, shape: Sequence[int]) -> np.ndarray:
     return np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(shape)
 
 
-def fill(slot: np.ndarray, jobs: Sequence[Job]) -> list[Fault]:
+def fill(slot: np.ndarray, jobs: Sequence[DecodeJob]) -> list[Fault]:
     """Decode images into a slot `[images, h, w, 3]`, and return the broken images."""
     from mpikfac_apps.images.decoding import Broken, decoded
 

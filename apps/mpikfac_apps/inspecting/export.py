@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parse(argv)
         checkpoint = mpikfac.checkpoint.read_checkpoint(checkpoint_at(options.path))
-        wanted = (
+        exports = (
             (options.weights, weights),
             (options.average, average),
             (options.factors, factors),
         )
-        contents = {file: content(checkpoint) for file, content in wanted if file}
+        contents = {file: content(checkpoint) for file, content in exports if file}
         for file, content in contents.items():
             write(file, content)
             print(f"wrote {file}: {len(content)} tensors of step {checkpoint.step}")
@@ -111,10 +111,10 @@ def parse(argv: Sequence[str] | None) -> ExportOptions:
         ValueError: a wrong option, or no file to write.
     """
     options = read("mpikfac export", ExportOptions, argv)
-    given = [file for file in (options.weights, options.average, options.factors) if file]
-    if not given:
+    paths = [file for file in (options.weights, options.average, options.factors) if file]
+    if not paths:
         raise ValueError("give --weights FILE, --average FILE, --factors FILE or several of them")
-    if len(set(given)) < len(given):
+    if len(set(paths)) < len(paths):
         raise ValueError(f"weights and average need two files, not {options.weights} twice")
     return options
 
@@ -130,10 +130,10 @@ def average(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Tensor]:
     Raises:
         ValueError: the checkpoint has no averaged weights.
     """
-    found = _tensors(checkpoint, AVERAGE)
-    if not found:
+    tensors = _tensors(checkpoint, AVERAGE)
+    if not tensors:
         raise ValueError(f"{checkpoint.path} has no averaged weights; its run had average=0")
-    return found
+    return tensors
 
 
 def _tensors(checkpoint: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:

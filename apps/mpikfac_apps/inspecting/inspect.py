@@ -61,18 +61,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(f"{checkpoint.path} has no factors to draw; it is not of K-FAC")
         faults = faults_of(checkpoint)
         sections = [heading(checkpoint), shards(checkpoint, faults), contents(checkpoint)]
-        found = [] if any(faults.values()) else spectra.of(checkpoint)
-        inversion = inversion_of(checkpoint) if found else NONE
+        layer_spectra = [] if any(faults.values()) else spectra.of(checkpoint)
+        inversion = inversion_of(checkpoint) if layer_spectra else NONE
         solver, damping, relative = inversion
         conditions = [
-            one.condition(solver_in(solver, one.layer), damping, relative) for one in found
+            spectrum.condition(solver_in(solver, spectrum.layer), damping, relative)
+            for spectrum in layer_spectra
         ]
-        if found:
-            sections.append(curvature(found, conditions, described(*inversion)))
+        if layer_spectra:
+            sections.append(curvature(layer_spectra, conditions, described(*inversion)))
         show(sections)
-        if found and options.picture:
+        if layer_spectra and options.picture:
             title = f"{checkpoint.path}, condition number with {described(*inversion)}"
-            spectra.draw(found, conditions, title, options.picture)
+            spectra.draw(layer_spectra, conditions, title, options.picture)
     except mpikfac.UserError as error:
         complain("mpikfac inspect", error)
         return 1
@@ -126,17 +127,17 @@ def contents(checkpoint: mpikfac.checkpoint.Checkpoint) -> list[str]:
 
 def group(item: str) -> str:
     """Return the group of an item: model, optimizer, factors, bases, run, ..."""
-    first, *more = item.split("/")
-    return more[0] if first == "kfac" and len(more) > 1 else first
+    first, *parts = item.split("/")
+    return parts[0] if first == "kfac" and len(parts) > 1 else first
 
 
 def curvature(
-    found: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
+    layer_spectra: Sequence[spectra.Spectrum], conditions: Sequence[float], inversion: str
 ) -> list[str]:
     """Return lines with every layer's spectra in numbers."""
     eigenvalues = ("mean", "largest", "smallest")
     rows: list[tuple[str, ...]] = [("layer", "A", *eigenvalues, "G", *eigenvalues, "condition")]
-    for spectrum, condition in zip(found, conditions):
+    for spectrum, condition in zip(layer_spectra, conditions):
         sides = *numbers(spectrum.a), *numbers(spectrum.g)
         rows.append((spectrum.layer, *sides, f"{condition:.1e}"))
     what = f"condition number with {inversion}"
@@ -153,7 +154,7 @@ def numbers(values: Tensor) -> tuple[str, ...]:
 def solver_in(solvers: str, layer: str) -> str:
     """Return the solver of a layer, from a checkpoint's text such as "eigen, conv1: inverse"."""
     run, *others = solvers.split(", ")
-    return dict(other.split(": ") for other in others).get(layer, run)
+    return dict(assignment.split(": ") for assignment in others).get(layer, run)
 
 
 def inversion_of(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[str, float, bool]:

@@ -61,8 +61,8 @@ class Spectrum:
 
 def layers(names: Iterable[str]) -> list[str]:
     """Return the layers whose factors are among a checkpoint's items, in natural order."""
-    found = (name.removeprefix(FACTORS) for name in names if name.startswith(FACTORS))
-    return sorted({name.rpartition(".")[0] for name in found}, key=natural)
+    factor_names = (name.removeprefix(FACTORS) for name in names if name.startswith(FACTORS))
+    return sorted({name.rpartition(".")[0] for name in factor_names}, key=natural)
 
 
 def natural(name: str) -> list[str | int]:
@@ -77,8 +77,10 @@ def factors(checkpoint: Mapping[str, Any], layer: str) -> dict[str, Tensor]:
     so on are blocks along the diagonal of A.
     """
     layer_and_side = (name.rpartition(".") for name in checkpoint)
-    found = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
-    packed = {side: checkpoint[f"{FACTORS}{layer}.{side}"] for side in sorted(found, key=natural)}
+    layer_sides = [side for name, _, side in layer_and_side if name == f"{FACTORS}{layer}"]
+    packed = {
+        side: checkpoint[f"{FACTORS}{layer}.{side}"] for side in sorted(layer_sides, key=natural)
+    }
     return {side: mpikfac.numerics.unfold_triangle(factor) for side, factor in packed.items()}
 
 
@@ -88,10 +90,10 @@ def of(checkpoint: Mapping[str, Any]) -> list[Spectrum]:
     return [Spectrum(name, *sides(factors(checkpoint, name))) for name in names]
 
 
-def sides(found: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def sides(averages: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return eigenvalues of A and of G of a layer's factors."""
     a, g = (
-        [eigenvalues(factor) for name, factor in found.items() if name.startswith(side)]
+        [eigenvalues(factor) for name, factor in averages.items() if name.startswith(side)]
         for side in "AG"
     )
     return torch.cat([*a, NONE]).sort().values, torch.cat([*g, NONE]).sort().values
@@ -107,24 +109,24 @@ def eigenvalues(factor: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(factor.double()).flatten()
 
 
-def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
+def draw(spectra: Sequence[Spectrum], conditions: Sequence[float], title: str, path: Path) -> None:
     """Draw a line per layer: spectra of A and G in colours, and condition numbers."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = range(len(found))
+    rows = range(len(spectra))
     figure, axes = pyplot.subplots(
         ncols=3,
         sharey=True,
-        figsize=(12, 2.5 + 0.17 * len(found)),
+        figsize=(12, 2.5 + 0.17 * len(spectra)),
         width_ratios=(4, 4, 3),
         layout="constrained",
     )
     lines = {
-        "A, input factors": [profile(spectrum.a) for spectrum in found],
-        "G, output factors": [profile(spectrum.g) for spectrum in found],
+        "A, input factors": [profile(spectrum.a) for spectrum in spectra],
+        "G, output factors": [profile(spectrum.g) for spectrum in spectra],
     }
     for panel, (name, profiles) in zip(axes, lines.items()):
         image = panel.imshow(
@@ -133,10 +135,10 @@ def draw(found: Sequence[Spectrum], conditions: Sequence[float], title: str, pat
             norm=matplotlib.colors.LogNorm(FLOOR, 1),
             aspect="auto",
             interpolation="nearest",
-            extent=(0, 100, len(found) - 0.5, -0.5),
+            extent=(0, 100, len(spectra) - 0.5, -0.5),
         )
         panel.set(title=name, xlabel="eigenvalues, largest first (%)")
-    axes[0].set_yticks(rows, [spectrum.layer for spectrum in found], fontsize=8)
+    axes[0].set_yticks(rows, [spectrum.layer for spectrum in spectra], fontsize=8)
     bar = figure.colorbar(image, ax=axes[:2], location="bottom", aspect=50, pad=0.02, extend="min")
     below = f"black: {FLOOR:g} or less, or negative; grey: the factor is 0 or not finite"
     bar.set_label(f"eigenvalue / largest eigenvalue of its factor ({below})")

@@ -29,13 +29,13 @@ def read(path: Path) -> dict[str, Tensor]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {files.why(error)}") from error
     try:
-        found = _loaded(path, content)
+        tensors = _loaded(path, content)
     except Exception as error:  # a damaged file may raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} is no file of weights: {reason}") from error
-    if not isinstance(found, Mapping) or not all(map(torch.is_tensor, found.values())):
+    if not isinstance(tensors, Mapping) or not all(map(torch.is_tensor, tensors.values())):
         raise ValueError(f"{path} must hold a state_dict: tensors by name, and nothing else")
-    return dict(found)
+    return dict(tensors)
 
 
 def _loaded(path: Path, content: bytes) -> object:
@@ -56,18 +56,18 @@ def load(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
         ValueError: other tensors are missing, unknown or of another shape; the network is as
             before.
     """
-    own, last = model.state_dict(), last_module(model)
-    names = dict.fromkeys([*own, *tensors])
-    differing = [name for name in names if form(tensors, name) != form(own, name)]
+    state, last = model.state_dict(), last_module(model)
+    names = dict.fromkeys([*state, *tensors])
+    differing = [name for name in names if form(tensors, name) != form(state, name)]
     if wrong := [name for name in differing if name.rpartition(".")[0] != last]:
-        name, more = wrong[0], f", and {len(wrong) - 1} more" if wrong[1:] else ""
+        name, suffix = wrong[0], f", and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ValueError(
-            f"{name} has {form(tensors, name)} in the file and {form(own, name)} in the "
-            f"network{more}; only tensors of the last module, {last}, may differ"
+            f"{name} has {form(tensors, name)} in the file and {form(state, name)} in the "
+            f"network{suffix}; only tensors of the last module, {last}, may differ"
         )
-    fitting = {name: tensors[name] for name in own if name not in differing}
+    fitting = {name: tensors[name] for name in state if name not in differing}
     model.load_state_dict(fitting, strict=False)
-    return [name for name in own if name in differing]
+    return [name for name in state if name in differing]
 
 
 def last_module(model: nn.Module) -> str:

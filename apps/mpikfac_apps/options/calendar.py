@@ -9,7 +9,7 @@ from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 
 
 @dataclass(frozen=True)
-class Span:
+class EpochSpan:
     """Epochs with the same batch.
 
     Attributes:
@@ -38,20 +38,20 @@ class Calendar:
     batch: int | ByEpoch
 
     @cached_property
-    def spans(self) -> tuple[Span, ...]:
+    def spans(self) -> tuple[EpochSpan, ...]:
         """The spans of the run, in order; the last span has no end."""
         changes = self.batch.changes if isinstance(self.batch, ByEpoch) else ()
-        spans: list[Span] = []
+        spans: list[EpochSpan] = []
         for epoch, batch in zip([0, *(start for start, _ in changes)], numbers_of(self.batch)):
             step = spans[-1].step + (epoch - spans[-1].epoch) * spans[-1].steps if spans else 0
-            spans.append(Span(epoch, step, batch, self.images // batch))
+            spans.append(EpochSpan(epoch, step, batch, self.images // batch))
         return tuple(spans)
 
-    def at(self, epoch: int) -> Span:
+    def at(self, epoch: int) -> EpochSpan:
         """Return the span of an epoch."""
         return next(span for span in reversed(self.spans) if epoch >= span.epoch)
 
-    def _of(self, step: int) -> Span:
+    def _of(self, step: int) -> EpochSpan:
         return next(span for span in reversed(self.spans) if step >= span.step)
 
     def first(self, epoch: int) -> int:

@@ -67,30 +67,30 @@ def read(
     try:
         for path in _config_files(arguments) if files else ():
             check_file(path, options)
-        given = vars(parser.parse_args(arguments).as_flat())
+        values = vars(parser.parse_args(arguments).as_flat())
     except argparse.ArgumentError as error:
         raise ValueError(_explained(str(error), options)) from error
-    return build(group, {key: _value(option, given[key]) for key, option in options.items()})
+    return build(group, {key: _value(option, values[key]) for key, option in options.items()})
 
 
-def _value(option: Leaf, given: Any) -> Any:
+def _value(option: Leaf, raw: Any) -> Any:
     """Return the value of an option, checked.
 
     Raises:
         ValueError: the value is missing or out of bounds.
     """
-    if option.default is REQUIRED and given in (None, []):
+    if option.default is REQUIRED and raw in (None, []):
         name = option.key if option.positional else f"--{option.key}"
         raise ValueError(f"{name} is missing: {option.help}")
     try:
-        value = option.read(given) if option.read and isinstance(given, str) else given
+        value = option.read(raw) if option.read and isinstance(raw, str) else raw
     except ValueError as error:
         raise ValueError(f"{option.key}: {error}") from error
-    if option.scheduled and isinstance(given, str):
+    if option.scheduled and isinstance(raw, str):
         try:
-            value = by_epoch.read(given, option.kind)
+            value = by_epoch.read(raw, option.kind)
         except ValueError as error:
-            raise ValueError(f"{option.key}={given} must be {option.allowed}") from error
+            raise ValueError(f"{option.key}={raw} must be {option.allowed}") from error
     option.check(value)
     return value
 

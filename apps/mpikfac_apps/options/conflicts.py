@@ -65,8 +65,8 @@ def _check_strategy(options: Options, ranks: int) -> None:
         raise ValueError("exchanged=updates needs another optimizer than kfac, such as sgd")
     if not (exchange.of_copies or exchange.asynchronous):
         return
-    asked = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
-    for name, value in {**asked, "split_layers": options.distribution.split}.items():
+    choices = {name: getattr(options, name) for name in ("average", "shrink", "frozen_epochs")}
+    for name, value in {**choices, "split_layers": options.distribution.split}.items():
         if value:
             raise ValueError(
                 f"{name}={str(value).lower()} needs exchanged=gradients, not "
@@ -89,18 +89,22 @@ def _check_split(options: Options, ranks: int) -> None:
 
 def _check_frozen(options: Options, ranks: int) -> None:
     """Refuse options that need the same trained layers in all epochs."""
-    frozen, asked = options.frozen_epochs, options.distribution
+    frozen, choices = options.frozen_epochs, options.distribution
     if frozen is None:
         return
     if frozen >= options.epochs:
         raise ValueError(f"frozen_epochs={frozen} must be less than epochs={options.epochs}")
-    strategy, _ = make_strategy(asked, options.kfac, ranks, options.parts)
+    strategy, _ = make_strategy(choices, options.kfac, ranks, options.parts)
     spared, model = strategy.refresh.curvature_ranks, options.model
     for wrong, need, why in (
         (model == "airbench94", f"another model, not {model}", "the model freezes layers itself"),
         (spared, f"curvature_ranks=0, not {spared}", "the ranks know the layers of the start"),
-        (asked.split, f"split_layers=[], not {asked.split}", "layers are split at the start"),
-        (asked.strategy == AUTO, "a named strategy, not auto", "auto looks at the trained layers"),
+        (choices.split, f"split_layers=[], not {choices.split}", "layers are split at the start"),
+        (
+            choices.strategy == AUTO,
+            "a named strategy, not auto",
+            "auto looks at the trained layers",
+        ),
     ):
         if wrong:
             raise ValueError(f"frozen_epochs={frozen} needs {need}: {why}")
@@ -147,13 +151,13 @@ def _check_images(options: Options) -> None:
     model, size = network(options.model), pixels(options.data)
     learns, holds = model.task.learns, source(options.data.name).holds
     if learns not in holds:
-        other = next(name for name, entry in MODELS.items() if entry.task.learns in holds)
+        suggestion = next(name for name, entry in MODELS.items() if entry.task.learns in holds)
         raise ValueError(
             f"model={options.model} learns {learns}, and data.name={options.data.name} has none; "
-            f"try model={other}"
+            f"try model={suggestion}"
         )
-    asked = {"label_smoothing": options.label_smoothing, **mixes(options)}
-    for name, value in asked.items():
+    choices = {"label_smoothing": options.label_smoothing, **mixes(options)}
+    for name, value in choices.items():
         if model.task is not CLASSIFICATION and value:
             raise ValueError(f"{name}={value} needs a classifier, not model={options.model}")
     if size:
@@ -162,8 +166,8 @@ def _check_images(options: Options) -> None:
 
 def mixes(options: Options) -> dict[str, float]:
     """Return the options that mix images in pairs, with the values."""
-    given = {f"data.{name}": getattr(options.data, name) for name in ("mixup", "cutmix")}
-    return {name: value for name, value in given.items() if value is not None}
+    alphas = {f"data.{name}": getattr(options.data, name) for name in ("mixup", "cutmix")}
+    return {name: value for name, value in alphas.items() if value is not None}
 
 
 def check_pairs(options: Options, ranks: int) -> None:
@@ -181,18 +185,18 @@ def check_pairs(options: Options, ranks: int) -> None:
                 )
 
 
-def check_size(options: Options, found: tuple[int, ...]) -> None:
+def check_size(options: Options, size: tuple[int, ...]) -> None:
     """Refuse images of another height and width than the network takes.
 
     Raises:
         ValueError: the network takes images of a single size.
     """
     model = network(options.model)
-    if model.fixed and model.image and model.image[1:] != found:
+    if model.fixed and model.image and model.image[1:] != size:
         height, width = model.image[1:]
         raise ValueError(
             f"model={options.model} takes images of {height}x{width} pixels only, and "
-            f"data.name={options.data.name} has {found[0]}x{found[1]}"
+            f"data.name={options.data.name} has {size[0]}x{size[1]}"
         )
 
 
@@ -260,10 +264,10 @@ def _check_momentum(options: Options) -> None:
         )
     length = options.kfac.length
     if options.momentum_of_gradients and (length.bound or not length.by_adam):
-        given = f"kfac.{length.bound}" if length.bound else f"kfac.length={length.source}"
+        setting = f"kfac.{length.bound}" if length.bound else f"kfac.length={length.source}"
         raise ValueError(
             f"kfac.momentum_of=gradients needs kfac.length=orthogonal or adam, and no bound, not "
-            f"{given}; leave out {given} or kfac.momentum_of"
+            f"{setting}; leave out {setting} or kfac.momentum_of"
         )
     if options.nesterov and options.momentum_of_gradients:
         raise ValueError(
@@ -272,12 +276,26 @@ def _check_momentum(options: Options) -> None:
         )
 
 
+def check_momenta(options: Options, strategy: mpikfac.Strategy) -> None:
+    """Refuse a momentum of gradients beside the momentum of a strategy, which `KFAC` refuses, too.
+
+    Raises:
+        ValueError: two momenta are given; a single line names the options.
+    """
+    top, momentum = strategy.transport.wires.top_momentum, options.momentum
+    if top and momentum and options.momentum_of_gradients:
+        raise ValueError(
+            f"top_momentum={top} needs momentum=0, not {momentum} of gradients: a momentum is "
+            f"taken once"
+        )
+
+
 def _check_quadratic(options: Options) -> None:
     """Refuse options that change the step of a quadratic model."""
     needed = {"lr": (None, 1.0), "scale_lr": (False,), "schedule": ("constant",)}
     needed |= dict.fromkeys(("warmup_epochs", "momentum", "weight_decay"), (0.0,))
-    given = {name: getattr(options, name) for name in needed}
-    wrong = [f"{name}={value}" for name, value in given.items() if value not in needed[name]]
+    values = {name: getattr(options, name) for name in needed}
+    wrong = [f"{name}={value}" for name, value in values.items() if value not in needed[name]]
     if options.quadratic and wrong:
         raise ValueError(
             f"kfac.length=quadratic gives length and momentum of a step; it needs lr=1, "

@@ -32,7 +32,7 @@ SYNONYMS = {
 """Options by names that other programs use."""
 
 
-def check_file(path: str, known: Collection[str]) -> None:
+def check_file(path: str, keys: Collection[str]) -> None:
     """Return if a file of options holds only known keys, each key once, and no value for a group.
 
     Raises:
@@ -44,7 +44,7 @@ def check_file(path: str, known: Collection[str]) -> None:
         raise ValueError(f"config={path} cannot be read: {files.why(error)}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"config={path} is no YAML: {error.reason}") from error
-    _check_keys(document, path, "", known)
+    _check_keys(document, path, "", keys)
 
 
 def composed(text: str, where: str = "") -> yaml.Node | None:
@@ -88,23 +88,23 @@ def _check_once(document: yaml.Node | None, where: str) -> None:
         seen.add(key)
 
 
-def unknown(key: str, known: Collection[str]) -> str:
+def unknown(key: str, keys: Collection[str]) -> str:
     """Return the message about an unknown key, with a known key of the same meaning or spelling."""
     plain = key.replace("-", "_").lower()
     group, _, last = plain.rpartition(".")
-    inside = [name for name in known if name.rpartition(".")[0] == group]
-    alike = [name for name in known if name.rpartition(".")[2] == last]
-    meant = [name for name in known if name == SYNONYMS.get(plain)]
+    inside = [name for name in keys if name.rpartition(".")[0] == group]
+    alike = [name for name in keys if name.rpartition(".")[2] == last]
+    meant = [name for name in keys if name == SYNONYMS.get(plain)]
     spelled = get_close_matches(plain, inside, n=1, cutoff=0.8) if group else []
-    if found := meant or spelled or alike or _near(last, known):
-        return f"unknown key {key}; did you mean {' or '.join(found)}?"
-    return f"unknown key {key}; known are {', '.join(inside or known)}"
+    if guesses := meant or spelled or alike or _near(last, keys):
+        return f"unknown key {key}; did you mean {' or '.join(guesses)}?"
+    return f"unknown key {key}; known are {', '.join(inside or keys)}"
 
 
-def _near(last: str, known: Collection[str]) -> list[str]:
+def _near(last: str, keys: Collection[str]) -> list[str]:
     """Return the keys whose last part is spelled most like `last`."""
     by_last = defaultdict(list)
-    for name in known:
+    for name in keys:
         by_last[name.rpartition(".")[2]].append(name)
     return [n for part in get_close_matches(last, by_last, n=1, cutoff=0.8) for n in by_last[part]]
 
@@ -122,14 +122,14 @@ def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return a mapping with dotted keys as nested mappings."""
-    found: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
     for key, value in flat.items():
         *groups, name = key.split(".")
-        inner = found
+        inner = tree
         for group in groups:
             inner = inner.setdefault(group, {})
         inner[name] = value
-    return found
+    return tree
 
 
 def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
@@ -141,14 +141,14 @@ def _keys(node: yaml.Node | None, group: str = "") -> Iterator[tuple[str, int]]:
             yield from _keys(value, f"{key}.")
 
 
-def _check_keys(node: yaml.Node | None, path: str, group: str, known: Collection[str]) -> None:
+def _check_keys(node: yaml.Node | None, path: str, group: str, keys: Collection[str]) -> None:
     if not isinstance(node, yaml.MappingNode):
         name = group.rstrip(".") or "the file"
         raise ValueError(f"config={path}: {name} must hold lines of the form `key: value`")
     for name, value in node.value:
         key = group + str(name.value)
-        if any(option.startswith(f"{key}.") for option in known):
-            _check_keys(value, path, f"{key}.", known)
-        elif key not in known:
+        if any(option.startswith(f"{key}.") for option in keys):
+            _check_keys(value, path, f"{key}.", keys)
+        elif key not in keys:
             line = name.start_mark.line + 1
-            raise ValueError(f"config={path}, line {line}: {unknown(key, known)}")
+            raise ValueError(f"config={path}, line {line}: {unknown(key, keys)}")

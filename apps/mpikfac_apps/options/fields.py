@@ -76,9 +76,9 @@ class Leaf:
     @property
     def allowed(self) -> str:
         """The allowed values in words."""
-        first, *more = map(_in_words, _alternatives(self.kind))
-        more += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
-        return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *more])
+        first, *alternatives = map(_in_words, _alternatives(self.kind))
+        alternatives += [f'numbers by epoch such as "{by_epoch.EXAMPLE}"'] if self.scheduled else []
+        return " or ".join([" ".join([first, " and ".join(self.bounds)]).strip(), *alternatives])
 
     @property
     def is_list(self) -> bool:
@@ -240,26 +240,26 @@ def build(group: type[Group], values: Mapping[str, Any]) -> Group:
             for name in leaf.path[:-1]:
                 node = node.setdefault(name, {})
             node[leaf.path[-1]] = values[leaf.key]
-    return _made(group, tree, "")
+    return _group_of(group, tree, "")
 
 
-def _made(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
-    hints, found = typing.get_type_hints(group), dict(tree)
+def _group_of(group: type[Group], tree: Mapping[str, Any], prefix: str) -> Group:
+    hints, values = typing.get_type_hints(group), dict(tree)
     for field in dataclasses.fields(group):
         value = tree.get(field.name)
         if "changes" in field.metadata:
-            found[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
+            values[field.name] = {k: v for k, v in (value or {}).items() if v is not None}
         elif isinstance(value, Mapping) and dataclasses.is_dataclass(hints[field.name]):
             inner = prefix if field.metadata.get("inline") else f"{prefix}{field.name}."
-            found[field.name] = _made(hints[field.name], value, inner)
+            values[field.name] = _group_of(hints[field.name], value, inner)
         elif isinstance(value, str) and torch.dtype in _alternatives(hints[field.name]):
-            found[field.name] = DTYPES[value]
+            values[field.name] = DTYPES[value]
     try:
-        for name, value in found.items():
+        for name, value in values.items():
             if isinstance(value, ByEpoch):  # a group checks the number of epoch 0
                 for number in value.numbers[1:]:
-                    group(**{**found, name: number})
-        return group(**found)
+                    group(**{**values, name: number})
+        return group(**values)
     except ValueError as error:
         raise ValueError(f"{prefix}{error}") from error
 
@@ -292,7 +292,7 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
     A text is one of `names`, if `names` holds any.
     """
     words: list[str] = []
-    kept = []
+    members = []
     for member in _alternatives(hint):
         if member is str and names:
             words += names
@@ -301,9 +301,9 @@ def _plain(hint: Any, names: tuple[str, ...] | None) -> Any:
         elif typing.get_origin(member) is Literal:
             words += typing.get_args(member)
         elif typing.get_origin(member) is not Callable and not dataclasses.is_dataclass(member):
-            kept.append(member)
-    kept = [Literal[tuple(words)], *kept] if words else kept
-    return typing.Union[tuple(kept)]  # noqa: UP007 (members are not known here)
+            members.append(member)
+    members = [Literal[tuple(words)], *members] if words else members
+    return typing.Union[tuple(members)]  # noqa: UP007 (members are not known here)
 
 
 def _alternatives(hint: Any) -> tuple[Any, ...]:
@@ -316,5 +316,5 @@ def _in_words(kind: Any) -> str:
     """Return a type in words."""
     origin, members = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
-        return f"one of {', '.join('false' if one is False else str(one) for one in members)}"
+        return f"one of {', '.join('false' if value is False else str(value) for value in members)}"
     return LISTS[members[0]] if origin in (list, tuple) else WORDS[kind]

@@ -67,8 +67,8 @@ def resolved(options: Options, ranks: int) -> dict[str, Any]:
         strategy, settings = make_strategy(options.distribution, options.kfac, ranks)
         if options.optimizer != "kfac":
             strategy, settings = strategy.first_order(), {}
-        found = strategy.choices() | {f"kfac.{key}": value for key, value in settings.items()}
-        for key, value in found.items():
+        choices = strategy.choices() | {f"kfac.{key}": value for key, value in settings.items()}
+        for key, value in choices.items():
             if key not in ("workers", "parts") and values[key] is None:
                 values[key] = list(value) if isinstance(value, tuple) else value
     return nested(values)

@@ -27,7 +27,7 @@ from mpikfac.layers import Kinds
 from mpikfac.plan import CHANNELS, NAMED, Channels, LayerCall, Plan, forward_only
 from mpikfac.predict import Job, choose, choose_distribution, load_machine, tuned
 from mpikfac.solvers import forms, named_solver
-from mpikfac_apps.options.by_epoch import ByEpoch, at_start, by_step
+from mpikfac_apps.options.by_epoch import at_start, by_step, numbers_of
 from mpikfac_apps.options.fields import DTYPES, Group
 from mpikfac_apps.options.options import KfacOptions, Options, StrategyOptions
 
@@ -44,9 +44,9 @@ def serving_ranks(options: Options) -> tuple[str, int]:
 
     The ranks hold the weights for the ranks that train, or decompose for the ranks that train.
     """
-    asked = options.distribution
-    named = NAMED[asked.strategy].choices if asked.strategy in NAMED else {}
-    choices = {**Strategy().choices(), **named, **asked.change}
+    distribution = options.distribution
+    named = NAMED[distribution.strategy].choices if distribution.strategy in NAMED else {}
+    choices = {**Strategy().choices(), **named, **distribution.change}
     if choices["exchanged"] == "updates":
         return "servers", choices["servers"]
     return "curvature_ranks", choices["curvature_ranks"] if options.optimizer == "kfac" else 0
@@ -67,28 +67,28 @@ def training_ranks(options: Options, ranks: int) -> int:
 
 
 def make_strategy(
-    asked: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
+    distribution: StrategyOptions, kfac: KfacOptions, ranks: int, parts: int | None = None
 ) -> tuple[Strategy, dict[str, Any]]:
     """Return the strategy for the ranks that train, and the settings `solver` and `basis_every`.
 
     Raises:
         ValueError: choices do not fit together, or do not fit the number of ranks.
     """
-    given = {key: getattr(kfac, key) for key in USUAL if getattr(kfac, key) is not None}
-    choices = _choices(asked, ranks) | ({} if parts is None else {"parts": parts})
-    if asked.strategy == "auto":
-        if asked.machine is None or asked.change or asked.fraction:
+    overrides = {key: getattr(kfac, key) for key in USUAL if getattr(kfac, key) is not None}
+    choices = _choices(distribution, ranks) | ({} if parts is None else {"parts": parts})
+    if distribution.strategy == "auto":
+        if distribution.machine is None or distribution.change or distribution.fraction:
             raise ValueError(
                 f"strategy=auto needs machine, and none of its own choices; machine is "
-                f"{asked.machine}, choices are {', '.join(asked.change) or 'none'}"
+                f"{distribution.machine}, choices are {', '.join(distribution.change) or 'none'}"
             )
         # The workers follow once the model is known: see `for_machine`.
-        return Strategy.comm_opt(ranks, **choices), {**USUAL, **given}
-    chosen, settings = named(asked.strategy, ranks, **choices)
-    settings = {**USUAL, **settings, **given}
-    every, turns = settings["basis_every"], chosen.refresh.stagger
-    if any(number % turns for number in (every.numbers if isinstance(every, ByEpoch) else [every])):
-        raise ValueError(f"basis_every={every} must be a multiple of stagger={turns}")
+        return Strategy.comm_opt(ranks, **choices), {**USUAL, **overrides}
+    chosen, settings = named(distribution.strategy, ranks, **choices)
+    settings = {**USUAL, **settings, **overrides}
+    interval, turns = settings["basis_every"], chosen.refresh.stagger
+    if any(number % turns for number in numbers_of(interval)):
+        raise ValueError(f"basis_every={interval} must be a multiple of stagger={turns}")
     wires = chosen.transport.wires
     if wires.top_share != Wires.top_share and wires.gradient_wire != "top-k":
         raise ValueError(
@@ -97,14 +97,15 @@ def make_strategy(
     return chosen, settings
 
 
-def _choices(asked: StrategyOptions, ranks: int) -> dict[str, Any]:
+def _choices(distribution: StrategyOptions, ranks: int) -> dict[str, Any]:
     """Return the choices that the options ask for."""
-    choices = dict(asked.change)
+    choices = dict(distribution.change)
     if isinstance(fusion := choices.get("fusion"), tuple) and len(fusion) == 1:
         choices["fusion"] = fusion[0]
     workers = choices.pop("workers", None)
-    if asked.strategy == "hybrid" or workers is not None or asked.fraction is not None:
-        choices["workers"] = Strategy.hybrid(ranks, workers, asked.fraction).workers
+    explicit = workers is not None or distribution.fraction is not None
+    if explicit or distribution.strategy == "hybrid":
+        choices["workers"] = Strategy.hybrid(ranks, workers, distribution.fraction).workers
     return choices
 
 
@@ -139,17 +140,18 @@ def for_machine(
     Raises:
         ValueError: the file is no machine, or the machine was not measured with this network.
     """
-    asked = options.distribution
-    if asked.machine is None:
-        return asked.strategy, strategy
-    machine = load_machine(asked.machine)
+    distribution = options.distribution
+    if distribution.machine is None:
+        return distribution.strategy, strategy
+    machine = load_machine(distribution.machine)
     solver = settings["solver"]
     job = job_of(options, ranks, at_start(settings["basis_every"]))
-    if asked.strategy == "auto":
+    if distribution.strategy == "auto":
         return choose(*shapes, ranks, machine, job, forms(solver))
     chosen = tuned(strategy, *shapes, ranks, machine, job, forms(solver))
-    kept = {key: strategy.choices()[key] for key in ("fusion", "replicate_below")}
-    return asked.strategy, chosen.changed(**{k: v for k, v in kept.items() if k in asked.change})
+    explicit = [key for key in ("fusion", "replicate_below") if key in distribution.change]
+    choices = strategy.choices()
+    return distribution.strategy, chosen.changed(**{key: choices[key] for key in explicit})
 
 
 def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
@@ -158,17 +160,17 @@ def dealt_out(split: Sequence[str]) -> dict[str, Channels]:
     Raises:
         ValueError: a text is not NAME=outputs or NAME=inputs.
     """
-    found: dict[str, Channels] = {}
+    channels: dict[str, Channels] = {}
     for text in split:
         name, _, axis = text.rpartition("=")
         if not name or axis not in CHANNELS:
             raise ValueError(f"split_layers={text} must be NAME=outputs, NAME=inputs, or only auto")
-        found[name] = axis
-    return found
+        channels[name] = axis
+    return channels
 
 
 def layer_distribution(
-    asked: StrategyOptions, calls: Sequence[LayerCall], ranks: int
+    distribution: StrategyOptions, calls: Sequence[LayerCall], ranks: int
 ) -> mpikfac.Distribution:
     """Return the split layers of a network.
 
@@ -179,10 +181,10 @@ def layer_distribution(
     Raises:
         ValueError: the file is no machine.
     """
-    if asked.split == [AUTO]:
-        machine = load_machine(asked.machine) if asked.machine else None
+    if distribution.split == [AUTO]:
+        machine = load_machine(distribution.machine) if distribution.machine else None
         return choose_distribution(calls, ranks, machine, ITEMSIZE)
-    return mpikfac.Distribution(asked.ways or ranks, dealt_out(asked.split))
+    return mpikfac.Distribution(distribution.ways or ranks, dealt_out(distribution.split))
 
 
 def differences(strategy: Strategy) -> str:
@@ -208,9 +210,9 @@ def make_plan(
         ValueError: choices do not fit together.
     """
     dtypes = options.estimator.factor_dtype, _basis_dtype(options)
-    kept = (None if dtype is None else dtype.itemsize for dtype in dtypes)
-    made = named_solver(solver, _basis_dtype(options))
-    return mpikfac.make_plan(layers, ranks, strategy, others, made, ITEMSIZE, *kept)
+    itemsizes = (None if dtype is None else dtype.itemsize for dtype in dtypes)
+    solver_object = named_solver(solver, _basis_dtype(options))
+    return mpikfac.make_plan(layers, ranks, strategy, others, solver_object, ITEMSIZE, *itemsizes)
 
 
 def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
@@ -219,15 +221,18 @@ def coverage(options: KfacOptions, covers: Kinds = KINDS) -> Coverage:
     Args:
         covers: the covering classes of the network, by type of module.
     """
-    asked = options.coverage
+    settings = options.coverage
 
     def rule(layer: LayerShape) -> LayerShape:
         layer = dataclasses.replace(
-            usual_rule(layer), sharing=asked.sharing, largest=asked.largest, rank=asked.rank
+            usual_rule(layer),
+            sharing=settings.sharing,
+            largest=settings.largest,
+            rank=settings.rank,
         )
         return forward_only(layer) if options.estimator.fisher == "forward-only" else layer
 
-    return Coverage(asked.skip, {**covers, **(NORMS if asked.norms else {})}, rule)
+    return Coverage(settings.skip, {**covers, **(NORMS if settings.norms else {})}, rule)
 
 
 def kfac_settings(
@@ -243,11 +248,11 @@ def kfac_settings(
         epochs: returns the epochs before a step.
         covers: the covering classes of the network, by type of module.
     """
-    damping, every = options.damping, options.damping_adapt
-    if every is not None:
+    damping, interval = options.damping, options.damping_adapt
+    if interval is not None:
         kind = "relative" if damping.is_relative else "value"
         assert not callable(damping.number), "`check_conflicts` refuses schedules"
-        damping = Damping(**{kind: LevenbergMarquardt(damping.number, every)})
+        damping = Damping(**{kind: LevenbergMarquardt(damping.number, interval)})
 
     def scheduled(value: Group) -> Group:
         """Return a setting with schedules of steps in the place of numbers by epoch."""

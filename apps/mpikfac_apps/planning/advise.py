@@ -55,17 +55,17 @@ def advise(options: AdviseOptions) -> int:
         OSError: a file cannot be read or written.
     """
     machine = mpikfac.predict.load_machine(options.machine)
-    asked = replace(
+    distribution = replace(
         options.distribution, change={"overlap": True} | dict(options.distribution.change)
     )
-    options = replace(options, distribution=asked)
+    options = replace(options, distribution=distribution)
     rows = [row | needs(row, options.batch_per_rank) for row in predictions(options, machine)]
     sections = [heading(options, machine)]
     for ranks in dict.fromkeys(options.ranks):
-        mine = [row for row in rows if row["ranks"] == ranks]
-        if any("left_out" not in row for row in mine):
-            row = best(mine, options.batch_per_rank)
-            sections += [overview(ranks, mine), of_batch(row, options)]
+        candidates = [row for row in rows if row["ranks"] == ranks]
+        if any("left_out" not in row for row in candidates):
+            row = best(candidates, options.batch_per_rank)
+            sections += [overview(ranks, candidates), of_batch(row, options)]
             sections += [of_servers(ranks, options, machine), of_rate(row, options)]
     show(sections)
     if options.json:
@@ -108,13 +108,13 @@ def best(rows: Sequence[Row], images: int) -> Row:
     Strategies with the numbers of one process come first, before strategies with another estimator
     or with an upper bound as prediction, and these before training without K-FAC.
     """
-    known = [row for row in rows if "left_out" not in row]
-    rank = min(_place(row["strategy"]) for row in known)
-    known = [row for row in known if _place(row["strategy"]) == rank]
-    covered = [row for row in known if row["images"] <= images]
+    candidates = [row for row in rows if "left_out" not in row]
+    rank = min(_place(row["strategy"]) for row in candidates)
+    candidates = [row for row in candidates if _place(row["strategy"]) == rank]
+    covered = [row for row in candidates if row["images"] <= images]
     if covered:
         return min(covered, key=lambda row: row["mean"]["seconds"])
-    return min(known, key=lambda row: (row["images"], row["mean"]["seconds"]))
+    return min(candidates, key=lambda row: (row["images"], row["mean"]["seconds"]))
 
 
 def _place(name: str) -> int:
@@ -151,21 +151,22 @@ def overview(ranks: int, rows: Sequence[Row]) -> list[str]:
             lines.append((row["strategy"], overlapped, blocked, f"{row['images']}", *played))
     left_out = [row["strategy"] for row in rows if "left_out" in row]
     words = f"Left out: {', '.join(left_out)}; mpikfac simulate --overlap true says why"
-    more = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
-    return [number(ranks, "rank"), *table(lines), *more]
+    notes = textwrap.wrap(words, WIDTH, break_on_hyphens=False) if left_out else []
+    return [number(ranks, "rank"), *table(lines), *notes]
 
 
 def of_batch(row: Row, options: AdviseOptions) -> list[str]:
     """Return the arithmetic of the mini-batch lemma for a strategy."""
-    step, images, given = row["mean"], row["images"], options.batch_per_rank
+    step, images, batch = row["mean"], row["images"], options.batch_per_rank
     parts = [f"{stage} {ms(step['stages'].get(stage, 0.0))}" for stage in GROWING]
     least = step["overlapped"] / row["per_image"]
-    taken = max(images, given)
-    one = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
-    played = predictions(replace(options, **one), mpikfac.predict.load_machine(options.machine))[0]
+    taken = max(images, batch)
+    choice = {"strategy": (row["strategy"],), "ranks": (row["ranks"],), "batch_per_rank": taken}
+    machine = mpikfac.predict.load_machine(options.machine)
+    played, *_ = predictions(replace(options, **choice), machine)
     return [
         f"Batch per rank, with {row['strategy']}",
-        f"  computing of an image = ({' + '.join(parts)}) ms / {number(given, 'image')} = "
+        f"  computing of an image = ({' + '.join(parts)}) ms / {number(batch, 'image')} = "
         f"{ms(row['per_image'], 3)} ms",
         f"  images >= overlapped messages / computing of an image = "
         f"{ms(step['overlapped'])} ms / {ms(row['per_image'], 3)} ms = {least:.1f}: {images}",

@@ -135,7 +135,7 @@ def measured(comm: mpikfac.comm.Comm, options: CalibrateOptions) -> mpikfac.pred
     device = mpikfac.device(comm, options.device)
     with mpikfac.comm.together(comm, "measuring"):
         networks = [
-            Network(name, batch, options.input, options.tokens, device)
+            TimedNetwork(name, batch, options.input, options.tokens, device)
             for name in options.model
             for batch in options.batch_per_rank
         ]
@@ -191,7 +191,7 @@ def message_samples(
     nodes = max(map(len, hosts_of.values()))
     if distance > 1 and nodes == 1:
         return []  # as fast as neighbours
-    sharing = max(sum(host in found for found in hosts_of.values()) for host in hosts)
+    sharing = max(sum(host in group_hosts for group_hosts in hosts_of.values()) for host in hosts)
     group = cast(mpikfac.comm.Comm, comm.Split(colors[comm.rank], comm.rank))
     grid = mpikfac.comm.Grid(group, 1, mpikfac.Trace())
     kinds: list[tuple[str, str | None]] = [(primitive, None) for primitive in PRIMITIVES]
@@ -278,7 +278,7 @@ def there_and_back(pair: mpikfac.comm.Comm, buffer: np.ndarray) -> None:
 
 
 def hidden_part(
-    comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: Network
+    comm: mpikfac.comm.Comm, machine: mpikfac.predict.Machine, network: TimedNetwork
 ) -> float:
     """Return the share of an overlapped message's seconds that does not lengthen a step.
 
@@ -331,7 +331,7 @@ def ladder(
     return tuple(points)
 
 
-def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
+def visit(comm: mpikfac.comm.Comm, networks: Sequence[TimedNetwork]) -> None:
     """Measure steps of all networks once more.
 
     Collective over: comm.
@@ -341,7 +341,7 @@ def visit(comm: mpikfac.comm.Comm, networks: Sequence[Network]) -> None:
             network.look(comm, solver)
 
 
-class Network:
+class TimedNetwork:
     """Times of a network's training steps; all ranks take the steps at once, each by itself.
 
     Attributes:
@@ -401,18 +401,18 @@ class Network:
         Raises:
             ValueError: a strategy is not possible with the present MPI.
         """
-        made = [self._trainer(comm, strategy=way) for way in ways]
+        trainers = [self._trainer(comm, strategy=way) for way in ways]
         taken: list[list[float]] = [[] for _ in ways]
         for _ in range(TURNS):
-            for (kfac, images, labels), found in zip(made, taken):
+            for (kfac, images, labels), times in zip(trainers, taken):
                 comm.Barrier()
                 start = now(images.device)
                 for _ in range(STEPS):
                     timed_step(kfac, images, labels)
-                found.append(max(comm.allgather((now(images.device) - start) / STEPS)))
-        for kfac, _, _ in made:
+                times.append(max(comm.allgather((now(images.device) - start) / STEPS)))
+        for kfac, _, _ in trainers:
             kfac.close()
-        return [median(found[1:]) for found in taken]
+        return [median(times[1:]) for times in taken]
 
     def _trainer(
         self, comm: mpikfac.comm.Comm, **settings: Any
@@ -420,8 +420,8 @@ class Network:
         """Return K-FAC of the network with a single decomposition, images and labels."""
         model = copy.deepcopy(self._model)
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9, weight_decay=5e-4)
-        given = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
-        once = mpikfac.KFAC(model, optimizer, comm, **given)
+        arguments = {"damping": 0.03, "basis_every": 10**9, "coverage": self._covered, **settings}
+        once = mpikfac.KFAC(model, optimizer, comm, **arguments)
         return once, self._inputs, self._labels
 
     def seconds(self, comm: mpikfac.comm.Comm) -> mpikfac.predict.Network:
@@ -433,10 +433,12 @@ class Network:
         for solver in SOLVERS:
             plain[solver] = medians(self._plain[solver])
             factors[solver] = medians(self._factors[solver])
-            more = [factors[solver][part] - plain[solver][part] for part in ("backward", "others")]
-            statistics[solver] = max(0.0, sum(more))
+            differences = [
+                factors[solver][part] - plain[solver][part] for part in ("backward", "others")
+            ]
+            statistics[solver] = max(0.0, sum(differences))
         matrices, vectors = SOLVERS
-        mine = {
+        times = {
             "forward": plain[matrices]["forward"],
             "backward": plain[matrices]["backward"],
             "statistics": statistics[matrices],
@@ -446,8 +448,8 @@ class Network:
             "vector_statistics": statistics[vectors],
             "vector_precondition": plain[vectors]["precondition"],
         }
-        everyone = comm.allgather(mine)
-        slowest = {part: max(seconds[part] for seconds in everyone) for part in mine}
+        everyone = comm.allgather(times)
+        slowest = {part: max(seconds[part] for seconds in everyone) for part in times}
         return mpikfac.predict.Network(self.name, self.batch, **slowest)
 
 

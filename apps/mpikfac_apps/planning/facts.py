@@ -60,6 +60,6 @@ def strategy_of(name: str, ranks: int, solver: str) -> tuple[mpikfac.Strategy, s
         return mpikfac.Strategy.mem_opt(), "inverse"
     workers = {"workers": near_root(ranks)} if name == "hybrid" else {}
     strategy, settings = mpikfac.named(name, ranks, **workers)
-    own = settings.get("solver", "inverse")
-    keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[own].form.vector
-    return strategy, own if keeps_own else solver
+    usual_solver = settings.get("solver", "inverse")
+    keeps_own = solver == "own" or mpikfac.solvers.SOLVERS[usual_solver].form.vector
+    return strategy, usual_solver if keeps_own else solver

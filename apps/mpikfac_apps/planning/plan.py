@@ -95,10 +95,10 @@ def heading(model: str, plan: mpikfac.plan.Plan) -> list[str]:
     strategy, workers = plan.strategy, plan.strategy.workers
     kind = {1: "MEM-OPT", plan.ranks: "COMM-OPT"}.get(workers, "HYBRID-OPT")
     spared = strategy.refresh.curvature_ranks
-    more = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
+    notes = [f"{number(spared, 'more rank')} decompose{'s' * (spared == 1)} for these ranks"]
     return [
         f"{model} on {number(plan.ranks, 'rank')}, {plan.solver} solver, float32",
-        *(more if spared else []),
+        *(notes if spared else []),
         f"{kind}: {number(workers, 'gradient worker')} per layer",
         f"reduction={strategy.reduction}, update={strategy.update}, balance={strategy.balance}, "
         f"colocate={strategy.colocate}, parts={strategy.transport.parts}, "
@@ -184,8 +184,8 @@ def messages(plan: mpikfac.plan.Plan) -> list[str]:
     """Return the heading of the tables of collectives."""
     exchange, apart = plan.strategy.exchange, []
     if exchange.of_copies:
-        every = exchange.exchange_every
-        apart = [f"  exchange weights: after every {every} steps; other steps send no gradients"]
+        interval = exchange.exchange_every
+        apart = [f"  exchange weights: after every {interval} steps; other steps send no gradients"]
     return [
         f"Collectives of a step, MiB{sample_note(plan)}",
         "  buffer: the bytes that a rank passes to MPI; wire: the most bytes that a rank sends",
@@ -205,9 +205,9 @@ def traffic(plan: mpikfac.plan.Plan, title: str, statistics: bool, refresh: bool
     longest = max(steps, key=len)
     for kind in dict.fromkeys(map(kind_of, longest)):
         same = [[message for message in step if kind_of(message) == kind] for step in steps]
-        same = [found for found in same if found]  # a column without layers leaves some out
-        sizes = spread([sum(message.bytes for message in found) for found in same])
-        wire = mib(max(sum(message.wire for message in found) for found in same))
+        same = [group for group in same if group]  # a column without layers leaves some out
+        sizes = spread([sum(message.bytes for message in group) for group in same])
+        wire = mib(max(sum(message.wire for message in group) for group in same))
         rows.append((*kind, str(max(map(len, same))), *sizes, wire))
     most = max(sum(message.wire for message in step) for step in steps)
     rows.append(("together", *[""] * 6, mib(most)))

@@ -177,14 +177,15 @@ def plan_of(
     Raises:
         ValueError: choices do not fit together, or the machine does not know the network.
     """
-    kfac, asked = replace(options.kfac, basis_every=options.basis_every), options.distribution
+    kfac = replace(options.kfac, basis_every=options.basis_every)
+    distribution = options.distribution
     first_order = name.startswith("sgd")
     name = "mem-opt" if name == "sgd" else name.removeprefix(SGD)
-    change = dict(asked.change)
-    if name == "hybrid" and "workers" not in change and asked.fraction is None:
+    change = dict(distribution.change)
+    if name == "hybrid" and "workers" not in change and distribution.fraction is None:
         change["workers"] = near_root(ranks)
-    asked = replace(asked, strategy=name, change=change)
-    strategy, settings = make_strategy(asked, kfac, ranks)
+    distribution = replace(distribution, strategy=name, change=change)
+    strategy, settings = make_strategy(distribution, kfac, ranks)
     solver = settings["solver"]
     if options.solver != "own" and not mpikfac.solvers.SOLVERS[solver].form.vector:
         solver = options.solver
@@ -212,8 +213,8 @@ def heading(options: SimulateOptions, machine: mpikfac.predict.Machine) -> list[
     ]
     if machine.between is None:
         lines.append("The machine is a single node: predictions assume all ranks on a single node")
-    if more := ", ".join(uncounted(options.kfac)):
-        lines.append(f"Not counted: {more}")
+    if settings := ", ".join(uncounted(options.kfac)):
+        lines.append(f"Not counted: {settings}")
     return lines
 
 
@@ -230,26 +231,26 @@ def uncounted(kfac: KfacOptions) -> Iterator[str]:
 def section(ranks: int, rows: list[dict[str, Any]]) -> list[str]:
     """Return the table for a number of ranks."""
     lines = [("strategy", "mean", "plain", "factors", "bases", "comm", "wait", "MiB", "sent MiB")]
-    more = []
+    notes = []
     for row in rows:
         if row["ranks"] == ranks and "left_out" in row:
-            more.append(f"{row['strategy']} is left out: {row['left_out']}")
+            notes.append(f"{row['strategy']} is left out: {row['left_out']}")
         elif row["ranks"] == ranks:
             steps = [row[kind]["seconds"] for kind in ("mean", "ordinary", "factors", "refresh")]
             times = [*steps, row["mean"]["exposed"], row["mean"]["waiting"]]
             sizes = [row["memory"], row["mean"]["sent"]]
             cells = [f"{time * 1e3:.1f}" for time in times] + list(map(mib, sizes))
             lines.append((row["strategy"] + "*" * (row["strategy"] in BOUNDED), *cells))
-            more += of_clients(row)
-    return [number(ranks, "rank"), *table(lines), *more]
+            notes += of_clients(row)
+    return [number(ranks, "rank"), *table(lines), *notes]
 
 
 def of_clients(row: dict[str, Any]) -> list[str]:
     """Return a line about asynchronous clients; none for other strategies."""
-    if (found := row["clients"]) is None:
+    if (clients := row["clients"]) is None:
         return []
     return [
-        f"{row['strategy']}: {number(found['number'], 'client')}, {found['updates']:,.1f} updates "
-        f"a second, mean staleness {found['staleness']:.1f}; a server works "
-        f"{found['busy']:.0%} of the time"
+        f"{row['strategy']}: {number(clients['number'], 'client')}, {clients['updates']:,.1f} "
+        f"updates a second, mean staleness {clients['staleness']:.1f}; a server works "
+        f"{clients['busy']:.0%} of the time"
     ]

@@ -23,12 +23,12 @@ class Autoencoder(nn.Sequential):
     def __init__(
         self, pixels: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]
     ) -> None:
-        whole = [pixels, *widths, *reversed(widths[:-1]), pixels]
+        sizes = [pixels, *widths, *reversed(widths[:-1]), pixels]
         layers: list[nn.Module] = [nn.Flatten()]
-        for number, (inputs, outputs) in enumerate(itertools.pairwise(whole), start=1):
+        for number, (inputs, outputs) in enumerate(itertools.pairwise(sizes), start=1):
             linear = nn.Linear(inputs, outputs)
             draw(linear.weight)
             nn.init.zeros_(linear.bias)
-            hidden = number not in (len(widths), len(whole) - 1)
+            hidden = number not in (len(widths), len(sizes) - 1)
             layers += [linear, nn.Tanh()] if hidden else [linear]
         super().__init__(*layers)

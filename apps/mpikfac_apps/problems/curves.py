@@ -25,28 +25,28 @@ def drawn(images: int, seed: int) -> Tensor:
     """Return bytes `[images, 1, 28, 28]` of white curves on black; a seed gives the same curves."""
     # The raw numbers of a bit generator stay the same in all versions of NumPy.
     raw = np.random.PCG64(seed).random_raw(6 * images).reshape(images, 3, 2)
-    given = MARGIN + (SIDE - 1 - 2 * MARGIN) * (raw >> 53) / 2**11
-    parts = [painted(given[i : i + CHUNK]) for i in range(0, images, CHUNK)]
+    knots = MARGIN + (SIDE - 1 - 2 * MARGIN) * (raw >> 53) / 2**11
+    parts = [painted(knots[i : i + CHUNK]) for i in range(0, images, CHUNK)]
     return torch.from_numpy(np.concatenate(parts)).view(images, 1, SIDE, SIDE)
 
 
-def painted(given: NDArray[np.float64]) -> NDArray[np.uint8]:
+def painted(knots: NDArray[np.float64]) -> NDArray[np.uint8]:
     """Return bytes `[n, 28 * 28]` of curves through points `[n, 3, 2]`.
 
     The points of a curve paint the 3x3 pixels around each point, the less the farther away. A pixel
     keeps the brightest paint.
     """
     t = np.linspace(0.0, 1.0, POINTS)[:, None]
-    first, middle, last = (given[:, number, None] for number in range(3))
+    first, middle, last = (knots[:, number, None] for number in range(3))
     weights = (1 - t) * (1 - 2 * t), 4 * t * (1 - t), t * (2 * t - 1)  # Lagrange's polynomials
     points = weights[0] * first + weights[1] * middle + weights[2] * last  # [n, POINTS, 2]
     nearest = np.rint(points)
-    found = np.zeros((len(given), SIDE * SIDE))
-    image = np.arange(len(given))[:, None]
+    brightness = np.zeros((len(knots), SIDE * SIDE))
+    image = np.arange(len(knots))[:, None]
     for step in itertools.product((-1.0, 0.0, 1.0), repeat=2):
         pixel = nearest + step
         apart = points - pixel
         distance = np.sqrt(apart[..., 0] ** 2 + apart[..., 1] ** 2)
         place = (SIDE * pixel[..., 1] + pixel[..., 0]).astype(np.intp)
-        np.maximum.at(found, (image, place), np.clip(INK - distance, 0.0, 1.0))
-    return np.rint(255 * found).astype(np.uint8)
+        np.maximum.at(brightness, (image, place), np.clip(INK - distance, 0.0, 1.0))
+    return np.rint(255 * brightness).astype(np.uint8)

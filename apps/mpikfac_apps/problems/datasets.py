@@ -143,17 +143,17 @@ def load(
         ValueError: a file or an argument is wrong; the text names the wrong value and a remedy.
         OSError: a file cannot be read.
     """
-    entry, given = source(name), {"path": path, "size": size, "classes": classes}
-    chosen = {key: given[key] for key in entry.takes if given.get(key) is not None}
-    whole = entry.load(images=train_images, **chosen)
-    _check_count("train_images", train_images, len(whole.train_images), name)
-    _check_count("test_images", test_images, len(whole.test_images), name)
-    return whole.part(train_images, test_images)
+    entry, arguments = source(name), {"path": path, "size": size, "classes": classes}
+    chosen = {key: arguments[key] for key in entry.takes if arguments.get(key) is not None}
+    data = entry.load(images=train_images, **chosen)
+    _check_count("train_images", train_images, len(data.train_images), name)
+    _check_count("test_images", test_images, len(data.test_images), name)
+    return data.part(train_images, test_images)
 
 
-def _check_count(key: str, asked: int | None, images: int, name: str) -> None:
-    if asked and asked > images:
-        raise ValueError(f"data.{key}={asked}: {name} has only {images}")
+def _check_count(key: str, count: int | None, images: int, name: str) -> None:
+    if count and count > images:
+        raise ValueError(f"data.{key}={count}: {name} has only {images}")
 
 
 def digits(images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
@@ -216,17 +216,17 @@ def cifar(path: str, images: int | None = None, kind: Cifar = TEN) -> Dataset:
     root = Path(path)
     layouts = dict(zip(kind.folders, ((read_binary, ".bin"), (read_python, ""))))
     candidates = [place for name in layouts for place in (root, root / name) if place.name == name]
-    found = [place for place in candidates if place.is_dir()]
-    if not found:
+    folders = [place for place in candidates if place.is_dir()]
+    if not folders:
         raise ValueError(
             f"data.path={path} holds neither {' nor '.join(layouts)}; "
             f"give the directory in which the {kind.name} archive was unpacked"
         )
-    read, suffix = layouts[found[0].name]
+    read, suffix = layouts[folders[0].name]
     records = kind.times * CIFAR_RECORDS
     needed = kind.train[: -(-images // records)] if images else kind.train
-    train = [read(found[0] / f"{name}{suffix}", kind, kind.times) for name in needed]
-    test = read(found[0] / f"{kind.test}{suffix}", kind)
+    train = [read(folders[0] / f"{name}{suffix}", kind, kind.times) for name in needed]
+    test = read(folders[0] / f"{kind.test}{suffix}", kind)
     return Dataset(
         torch.from_numpy(np.concatenate([pixels for pixels, _ in train])).view(-1, 3, 32, 32),
         torch.from_numpy(np.concatenate([labels for _, labels in train])),
@@ -293,14 +293,14 @@ def read_python(path: Path, kind: Cifar = TEN, times: int = 1) -> tuple[np.ndarr
         check_size(pickled, times * CIFAR_INSTRUCTIONS)
         content = DataOnlyUnpickler(io.BytesIO(pickled), encoding="bytes").load()
         _, shape, dtype, by_columns, raw = content[b"data"].state
-        found = (shape, dtype.arguments[:1], bool(by_columns))
+        stored = (shape, dtype.arguments[:1], bool(by_columns))
         labels = flat_labels(content[kind.key])
         pixels = np.frombuffer(raw, dtype=np.uint8)
     except Exception as error:  # a damaged pickle may raise anything
         raise ValueError(f"{path} is no batch of {kind.name}: {files.one_line(error)}") from error
     expected = (times * CIFAR_RECORDS, CIFAR_PIXELS)
-    whole = (pixels.size, labels.size) == (math.prod(expected), expected[0])
-    if found != (expected, (b"u1",), False) or not whole:
+    complete = (pixels.size, labels.size) == (math.prod(expected), expected[0])
+    if stored != (expected, (b"u1",), False) or not complete:
         form = reprlib.repr(shape)
         raise ValueError(
             f"{path} has {pixels.size} bytes of pixels as {form} and {labels.size} labels "
@@ -339,10 +339,9 @@ def flat_labels(labels: object) -> np.ndarray:
 class Inert:
     """A stand-in for objects of a pickle: stores the given values, and does nothing."""
 
-    state: object = None
-
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
+        self.state: object = None
 
     def __setstate__(self, state: object) -> None:
         self.state = state
@@ -447,8 +446,8 @@ def form(name: str, path: str | None) -> tuple[int, int]:
         ValueError: the data set cannot be read.
     """
     entry = source(name)
-    found = entry if entry.classes is not None else load(name, path)
-    return found.channels, found.classes or 0
+    data = entry if entry.classes is not None else load(name, path)
+    return data.channels, data.classes or 0
 
 
 def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG001 (as all loaders)
@@ -457,22 +456,22 @@ def from_function(name: str, images: int | None = None) -> Dataset:  # noqa: ARG
     Raises:
         ValueError: the function returns something else; a single line says what is expected.
     """
-    found = own.result(name)
-    if isinstance(found, Dataset):
-        return found
+    data = own.result(name)
+    if isinstance(data, Dataset):
+        return data
     if not (
-        isinstance(found, tuple) and len(found) == 4 and all(isinstance(t, Tensor) for t in found)
+        isinstance(data, tuple) and len(data) == 4 and all(isinstance(t, Tensor) for t in data)
     ):
         raise ValueError(
             f"data.name={name}: the function must return a tuple of four tensors: "
             "train images, train labels, test images, test labels"
         )
-    for part, images_of, labels in (("train", *found[:2]), ("test", *found[2:])):
+    for part, images_of, labels in (("train", *data[:2]), ("test", *data[2:])):
         check_part(f"data.name={name}: {part}", images_of, labels)
-    if found[0].shape[1:] != found[2].shape[1:]:
-        shapes = " and ".join(str(list(t.shape[1:])) for t in (found[0], found[2]))
+    if data[0].shape[1:] != data[2].shape[1:]:
+        shapes = " and ".join(str(list(t.shape[1:])) for t in (data[0], data[2]))
         raise ValueError(f"data.name={name}: train and test images differ in shape: {shapes}")
-    return Dataset(*found, 1 + int(max(found[1].max(), found[3].max())))
+    return Dataset(*data, 1 + int(max(data[1].max(), data[3].max())))
 
 
 def check_part(what: str, images: Tensor, labels: Tensor) -> None:

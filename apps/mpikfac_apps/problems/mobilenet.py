@@ -33,12 +33,12 @@ class MobileNet(nn.Module):
     def __init__(self, classes: int, channels: int, blocks: int = 3) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, 16, 3), nn.BatchNorm2d(16)
-        found, inputs = [], 16
+        layers, inputs = [], 16
         for width, stride in ((16, 1), (32, 2), (64, 2)):
             for index in range(blocks):
-                found.append(InvertedResidual(inputs, width, 1 if index else stride))
+                layers.append(InvertedResidual(inputs, width, 1 if index else stride))
                 inputs = width
-        self.blocks, self.fc = nn.Sequential(*found), nn.Linear(inputs, classes)
+        self.blocks, self.fc = nn.Sequential(*layers), nn.Linear(inputs, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu6(self.bn1(self.conv1(x)), inplace=True)

@@ -29,7 +29,7 @@ def kaiming(conv: nn.Conv2d) -> None:
 
 
 @dataclass(frozen=True)
-class Network:
+class NetworkEntry:
     """A network by name.
 
     Attributes:
@@ -82,13 +82,13 @@ def digits_cnn(classes: int, channels: int) -> nn.Module:
     )
 
 
-def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]) -> Network:
+def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tensor]) -> NetworkEntry:
     """Return the entry of an autoencoder for images of `side` x `side` pixels."""
 
     def make(classes: int, channels: int) -> nn.Module:  # noqa: ARG001 (as all networks)
         return Autoencoder(channels * side**2, widths, draw)
 
-    return Network(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
+    return NetworkEntry(make, (1, side, side), fixed=True, task=RECONSTRUCTION)
 
 
 # The variance is 25 / (9 inputs). With Glorot's, signals shrink behind the short code, and the
@@ -96,14 +96,17 @@ def autoencoder(side: int, widths: Sequence[int], draw: Callable[[Tensor], Tenso
 TANH = partial(nn.init.kaiming_normal_, nonlinearity="tanh")
 SMALL_VIT = {"size": 32, "patch": 4, "width": 96, "depth": 6, "heads": 3}
 
-MODELS: dict[str, Network] = {
-    "digits_cnn": Network(digits_cnn, (1, 8, 8)),
-    "mobilenet_small": Network(MobileNet),
-    "airbench94": Network(Airbench, fixed=True, draw=dirac),
-    "vit_small": Network(partial(VisionTransformer, **SMALL_VIT), fixed=True),
-    **{f"resnet{depth}": Network(partial(CifarResNet, depth)) for depth in (20, 32, 44, 56, 110)},
+MODELS: dict[str, NetworkEntry] = {
+    "digits_cnn": NetworkEntry(digits_cnn, (1, 8, 8)),
+    "mobilenet_small": NetworkEntry(MobileNet),
+    "airbench94": NetworkEntry(Airbench, fixed=True, draw=dirac),
+    "vit_small": NetworkEntry(partial(VisionTransformer, **SMALL_VIT), fixed=True),
     **{
-        f"resnet{depth}": Network(partial(ImageNetResNet, block, stages), (3, 224, 224), 1000)
+        f"resnet{depth}": NetworkEntry(partial(CifarResNet, depth))
+        for depth in (20, 32, 44, 56, 110)
+    },
+    **{
+        f"resnet{depth}": NetworkEntry(partial(ImageNetResNet, block, stages), (3, 224, 224), 1000)
         for depth, block, stages in (
             (18, BasicBlock, [2, 2, 2, 2]),
             (34, BasicBlock, [3, 4, 6, 3]),
@@ -114,8 +117,8 @@ MODELS: dict[str, Network] = {
     },
     "autoencoder": autoencoder(28, (400, 200, 100, 50, 25, 6), TANH),
     "autoencoder_small": autoencoder(8, (256, 128, 64, 32, 10), nn.init.xavier_uniform_),
-    "gpt_small": Network(gpt_small, (64,), 256, task=LANGUAGE),
-    "lstm_small": Network(lstm_small, (64,), 256, task=LANGUAGE),
+    "gpt_small": NetworkEntry(gpt_small, (64,), 256, task=LANGUAGE),
+    "lstm_small": NetworkEntry(lstm_small, (64,), 256, task=LANGUAGE),
 }
 
 
@@ -123,7 +126,7 @@ OTHERS = "FILE.py:FUNCTION", "timm:NAME"
 """The forms of names of networks that others wrote."""
 
 
-def network(name: str) -> Network:
+def network(name: str) -> NetworkEntry:
     """Return the entry of a network: of `MODELS`, of a file, or of timm.
 
     Raises:
@@ -136,10 +139,10 @@ def network(name: str) -> Network:
     source, _, inside = name.rpartition(":")
     if source == "timm":
         image, classes, fixed = own.usual_of_timm(inside)
-        return Network(partial(own.of_timm, inside), image, classes, fixed, draw=None)
+        return NetworkEntry(partial(own.of_timm, inside), image, classes, fixed, draw=None)
     if source:
-        make, takes, covers = partial(own.made, name), own.takes(name), own.covers(name)
-        return Network(make, None, None, draw=None, takes=takes, covers=covers)
+        make, takes, covers = partial(own.built, name), own.takes(name), own.covers(name)
+        return NetworkEntry(make, None, None, draw=None, takes=takes, covers=covers)
     raise ValueError(
         f"model={name} is unknown; try one of {', '.join(MODELS)}, {' or '.join(OTHERS)}"
     )

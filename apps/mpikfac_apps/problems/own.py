@@ -27,7 +27,7 @@ USUAL = {"classes": 10, "channels": 3}
 # -- functions in files ----------------------------------------------------------------------------
 
 
-def made(name: str, **numbers: int | None) -> nn.Module:
+def built(name: str, **numbers: int | None) -> nn.Module:
     """Return the result of FILE.py:FUNCTION.
 
     Args:
@@ -39,14 +39,16 @@ def made(name: str, **numbers: int | None) -> nn.Module:
     """
     build, function = function_of(name), name.rpartition(":")[2]
     parameters = inspect.signature(build).parameters
-    required = {key for key, one in parameters.items() if one.default is one.empty}
-    given = {
+    required = {
+        key for key, parameter in parameters.items() if parameter.default is parameter.empty
+    }
+    arguments = {
         key: USUAL[key] if numbers[key] is None else numbers[key]
         for key in takes(name)
         if key in required or numbers[key] is not None
     }
-    with told(f"{function}()"):
-        model = build(**given)
+    with one_line_errors(f"{function}()"):
+        model = build(**arguments)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{function}() returned {type(model).__name__}, no torch.nn.Module")
     return model
@@ -59,7 +61,7 @@ def result(name: str) -> Any:
         ValueError: the file or the function does not exist, or raises.
     """
     build = function_of(name)
-    with told(f"{name.rpartition(':')[2]}()"):
+    with one_line_errors(f"{name.rpartition(':')[2]}()"):
         return build()
 
 
@@ -124,7 +126,7 @@ def _executed(path: Path, changed: int) -> ModuleType:  # noqa: ARG001 (a change
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault(path.stem, module)
     sys.path.insert(0, str(path.parent))
-    with told(f"{path}"):
+    with one_line_errors(f"{path}"):
         spec.loader.exec_module(module)
     return module
 
@@ -138,7 +140,7 @@ def of_timm(name: str, classes: int, channels: int) -> nn.Module:
     Raises:
         ValueError: timm cannot make the network.
     """
-    with told(f"timm.create_model({name!r})"):
+    with one_line_errors(f"timm.create_model({name!r})"):
         return timm().create_model(name, num_classes=classes, in_chans=channels)
 
 
@@ -148,12 +150,12 @@ def usual_of_timm(name: str) -> tuple[tuple[int, int, int], int, bool]:
     Raises:
         ValueError: timm is not installed, or has no network of the name.
     """
-    found = timm()
-    if not found.is_model(name):
-        close = get_close_matches(name, found.list_models(), n=3)
-        more = f"; did you mean {' or '.join(close)}?" if close else ""
-        raise ValueError(f"model=timm:{name} is no network of timm{more}")
-    usual = found.models.get_pretrained_cfg(name)
+    package = timm()
+    if not package.is_model(name):
+        close = get_close_matches(name, package.list_models(), n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ValueError(f"model=timm:{name} is no network of timm{hint}")
+    usual = package.models.get_pretrained_cfg(name)
     if usual is None:
         return (3, 224, 224), 1000, False
     return tuple(usual.input_size), usual.num_classes, usual.fixed_input_size
@@ -191,16 +193,16 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> tuple[int, ...]:
     Raises:
         ValueError: the model raises, or returns something that cross entropy does not take.
     """
-    with told(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
-        found = copy.deepcopy(model).train()(inputs)
-    if not isinstance(found, Tensor) or found.dim() < 2 or len(found) != len(inputs):
-        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+    with one_line_errors(f"the model, given {list(inputs.shape[1:])},"), torch.no_grad():
+        outputs = copy.deepcopy(model).train()(inputs)
+    if not isinstance(outputs, Tensor) or outputs.dim() < 2 or len(outputs) != len(inputs):
+        what = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
         raise ValueError(f"the model returns {what}; cross entropy takes [batch, classes]")
-    return tuple(found.shape[1:])
+    return tuple(outputs.shape[1:])
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
+def one_line_errors(what: str) -> Iterator[None]:
     """Turn any exception of a user's code into one line.
 
     Raises:

@@ -23,10 +23,10 @@ class PadShortcut(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.stride, self.new = stride, outputs - inputs
+        self.stride, self.added = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.new))
+        return F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
 
 
 def projection(inputs: int, outputs: int, stride: int) -> nn.Module:
@@ -71,18 +71,18 @@ class Bottleneck(nn.Module):
         return F.relu(y + (x if self.downsample is None else self.downsample(x)), inplace=True)
 
 
-Block = type[BasicBlock] | type[Bottleneck]
+ResidualBlock = type[BasicBlock] | type[Bottleneck]
 Shortcut = Callable[[int, int, int], nn.Module]  # of inputs, outputs and stride
 
 
 def stage(
-    block: Block, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
+    block: ResidualBlock, inputs: int, width: int, blocks: int, stride: int, shortcut: Shortcut
 ) -> nn.Module:
     """Return blocks at one image size; the first block strides; a shortcut if shapes change."""
     outputs = width * block.expansion
     first = shortcut(inputs, outputs, stride) if stride > 1 or inputs != outputs else None
-    rest = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
-    return nn.Sequential(block(inputs, width, stride, first), *rest)
+    tail = [block(outputs, width, 1, None) for _ in range(blocks - 1)]
+    return nn.Sequential(block(inputs, width, stride, first), *tail)
 
 
 class CifarResNet(nn.Module):
@@ -106,7 +106,9 @@ class CifarResNet(nn.Module):
 class ImageNetResNet(nn.Module):
     """A 7x7 stem and four stages; made for 224x224 pixels, usable from 32x32 pixels."""
 
-    def __init__(self, block: Block, blocks: list[int], classes: int, channels: int) -> None:
+    def __init__(
+        self, block: ResidualBlock, blocks: list[int], classes: int, channels: int
+    ) -> None:
         super().__init__()
         self.conv1, self.bn1 = conv(channels, 64, 7, 2), nn.BatchNorm2d(64)
         inputs, stages = 64, []

@@ -26,7 +26,7 @@ class Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class EncoderBlock(nn.Module):
     """Attention and two linear layers, both beside a shortcut and behind a normalisation."""
 
     def __init__(self, width: int, heads: int, hidden: int, causal: bool = False) -> None:
@@ -49,7 +49,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.patches = nn.Conv2d(channels, width, patch, patch)
         self.position = nn.Parameter(0.02 * torch.randn((size // patch) ** 2, width))
-        self.blocks = nn.Sequential(*[Block(width, heads, 2 * width) for _ in range(depth)])
+        self.blocks = nn.Sequential(*[EncoderBlock(width, heads, 2 * width) for _ in range(depth)])
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -53,16 +53,16 @@ def compare(options: CompareOptions) -> int:
         ValueError: a run cannot be read.
         OSError: a file cannot be read or written.
     """
-    found = {str(run): curve_of(run) for run in options.runs}
-    measure = measure_of(found)
+    run_curves = {str(run): curve_of(run) for run in options.runs}
+    measure = measure_of(run_curves)
     target = None if options.target is None else measure.target(options.target)
-    sections = [table(rows(found, target))]
-    if target is not None and len(found) > 1:
-        sections.append(list(sentences(found, target)))
-    sections.append(list(about_bounds(found)))
+    sections = [table(rows(run_curves, target))]
+    if target is not None and len(run_curves) > 1:
+        sections.append(list(sentences(run_curves, target)))
+    sections.append(list(about_bounds(run_curves)))
     show([section for section in sections if section])
     if options.png:
-        draw(found, target, options.png)
+        draw(run_curves, target, options.png)
     return 0
 
 
@@ -79,22 +79,22 @@ def curve_of(run: Path) -> Curve:
     return curve
 
 
-def measure_of(found: Mapping[str, Curve]) -> Measure:
+def measure_of(run_curves: Mapping[str, Curve]) -> Measure:
     """Return the measure of all runs.
 
     Raises:
         ValueError: runs have different measures.
     """
-    return common(curve.measure for curve in found.values())
+    return common(curve.measure for curve in run_curves.values())
 
 
-def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
+def rows(run_curves: Mapping[str, Curve], target: float | None) -> list[list[str]]:
     """Return the table: one row per run."""
     lines = [["run", "epochs", "seconds", "final", "best"]]
     if target is not None:
-        aim = measure_of(found).text(target)
+        aim = measure_of(run_curves).text(target)
         lines[0] += [f"epochs to {aim}", f"seconds to {aim}"]
-    for name, curve in found.items():
+    for name, curve in run_curves.items():
         ends = [f"{curve.epochs[-1]:g}", brief(curve.seconds[-1])]
         line = [name, *ends, *(curve.measure.text(v, 2) for v in (curve.values[-1], curve.best))]
         if target is not None:
@@ -104,11 +104,11 @@ def rows(found: Mapping[str, Curve], target: float | None) -> list[list[str]]:
     return lines
 
 
-def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
+def sentences(run_curves: Mapping[str, Curve], target: float) -> Iterator[str]:
     """Return sentences about the first run at the target: by epochs, and by seconds of training."""
-    names, measure = short_names(found), measure_of(found)
+    names, measure = short_names(run_curves), measure_of(run_curves)
     aim = measure.text(target)
-    reached = {names[run]: when for run, c in found.items() if (when := c.reached(target))}
+    reached = {names[run]: when for run, c in run_curves.items() if (when := c.reached(target))}
     if not reached:
         yield f"No run reached a test {measure.name} of {aim}."
         return
@@ -123,9 +123,9 @@ def sentences(found: Mapping[str, Curve], target: float) -> Iterator[str]:
         yield f"{listed(missing)} did not reach {aim}."
 
 
-def about_bounds(found: Mapping[str, Curve]) -> Iterator[str]:
+def about_bounds(run_curves: Mapping[str, Curve]) -> Iterator[str]:
     """Return a sentence about each run whose bound shortened nearly all steps."""
-    for name, curve in zip(short_names(found).values(), found.values()):
+    for name, curve in zip(short_names(run_curves).values(), run_curves.values()):
         if curve.bound:
             yield (
                 f"The bound shortened the step in {curve.shortened} of {len(curve.scales)} lines "
@@ -148,21 +148,21 @@ def short_names(runs: Iterable[str]) -> dict[str, str]:
     return {run: os.path.relpath(path, common) for run, path in paths.items()}
 
 
-def draw(found: Mapping[str, Curve], target: float | None, path: Path) -> None:
+def draw(run_curves: Mapping[str, Curve], target: float | None, path: Path) -> None:
     """Draw the values of tests by epoch and by seconds, and `kl_scale` if a bound acts."""
     import matplotlib
     from matplotlib.figure import Figure
 
     from mpikfac_apps.study.report.style import QUIET, STYLE, legend, variant_style
 
-    names, measure = short_names(found), measure_of(found)
+    names, measure = short_names(run_curves), measure_of(run_curves)
     styles = {name: variant_style(place) for place, name in enumerate(names.values())}
     with matplotlib.rc_context(STYLE | {"figure.facecolor": "white"}):
-        bounds = any(curve.shortened for curve in found.values())
+        bounds = any(curve.shortened for curve in run_curves.values())
         figure = Figure(figsize=(14 if bounds else 10, 4.4), layout="constrained")
         by_epoch, by_second, *third = figure.subplots(1, 3 if bounds else 2)
         by_second.sharey(by_epoch)
-        for run, curve in found.items():
+        for run, curve in run_curves.items():
             values = [measure.scale * value for value in curve.values]
             for axes, along in ((by_epoch, curve.epochs), (by_second, curve.seconds)):
                 axes.plot(along, values, markersize=5, **styles[names[run]])

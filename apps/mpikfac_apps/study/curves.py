@@ -107,11 +107,13 @@ def curve(rows: Collection[Mapping[str, Any]], measure: Measure) -> Curve:
     ends = [row for row in rows if measure.key in row]
     columns = {"steps": "step", "epochs": "epoch", "seconds": "seconds", "values": measure.key}
     scales = [(row["epoch"], row["kl_scale"]) for row in rows if "kl_scale" in row]
-    found = {name: [row[column] for row in ends] for name, column in columns.items()}
-    return Curve(measure, scales=scales, **found)
+    values = {name: [row[column] for row in ends] for name, column in columns.items()}
+    return Curve(measure, scales=scales, **values)
 
 
 def measure_of(rows: Iterable[Mapping[str, Any]]) -> Measure:
     """Return the measure of a run's lines; accuracy before the end of the first epoch."""
     keys = {key for row in rows for key in row}
-    return next((one for one in MEASURES.values() if one.key in keys), MEASURES["accuracy"])
+    return next(
+        (measure for measure in MEASURES.values() if measure.key in keys), MEASURES["accuracy"]
+    )

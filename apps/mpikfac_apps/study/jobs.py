@@ -58,10 +58,10 @@ def result(directory: Path) -> Result | None:
         OSError: the file cannot be read.
     """
     try:
-        found = files.read_form(directory / "result.json", FORM, files.SMALL)
+        content = files.read_form(directory / "result.json", FORM, files.SMALL)
     except FileNotFoundError:
         return None
-    return Result(**{key: found[key] for key in Result.__annotations__ if key in found})
+    return Result(**{key: content[key] for key in Result.__annotations__ if key in content})
 
 
 def run(
@@ -99,8 +99,8 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
     Raises:
         ValueError: no launcher is found.
     """
-    own = (f"--run_dir={directory / 'run'}", "--resume=auto", f"--stop_code={STOPPED}")
-    program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac_apps", "train", *cell.arguments, *own]
+    program = [sys.executable, "-m", "mpi4py", "-m", "mpikfac_apps", "train", *cell.arguments]
+    program += [f"--run_dir={directory / 'run'}", "--resume=auto", f"--stop_code={STOPPED}"]
     if launcher == "mpirun":
         mpirun, flags = _mpirun()
         return [mpirun, *flags, "-n", str(cell.ranks), *program]
@@ -115,16 +115,17 @@ def command(cell: Cell, directory: Path, launcher: str) -> list[str]:
 def _mpirun() -> tuple[str, list[str]]:
     """Return launcher and flags: from the environment, or the mpirun beside Python or on PATH."""
     beside = Path(sys.executable).with_name("mpirun")
-    found = os.environ.get("MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
-    if not found:
+    usual = str(beside) if beside.exists() else shutil.which("mpirun")
+    launcher = os.environ.get("MPIRUN") or usual
+    if not launcher:
         raise ValueError("no mpirun is beside python or on PATH; load an MPI, or name it in MPIRUN")
     flags = os.environ.get("MPIRUN_FLAGS")
     if flags is None:  # a study may have more ranks than the machine has cores
         version = subprocess.run(
-            [found, "--version"], capture_output=True, text=True, check=False
+            [launcher, "--version"], capture_output=True, text=True, check=False
         ).stdout
         flags = "--oversubscribe" if "Open MPI" in version else ""
-    return found, flags.split()
+    return launcher, flags.split()
 
 
 def _job(words: list[str], output: Path, watch: Callable[[], None]) -> int:
@@ -200,8 +201,8 @@ def _others_seconds() -> float:
     """Return seconds of work of the machine's cores, without the ended jobs of this process."""
     _, user, nice, system, _, _, *interrupts = Path("/proc/stat").read_text().split()[:9]
     ticks = sum(map(int, (user, nice, system, *interrupts)))
-    own = os.times()
-    return ticks / os.sysconf("SC_CLK_TCK") - own.children_user - own.children_system
+    times = os.times()
+    return ticks / os.sysconf("SC_CLK_TCK") - times.children_user - times.children_system
 
 
 def _missing(run: Path, options: Options) -> str:
@@ -213,8 +214,8 @@ def _missing(run: Path, options: Options) -> str:
         last = [{"step": 0, "epoch": 0.0}, *curves.read(run)][-1]
     except ValueError as error:
         return f"it ended with code 0, but {error}"
-    steps, every = options.max_steps, options.log_every
-    if last["epoch"] >= options.epochs or (steps and last["step"] >= steps - steps % every):
+    steps, interval = options.max_steps, options.log_every
+    if last["epoch"] >= options.epochs or (steps and last["step"] >= steps - steps % interval):
         return ""
     return f"it ended with code 0, but its metrics end at step {last['step']}"
 
@@ -227,5 +228,7 @@ def _why(output: Path, code: int) -> str:
         file.seek(max(0, output.stat().st_size - files.SMALL))
         text = file.read(files.SMALL).decode(errors="replace")
     lines = [line.strip() for line in text.splitlines()]
-    said = [line for line in lines if line.startswith("mpikfac: ")] or list(filter(None, lines))
-    return said[-1].removeprefix("mpikfac: ") if said else f"exit code {code}, without a word"
+    messages = [line for line in lines if line.startswith("mpikfac: ")] or list(filter(None, lines))
+    if not messages:
+        return f"exit code {code}, without a word"
+    return messages[-1].removeprefix("mpikfac: ")

@@ -50,17 +50,17 @@ class Measure:
         low, high = sorted((best + (best - worst) / 100, worst + (worst - best) / 10))
         return low, high
 
-    def target(self, given: float) -> float:
+    def target(self, value: float) -> float:
         """Return the value that a user asks for; an accuracy is asked for also in per cent.
 
         Raises:
             ValueError: an accuracy above 100 per cent.
         """
         if self.name != "accuracy":
-            return given
-        if given > 100:
-            raise ValueError(f"target={given} must be at most 100: an accuracy in per cent")
-        return share(given)
+            return value
+        if value > 100:
+            raise ValueError(f"target={value} must be at most 100: an accuracy in per cent")
+        return share(value)
 
     def text(self, value: float | None, digits: int = 1) -> str:
         """Return a value as text; an accuracy has `digits` behind the point."""

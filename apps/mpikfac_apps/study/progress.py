@@ -18,23 +18,23 @@ LINE_EVERY = 60.0  # seconds between two lines of progress in a log
 CLEAR = "\r\033[K"  # to the start of a terminal's line, and the line away
 
 
-class Progress:
+class StudyProgress:
     """The progress of a study: a line that changes on a terminal, otherwise a line per minute.
 
     The time to the end is an estimate: cells that are still to run take the mean of the cells that
     ended, and the running cell goes on at its pace.
 
     Attributes:
-        known: seconds of ended cells, of earlier starts of the study, too.
+        seconds: seconds of ended cells, of earlier starts of the study, too.
     """
 
     def __init__(self, cells: Sequence[Cell], directory: Path) -> None:
         self.cells, self.directory = cells, directory
-        self.known: list[float] = []
+        self.seconds: list[float] = []
         for cell in cells:
             ended = jobs.result(self._place(cell))
             if ended is not None and not ended.code:
-                self.known.append(ended.seconds)
+                self.seconds.append(ended.seconds)
         self.on_terminal = sys.stdout.isatty()
         self._begun = self._shown = time.monotonic()
 
@@ -49,8 +49,8 @@ class Progress:
             return
         self._shown = now
         done = done_part(self._place(cell) / "run", cell)
-        rest = self._rest(number, now - self._begun, done)
-        words = f"{self.heading(number, cell)}: {done:.0%}{rest}"
+        remaining = self._remaining(number, now - self._begun, done)
+        words = f"{self.heading(number, cell)}: {done:.0%}{remaining}"
         line = files.printable(words)
         print(f"{CLEAR}{line}" if self.on_terminal else line, end="" if self.on_terminal else "\n")
         sys.stdout.flush()
@@ -58,23 +58,23 @@ class Progress:
     def end(self, number: int, cell: Cell, how: str, seconds: float | None) -> None:
         """Print the end of a cell; `seconds` of a complete run, which count for the estimate."""
         if seconds is not None:
-            self.known.append(seconds)
-        rest = self._rest(number, 0.0, 1.0)
-        line = files.printable(f"{self.heading(number, cell)}: {how}{rest}")
+            self.seconds.append(seconds)
+        remaining = self._remaining(number, 0.0, 1.0)
+        line = files.printable(f"{self.heading(number, cell)}: {how}{remaining}")
         print(f"{CLEAR}{line}" if self.on_terminal else line, flush=True)
 
     def heading(self, number: int, cell: Cell) -> str:
         """Return the number and the name of a cell."""
         return f"[{number}/{len(self.cells)}] {cell.label}"
 
-    def _rest(self, number: int, elapsed: float, done: float) -> str:
+    def _remaining(self, number: int, elapsed: float, done: float) -> str:
         """Return the time to the end of the study in words; "" if unknown or nothing is left."""
         waiting = sum(not self._complete(cell) for cell in self.cells[number:])
         here = elapsed * (1 - done) / done if done else None
-        whole = fmean(self.known) if self.known else elapsed / done if done else None
-        if whole is None or (not waiting and done == 1):
+        per_cell = fmean(self.seconds) if self.seconds else elapsed / done if done else None
+        if per_cell is None or (not waiting and done == 1):
             return ""
-        seconds = waiting * whole + (max(0.0, whole - elapsed) if here is None else here)
+        seconds = waiting * per_cell + (max(0.0, per_cell - elapsed) if here is None else here)
         return f"; about {in_words(seconds)} to go"
 
     def _complete(self, cell: Cell) -> bool:
@@ -101,10 +101,10 @@ def _last_line(path: Path) -> dict[str, float]:
         with files.reading(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             lines = file.read(TAIL).split(b"\n")
-        found = files.json_of(lines[-2])
+        row = files.json_of(lines[-2])
     except (OSError, IndexError, ValueError):
         return {}
-    return found if files.has_form(found, {"epoch": float, "step": int}) else {}
+    return row if files.has_form(row, {"epoch": float, "step": int}) else {}
 
 
 def in_words(seconds: float) -> str:

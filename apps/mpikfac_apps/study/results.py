@@ -167,8 +167,8 @@ class Measured:
                 parts[WAITING] += waited / len(self.stages)
                 busy = (means["seconds"] - waited) / len(self.stages)
                 parts[group_of.get(stage, OTHER)] += busy
-        known = sum(seconds for group, seconds in parts.items() if group != OTHER)
-        parts[OTHER] = max(0.0, self.traced_seconds - known)
+        grouped = sum(seconds for group, seconds in parts.items() if group != OTHER)
+        parts[OTHER] = max(0.0, self.traced_seconds - grouped)
         return parts
 
 
@@ -209,12 +209,12 @@ def _json(path: Path, form: Any) -> dict[str, Any]:
         ValueError: the file has another form.
     """
     try:
-        found = files.read_json(path)
+        content = files.read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
-    if not files.has_form(found, form):
+    if not files.has_form(content, form):
         raise ValueError(f"{path} is damaged; delete the file: it has another form")
-    return found
+    return content
 
 
 def _step_seconds(cell: Cell, rows: Sequence[Mapping[str, Any]]) -> list[float]:
@@ -247,8 +247,8 @@ def _mean(numbers: Sequence[float]) -> float | None:
 def _planned(cell: Cell) -> dict[str, Any]:
     """Return bytes per step and in memory; of a large job, only some ranks are computed."""
     kfac, plan = cell.options.kfac, cell.plan
-    every = at_start(kfac.factor_every), basis_every(cell.options, cell.ranks)
-    kinds = Counter(_kinds(plan, *every))
+    intervals = at_start(kfac.factor_every), basis_every(cell.options, cell.ranks)
+    kinds = Counter(_kinds(plan, *intervals))
     period, ranks = kinds.total(), looked_at(plan)
     wire = handed = 0.0
     for rank in ranks:
@@ -290,12 +290,12 @@ def estimators(cells: Sequence[Cell]) -> dict[str, str]:
 
 def _numbers(cell: Cell) -> dict[str, Any]:
     """Return the options that change a run's numbers, without the seed and the number of ranks."""
-    given = flat(cell.options)
-    numbers = {key: value for key, value in given.items() if key not in WRITTEN | RESOLVED}
+    values = flat(cell.options)
+    numbers = {key: value for key, value in values.items() if key not in WRITTEN | RESOLVED}
     if numbers["batch_per_rank"]:
         del numbers["batch"]
-    asked, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
-    strategy, settings = make_strategy(asked, cell.options.kfac, ranks, cell.options.parts)
+    distribution, ranks = cell.options.distribution, training_ranks(cell.options, cell.ranks)
+    strategy, settings = make_strategy(distribution, cell.options.kfac, ranks, cell.options.parts)
     if cell.options.optimizer != "kfac":
         numbers = {key: value for key, value in numbers.items() if not key.startswith("kfac.")}
         strategy, settings = strategy.first_order(), {}
@@ -314,10 +314,12 @@ def _numbers(cell: Cell) -> dict[str, Any]:
 
 def other_estimator(options: Options) -> bool:
     """Return whether the options ask for K-FAC with another estimator than COMM-OPT's."""
-    asked = options.distribution
-    named = mpikfac.plan.NAMED.get(asked.strategy)  # "auto" chooses no different estimator
-    known = named is not None and not named.same
-    return options.optimizer == "kfac" and (known or asked.change.get("reduction") == "none")
+    distribution = options.distribution
+    named = mpikfac.plan.NAMED.get(distribution.strategy)  # "auto" chooses no different estimator
+    differs = named is not None and not named.same
+    return options.optimizer == "kfac" and (
+        differs or distribution.change.get("reduction") == "none"
+    )
 
 
 def _letter(number: int) -> str:

@@ -16,13 +16,13 @@ import mpikfac
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import job_of, make_strategy, training_ranks
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.study.spec import Cell, basis_every, plan_of
 
 # Predictions of the first two are upper bounds; with the third, not all ranks share the batch.
 LEFT_OUT = ("delayed", "event-driven", "curvature-ranks")
 STRATEGIES = tuple(
-    name for name, known in mpikfac.plan.NAMED.items() if known.same and name not in LEFT_OUT
+    name for name, entry in mpikfac.plan.NAMED.items() if entry.same and name not in LEFT_OUT
 )
 """Strategies that compute the numbers of COMM-OPT, so the measured steps hold for each of them."""
 
@@ -37,7 +37,7 @@ class Steps:
     """
 
     cell: Measured
-    steps: Mean
+    steps: SeedMean
 
     @property
     def optimizer(self) -> str:
@@ -48,8 +48,8 @@ class Steps:
     def kind(self) -> str:
         """The optimizer, with the strategy if the strategy computes numbers of its own."""
         options = self.cell.cell.options
-        own = f"kfac ({options.distribution.strategy})"
-        return own if other_estimator(options) else self.optimizer
+        label = f"kfac ({options.distribution.strategy})"
+        return label if other_estimator(options) else self.optimizer
 
     @property
     def batch(self) -> int:
@@ -92,15 +92,15 @@ def steps_to_target(cells: Sequence[Measured], target: float) -> list[Steps]:
         mean = mean_of(when.steps for when in reached if when)
         if mean is None or None in reached:
             continue
-        found = Steps(seeds[0], mean)
-        key = found.kind, found.batch
-        if key not in best or _order(found) < _order(best[key]):
-            best[key] = found
+        steps = Steps(seeds[0], mean)
+        key = steps.kind, steps.batch
+        if key not in best or _order(steps) < _order(best[key]):
+            best[key] = steps
     return list(best.values())
 
 
-def _order(found: Steps) -> tuple[int, float]:
-    return -found.steps.count, found.steps.mean
+def _order(steps: Steps) -> tuple[int, float]:
+    return -steps.steps.count, steps.steps.mean
 
 
 def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
@@ -112,9 +112,9 @@ def efficient_batches(steps: Sequence[Steps]) -> dict[str, int]:
     for each in steps:
         images.setdefault(each.kind, {})[each.batch] = each.batch * each.steps.mean
     return {
-        kind: max(batch for batch, seen in own.items() if seen <= 2 * min(own.values()))
-        for kind, own in images.items()
-        if len(own) > 1
+        kind: max(batch for batch, seen in by_batch.items() if seen <= 2 * min(by_batch.values()))
+        for kind, by_batch in images.items()
+        if len(by_batch) > 1
     }
 
 
@@ -126,15 +126,15 @@ def forecasts(
     Without a measured batch that the ranks can share, or without times of the network on the
     machine, an entry is left out.
     """
-    found: dict[tuple[int, str], Forecast] = {}
+    best: dict[tuple[int, str], Forecast] = {}
     slower = optimizer_seconds(cells)
     for count in ranks:
         for measured in steps_to_target(cells, target):
             for name, step in _steps_at(machine, count, measured, slower):
-                new = Forecast(name, count, measured, step)
-                old = found.setdefault((count, name), new)
-                found[count, name] = min(old, new, key=lambda forecast: forecast.seconds)
-    return list(found.values())
+                candidate = Forecast(name, count, measured, step)
+                current = best.setdefault((count, name), candidate)
+                best[count, name] = min(current, candidate, key=lambda forecast: forecast.seconds)
+    return list(best.values())
 
 
 def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
@@ -142,9 +142,9 @@ def optimizer_seconds(cells: Sequence[Measured]) -> dict[str, float]:
     seconds: dict[str, list[float]] = {}
     for cell in cells:
         if cell.complete and cell.breakdown:
-            own = seconds.setdefault(cell.cell.options.optimizer, [])
-            own.append(cell.breakdown["optimizer"])
-    return {optimizer: fmean(own) for optimizer, own in seconds.items()}
+            times = seconds.setdefault(cell.cell.options.optimizer, [])
+            times.append(cell.breakdown["optimizer"])
+    return {optimizer: fmean(times) for optimizer, times in seconds.items()}
 
 
 def _steps_at(
@@ -174,10 +174,10 @@ def distributed(cell: Cell, strategy: str) -> Options:
     A hybrid strategy has half of the ranks as workers.
     """
     options = cell.options
-    asked, training = options.distribution, training_ranks(options, cell.ranks)
-    _, settings = make_strategy(asked, options.kfac, training, options.parts)
+    distribution, training = options.distribution, training_ranks(options, cell.ranks)
+    _, settings = make_strategy(distribution, options.kfac, training, options.parts)
     fraction = 0.5 if strategy == "hybrid" else None
-    chosen = replace(asked, strategy=strategy, fraction=fraction, change={})
+    chosen = replace(distribution, strategy=strategy, fraction=fraction, change={})
     return replace(options, distribution=chosen, kfac=replace(options.kfac, **settings))
 
 

@@ -13,7 +13,7 @@ NORMAL = 1.959964  # Student's t for infinitely many degrees of freedom
 
 
 @dataclass(frozen=True)
-class Mean:
+class SeedMean:
     """The mean of several runs, and the interval of 95 % around the mean.
 
     Attributes:
@@ -25,25 +25,25 @@ class Mean:
     half: float | None
     count: int
 
-    def overlaps(self, other: Mean) -> bool:
+    def overlaps(self, interval: SeedMean) -> bool:
         """Return whether the intervals share a point; a missing interval overlaps with all."""
-        if self.half is None or other.half is None:
+        if self.half is None or interval.half is None:
             return True
-        return abs(self.mean - other.mean) <= self.half + other.half
+        return abs(self.mean - interval.mean) <= self.half + interval.half
 
 
-def mean_of(values: Iterable[float | None]) -> Mean | None:
+def mean_of(values: Iterable[float | None]) -> SeedMean | None:
     """Return the mean and the interval of the known values; None if no value is known.
 
     The interval is Student's: the values count as independent and normally distributed.
     """
-    known = [value for value in values if value is not None]
-    if not known:
+    numbers = [value for value in values if value is not None]
+    if not numbers:
         return None
-    if len(known) == 1:
-        return Mean(known[0], None, 1)
-    half = student(len(known) - 1) * stdev(known) / math.sqrt(len(known))
-    return Mean(fmean(known), half, len(known))
+    if len(numbers) == 1:
+        return SeedMean(numbers[0], None, 1)
+    half = student(len(numbers) - 1) * stdev(numbers) / math.sqrt(len(numbers))
+    return SeedMean(fmean(numbers), half, len(numbers))
 
 
 def student(freedom: int) -> float:

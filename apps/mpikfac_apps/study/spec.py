@@ -94,11 +94,11 @@ class Cell:
         `kfac.basis_every` is an exception: the intervals of the metrics depend on
         `kfac.basis_every`.
         """
-        given, usual = map(flat, (self.options, Options()))
+        values, usual = map(flat, (self.options, Options()))
         unused = ("run_dir",) if self.options.optimizer == "kfac" else ("run_dir", "kfac.")
         chosen = {
             f"kfac.{key}" if key in DISTRIBUTION else key: value  # as older studies name it
-            for key, value in given.items()
+            for key, value in values.items()
             if value != usual[key] and not key.startswith(unused)
         }
         digest = hashlib.sha256(json.dumps([self.ranks, chosen], sort_keys=True).encode())
@@ -138,18 +138,20 @@ def read(path: Path) -> Study:
     """
     try:
         text = files.read_text(path, links=True)
-        asked = _checked(loaded(text))
-        machine = mpikfac.predict.load_machine(str(asked["machine"])) if asked["machine"] else None
-        cells, left_out = _expanded(asked)
-        measure, target = common(cell.measure for cell in cells), asked["target"]
+        content = _checked(loaded(text))
+        machine = (
+            mpikfac.predict.load_machine(str(content["machine"])) if content["machine"] else None
+        )
+        cells, left_out = _expanded(content)
+        measure, target = common(cell.measure for cell in cells), content["target"]
         target = None if target is None else measure.target(target)
     except (ValueError, OSError) as error:
         raise ValueError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     return Study(
-        name=str(asked["name"] or path.stem),
-        launcher=asked["launcher"] or LAUNCHERS[0],
+        name=str(content["name"] or path.stem),
+        launcher=content["launcher"] or LAUNCHERS[0],
         machine=machine,
-        predict_ranks=tuple(asked["predict_ranks"] or ()),
+        predict_ranks=tuple(content["predict_ranks"] or ()),
         measure=measure,
         target=target,
         cells=tuple(cells),
@@ -166,41 +168,43 @@ def slug(name: str) -> str:
 # -- the file ------------------------------------------------------------------------------------
 
 
-def _checked(asked: Any) -> dict[str, Any]:
+def _checked(content: Any) -> dict[str, Any]:
     """Return the content of the file with all keys and with values of the right kind."""
-    if not isinstance(asked, dict):
+    if not isinstance(content, dict):
         raise ValueError("the file must hold lines of the form `key: value`")
-    for key in asked:
+    for key in content:
         if key not in KEYS:
             raise ValueError(unknown(str(key), KEYS))
     for key in ("options", "strategies"):
-        if not isinstance(asked.setdefault(key, {}), dict):
-            raise ValueError(f"{key}={asked[key]} must hold lines of the form `key: value`")
+        if not isinstance(content.setdefault(key, {}), dict):
+            raise ValueError(f"{key}={content[key]} must hold lines of the form `key: value`")
     for key in ("name", "base", "machine", "launcher", "target"):
-        asked.setdefault(key, None)
-    if asked["launcher"] not in (None, *LAUNCHERS):
-        raise ValueError(f"launcher={asked['launcher']} must be one of {', '.join(LAUNCHERS)}")
-    target = asked["target"]
+        content.setdefault(key, None)
+    if content["launcher"] not in (None, *LAUNCHERS):
+        raise ValueError(f"launcher={content['launcher']} must be one of {', '.join(LAUNCHERS)}")
+    target = content["target"]
     if target is not None and not (files.has_form(target, float) and target > 0):
         raise ValueError(f"target={target} must be a number above 0")
-    if asked["base"] is not None and not Path(str(asked["base"])).is_file():
-        raise ValueError(f"base={asked['base']} is no file")
-    asked["options"] = _options("options", asked["options"])
-    asked["strategies"] = {
+    if content["base"] is not None and not Path(str(content["base"])).is_file():
+        raise ValueError(f"base={content['base']} is no file")
+    content["options"] = _options("options", content["options"])
+    content["strategies"] = {
         str(name): _options(f"strategies.{name}", options or {})
-        for name, options in asked["strategies"].items()
+        for name, options in content["strategies"].items()
     }
-    known = {**NAMED, **asked["strategies"]}
-    asked["matrices"] = [_axes(*named, known) for named in _matrices(asked.get("matrix", {}))]
-    if asked.setdefault("predict_ranks", None) is not None:
-        _check_predicted(asked["predict_ranks"], asked["machine"])
-    return asked
+    strategies = {**NAMED, **content["strategies"]}
+    content["matrices"] = [
+        _axes(*named, strategies) for named in _matrices(content.get("matrix", {}))
+    ]
+    if content.setdefault("predict_ranks", None) is not None:
+        _check_predicted(content["predict_ranks"], content["machine"])
+    return content
 
 
-def _options(where: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ValueError(f"{where}={given} must hold lines of the form `key: value`")
-    chosen = flattened(given)
+def _options(where: str, options: Any) -> dict[str, Any]:
+    if not isinstance(options, dict):
+        raise ValueError(f"{where}={options} must hold lines of the form `key: value`")
+    chosen = flattened(options)
     for key in chosen:
         _check_option(f"{where}: ", key)
     return chosen
@@ -222,11 +226,11 @@ def _check_predicted(ranks: Any, machine: Any) -> None:
         )
 
 
-def _matrices(given: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _matrices(content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield each matrix, and the matrix's name in messages."""
-    matrices = given if isinstance(given, list) and given else [given]
+    matrices = content if isinstance(content, list) and content else [content]
     for place, matrix in enumerate(matrices, start=1):
-        name = "matrix" if matrix is given else f"matrix {place}"
+        name = "matrix" if matrix is content else f"matrix {place}"
         if not isinstance(matrix, dict):
             raise ValueError(f"{name}={matrix} must hold lines of the form `key: value`")
         yield name, matrix
@@ -261,15 +265,15 @@ def _check_ranks(where: str, ranks: list[Any]) -> None:
             raise ValueError(f"{where}: {count} must be a whole number, at least 1")
 
 
-def _hint(name: object, known: Mapping[str, Any] | Sequence[str]) -> str:
-    close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+def _hint(name: object, names: Mapping[str, Any] | Sequence[str]) -> str:
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(names)}"
 
 
 # -- the cells -----------------------------------------------------------------------------------
 
 
-def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str]]]:
+def _expanded(content: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str]]]:
     """Return the cells, and the combinations that cannot run.
 
     Raises:
@@ -278,10 +282,10 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
     """
     cells: list[Cell] = []
     left_out: list[tuple[str, str]] = []
-    several = _several(asked["matrices"])
-    for matrix in asked["matrices"]:
-        more, refused = _cells_of(asked, matrix, several)
-        cells += more
+    several = _several(content["matrices"])
+    for matrix in content["matrices"]:
+        usable, refused = _cells_of(content, matrix, several)
+        cells += usable
         left_out += refused
     labels = [cell.label for cell in cells]
     if twice := [label for label in labels if labels.count(label) > 1]:
@@ -293,7 +297,7 @@ def _expanded(asked: Mapping[str, Any]) -> tuple[list[Cell], list[tuple[str, str
 
 
 def _cells_of(
-    asked: Mapping[str, Any], matrix: Mapping[str, list[Any]], several: Collection[str]
+    content: Mapping[str, Any], matrix: Mapping[str, list[Any]], several: Collection[str]
 ) -> tuple[list[Cell], list[tuple[str, str]]]:
     """Return the cells of a matrix, and the combinations that cannot run."""
     cells: list[Cell] = []
@@ -302,9 +306,9 @@ def _cells_of(
         usable, refused = [], []
         for ranks in matrix["ranks"]:
             variant, label = _labels(several, strategy, ranks, axes)
-            chosen = _chosen(strategy, asked["strategies"].get(strategy, {}) | axes)
+            chosen = _chosen(strategy, content["strategies"].get(strategy, {}) | axes)
             try:
-                run = _run_of(asked, chosen, ranks)
+                run = _run_of(content, chosen, ranks)
             except ValueError as error:
                 refused.append((label, str(error)))
                 continue
@@ -324,25 +328,25 @@ def _combinations(matrix: Mapping[str, list[Any]]) -> Iterator[tuple[str, dict[s
         yield strategy, dict(zip(others, values))
 
 
-def _chosen(strategy: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen(strategy: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options of a strategy; options of the study replace options known by name."""
-    known = dict(NAMED.get(strategy, {}))
-    if "workers" in own:
-        known.pop("fraction", None)
-    return {**known, **own}
+    defaults = dict(NAMED.get(strategy, {}))
+    if "workers" in options:
+        defaults.pop("fraction", None)
+    return {**defaults, **options}
 
 
 def _run_of(
-    asked: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
+    content: Mapping[str, Any], chosen: Mapping[str, Any], ranks: int
 ) -> tuple[tuple[str, ...], Options, mpikfac.plan.Plan]:
     """Return arguments, options and plan of a run; metrics and trace cover whole intervals.
 
     Raises:
         ValueError: the training program would refuse the options.
     """
-    given = asked["options"] | chosen
-    arguments = [f"--config={asked['base']}"] if asked["base"] else []
-    arguments += [f"--{key}={_word(value)}" for key, value in given.items()]
+    values = content["options"] | chosen
+    arguments = [f"--config={content['base']}"] if content["base"] else []
+    arguments += [f"--{key}={_word(value)}" for key, value in values.items()]
     interval = shown_interval(parse(arguments, ranks), ranks)
     arguments = [f"--log_every={interval}", f"--trace_steps={interval}", *arguments]
     options = parse(arguments, ranks)
@@ -361,8 +365,8 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
     channels = channels or pixels(options.data) or 0  # of a text, the tokens of a window
     model = models.skeleton(options.model, options.data.classes or classes, channels)
     if options.optimizer != "kfac":
-        every = [name for name, module in model.named_modules() if not any(module.children())]
-        layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=every))
+        modules = [name for name, module in model.named_modules() if not any(module.children())]
+        layers, others = mpikfac.layers.covered_shapes(model, mpikfac.Coverage(skip=modules))
         chosen, _ = make_strategy(options.distribution, options.kfac, ranks, options.parts)
         return mpikfac.make_plan(layers, ranks, chosen.first_order(), others)
     covers = models.network(options.model).covers
@@ -375,8 +379,8 @@ def plan_of(options: Options, ranks: int) -> mpikfac.plan.Plan:
 
 def shown_interval(options: Options, ranks: int) -> int:
     """Return the steps per line of metrics and per trace, a multiple of the refresh interval."""
-    every = basis_every(options, ranks)
-    return every * max(1, math.ceil(LEAST_SHOWN / every))
+    interval = basis_every(options, ranks)
+    return interval * max(1, math.ceil(LEAST_SHOWN / interval))
 
 
 def basis_every(options: Options, ranks: int) -> int:
@@ -399,10 +403,10 @@ def _several(matrices: Sequence[Mapping[str, list[Any]]]) -> set[str]:
     """Return the axes with several values in the study."""
     values: dict[str, list[Any]] = {}
     for matrix in matrices:
-        for key, own in matrix.items():
-            known = values.setdefault(key, [])
-            known += [value for value in own if value not in known]
-    return {key for key, known in values.items() if len(known) > 1}
+        for key, entries in matrix.items():
+            distinct = values.setdefault(key, [])
+            distinct += [value for value in entries if value not in distinct]
+    return {key for key, distinct in values.items() if len(distinct) > 1}
 
 
 def _labels(

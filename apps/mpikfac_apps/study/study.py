@@ -22,7 +22,7 @@ from mpikfac_apps.guard.lock import Lock
 from mpikfac_apps.options import command_line
 from mpikfac_apps.options.fields import positional
 from mpikfac_apps.study import jobs
-from mpikfac_apps.study.progress import Progress
+from mpikfac_apps.study.progress import StudyProgress
 from mpikfac_apps.study.report import page
 from mpikfac_apps.study.spec import STOPPED, Study, read, slug
 
@@ -85,7 +85,7 @@ def run(study: Study, directory: Path) -> int:
 def _run(study: Study, directory: Path) -> int:
     for label, why in study.left_out:
         print(files.printable(f"left out: {label}: {why}"))
-    code, progress = 0, Progress(study.cells, directory)
+    code, progress = 0, StudyProgress(study.cells, directory)
     for number, cell in enumerate(study.cells, start=1):
         place = directory / "cells" / cell.directory
         ended, again = jobs.result(place), ", was complete"
@@ -96,8 +96,8 @@ def _run(study: Study, directory: Path) -> int:
         how = f"failed: {ended.why}" if ended.code else f"{ended.seconds:.0f} s"
         if ended.code == STOPPED:
             how = "stopped; the same command resumes the study"
-        new = None if ended.code or again else ended.seconds
-        progress.end(number, cell, how + again, new)
+        seconds = None if ended.code or again else ended.seconds
+        progress.end(number, cell, how + again, seconds)
         if ended.code == STOPPED and study.launcher == "mpirun":
             return STOPPED  # the next cells would be asked to stop, too
         code = 1 if ended.code else code

@@ -28,14 +28,14 @@ class MetricsFile:
     def __init__(self, path: Path, kept_bytes: int = 0, waiting: str = "") -> None:
         self._path, self._bytes = path, 0
         self._file = files.writing(path, "end")
-        kept = min(kept_bytes, found := self._end())
-        if found < kept_bytes:
-            kept = self._content().rfind(b"\n") + 1  # a half line would spoil the next line
+        size = min(kept_bytes, on_disk := self._end())
+        if on_disk < kept_bytes:
+            size = self._content().rfind(b"\n") + 1  # a half line would spoil the next line
             log.warning(
                 "metrics.jsonl has %d of the %d bytes that the checkpoint counted: lines are lost",
-                *(found, kept_bytes),
+                *(on_disk, kept_bytes),
             )
-        self._file.truncate(kept)
+        self._file.truncate(size)
         self._waiting = b""
         self._add(waiting.encode())
 
@@ -75,15 +75,15 @@ class MetricsFile:
             if os.path.samestat(os.lstat(self._path), os.fstat(self._file.fileno())):
                 return
         content = b"" if self._path.exists() else self._content()
-        new = files.writing(self._path, "end")
+        file = files.writing(self._path, "end")
         self._file.close()
-        self._file, self._waiting = new, content + self._waiting
+        self._file, self._waiting = file, content + self._waiting
         log.warning("metrics.jsonl was removed or replaced while the run writes; made anew")
 
     def _content(self) -> bytes:
         """Return what the file holds, also after its removal: the system keeps an open file."""
-        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as kept:
-            return kept.read()
+        with open(f"/proc/self/fd/{self._file.fileno()}", "rb") as file:
+            return file.read()
 
     def _end(self) -> int:
         """Return the bytes on disk, at the last look if the disk does not answer."""

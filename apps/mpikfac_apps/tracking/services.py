@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from mpikfac_apps.tracking.tracker import Start
+from mpikfac_apps.tracking.start import Start
 
 AT_ONCE = 100  # the largest number of values that MLflow takes in a message
 
@@ -80,14 +78,14 @@ class MLflow:
         self._metric = mlflow.entities.Metric
         self._client = mlflow.MlflowClient(uri)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "mpikfac")
-        known = self._client.get_experiment_by_name(name)
-        group = known.experiment_id if known else self._client.create_experiment(name)
-        found = self._client.search_runs([group], f"tags.mpikfac = '{start.id}'")
+        experiment = self._client.get_experiment_by_name(name)
+        group = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        runs = self._client.search_runs([group], f"tags.mpikfac = '{start.id}'")
         tags = {"mpikfac": start.id, "mlflow.runName": start.directory.name}
-        run = found[0] if found else self._client.create_run(group, tags=tags)
+        run = runs[0] if runs else self._client.create_run(group, tags=tags)
         self._run = run.info.run_id
         self._client.update_run(self._run, "RUNNING")
-        if not found:  # MLflow takes a parameter only once
+        if not runs:  # MLflow takes a parameter only once
             items = start.options.items()
             values = [mlflow.entities.Param(key, str(value)) for key, value in items]
             for first in range(0, len(values), AT_ONCE):

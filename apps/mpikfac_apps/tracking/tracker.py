@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import re
-import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from mpikfac import files
 from mpikfac_apps.problems import own
 from mpikfac_apps.tracking import services
+from mpikfac_apps.tracking.start import Start
 
-SERVICES: dict[str, Callable[[Any], Tracker]] = {
+SERVICES: dict[str, Callable[[Start], Tracker]] = {
     "tensorboard": services.TensorBoard,
     "wandb": services.Wandb,
     "mlflow": services.MLflow,
@@ -40,36 +36,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Take note of the end of the run."""
-
-
-class Start:
-    """The start of a run, as trackers see the start.
-
-    Attributes:
-        directory: the run directory.
-        step: the number of completed steps: 0, or the step of the checkpoint.
-        options: the values of all options by key, such as "kfac.damping".
-    """
-
-    def __init__(self, directory: Path, step: int, options: Mapping[str, Any]) -> None:
-        self.directory, self.step, self.options = directory, step, options
-
-    @cached_property
-    def id(self) -> str:
-        """A unique text of 32 digits: the same text at every start in the directory.
-
-        Raises:
-            OSError: the file RUN/tracking_id cannot be read or written.
-            ValueError: the file holds another text.
-        """
-        path = self.directory / "tracking_id"
-        try:
-            text = files.read_text(path)
-        except FileNotFoundError:
-            files.write_text(path, text := uuid.uuid4().hex)
-        if not re.fullmatch("[0-9a-f]{32}", text):
-            raise ValueError(f"{path} is damaged; delete the file: it has another form")
-        return text
 
 
 class Trackers:
@@ -113,8 +79,8 @@ def check(names: Sequence[str]) -> None:
         if own.is_own(name):
             own.check_file(name)
         elif name not in SERVICES:
-            known = ", ".join(SERVICES)
-            raise ValueError(f"metrics={name} must be one of {known}, or FILE.py:FUNCTION")
+            choices = ", ".join(SERVICES)
+            raise ValueError(f"metrics={name} must be one of {choices}, or FILE.py:FUNCTION")
         elif importlib.util.find_spec(name) is None:
             raise ValueError(
                 f"metrics={name} needs the package {name}, which is not installed; run pip install "
@@ -128,7 +94,7 @@ def opened(name: str, start: Start) -> Tracker:
     Raises:
         ValueError: the tracker cannot start, or the user's function returns no function.
     """
-    with own.told(f"metrics={name}"):
+    with own.one_line_errors(f"metrics={name}"):
         make = SERVICES[name] if name in SERVICES else own.function_of(name)
         tracker = make(start)
     if not callable(tracker):

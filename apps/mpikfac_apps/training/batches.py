@@ -1,6 +1,6 @@
 """Choose the images of a rank: the share of each batch, the order and the augmentation.
 
-`Batches` holds whole tensors, `Stream` reads images from files; a run calls the same methods.
+`Batches` holds whole tensors, `FileBatches` reads images from files; a run calls the same methods.
 
 Order and augmentation follow from (seed, epoch, position in the epoch) alone. The global batches
 are the same for every number of ranks, and each rank takes a contiguous share of every batch.
@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 import mpikfac
 from mpikfac_apps.images.decoders import TRAINING
 from mpikfac_apps.images.listing import Images, Listing
-from mpikfac_apps.images.reader import Draw, Reader, Request
+from mpikfac_apps.images.reader import DecodeRequest, Draw, ImageReader
 from mpikfac_apps.options.by_epoch import ByEpoch, numbers_of
 from mpikfac_apps.options.calendar import Calendar
 from mpikfac_apps.options.conflicts import check_size
@@ -73,6 +74,20 @@ def unit(images: Tensor, white: int) -> Tensor:
     return images.float().div_(white)
 
 
+class EpochDraws(NamedTuple):
+    """What is drawn for an epoch: the order of the images, and the moves of the augmentation.
+
+    Attributes:
+        order: the numbers of the images, in the order of the epoch.
+        moves: `top`, `left` and `mirror` of `augmented`, by position in the epoch; none without
+            augmentation.
+    """
+
+    epoch: int
+    order: Tensor
+    moves: tuple[Tensor, ...] = ()
+
+
 class Batches:
     """The rank's share of every global batch of an epoch; the last, partial batch is dropped.
 
@@ -104,7 +119,7 @@ class Batches:
         self.seed, self.augment = seed, augment
         self.rank, self.ranks = rank, ranks
         self.calendar = Calendar(len(images), batch)
-        self._epoch = -1
+        self._draws: EpochDraws | None = None
 
     def per_rank(self, epoch: int) -> int:
         """Return the images of a rank's share of a batch."""
@@ -112,16 +127,16 @@ class Batches:
 
     def get(self, epoch: int, index: int) -> tuple[Tensor, Tensor]:
         """Return images (bytes) and labels of the rank's share of batch `index` of `epoch`."""
-        if epoch != self._epoch:
-            self._draw(epoch)
-        mine = self.per_rank(epoch)
-        first = index * self.calendar.at(epoch).batch + self.rank * mine
-        positions = slice(first, first + mine)
-        chosen = self.order[positions]
+        if self._draws is None or epoch != self._draws.epoch:
+            self._draws = self._draw(epoch)
+        share = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * share
+        positions = slice(first, first + share)
+        chosen = self._draws.order[positions]
         images = self.images[chosen]
         if self.augment:
-            top, left, mirror = (drawn[positions] for drawn in (self.top, self.left, self.mirror))
-            images = augmented(images, self.augment.shift, top, left, mirror)
+            moves = (draws[positions] for draws in self._draws.moves)
+            images = augmented(images, self.augment.shift, *moves)
         return images, self.labels[chosen]
 
     def sample(self, images: int, size: int) -> Iterator[Tensor]:
@@ -157,29 +172,29 @@ class Batches:
     def close(self) -> None:
         """Return: no process reads images."""
 
-    def _draw(self, epoch: int) -> None:
+    def _draw(self, epoch: int) -> EpochDraws:
         generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
         n, device = len(self.images), self.images.device
-        self.order = torch.randperm(n, generator=generator).to(device)
-        if self.augment:
-            places = 2 * self.augment.shift + 1
-            drawn = torch.randint(places, (2, n), generator=generator).to(device)
-            self.top, self.left = drawn.unbind()
-            if self.augment.alternating:  # drawn for the images, alike in all epochs
-                generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
-            self.mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
-            if self.augment.alternating:
-                self.mirror = self.mirror[self.order] ^ bool(epoch % 2)
-        self._epoch = epoch
+        order = torch.randperm(n, generator=generator).to(device)
+        if not self.augment:
+            return EpochDraws(epoch, order)
+        places = 2 * self.augment.shift + 1
+        top, left = torch.randint(places, (2, n), generator=generator).to(device).unbind()
+        if self.augment.alternating:  # drawn for the images, alike in all epochs
+            generator = torch.Generator().manual_seed(mixed(self.seed, 0, 1))
+        mirror = torch.randint(2, (n,), generator=generator).bool().to(device)
+        if self.augment.alternating:
+            mirror = mirror[order] ^ bool(epoch % 2)
+        return EpochDraws(epoch, order, (top, left, mirror))
 
 
-class Stream:
+class FileBatches:
     """As `Batches`, of images in files, which processes of the rank decode ahead.
 
     Several batches are ahead: a slow image or a slow process then holds up no step.
 
     Args:
-        found: the list of images.
+        listing: the list of images.
         batch: images of all ranks together in one step, or numbers by epoch; multiples of `ranks`.
         data: augmentation, number of processes, and how many broken images are replaced.
 
@@ -189,7 +204,7 @@ class Stream:
 
     def __init__(
         self,
-        found: Listing,
+        listing: Listing,
         batch: int | ByEpoch,
         data: DataOptions,
         *,
@@ -200,13 +215,13 @@ class Stream:
     ) -> None:
         self.seed, self.augment, self.device = seed, data.augment, device
         self.rank, self.ranks = rank, ranks
-        self.calendar = Calendar(len(found.train_images), batch)
-        self._train, self._test = found.train_images, found.test_images
+        self.calendar = Calendar(len(listing.train_images), batch)
+        self._train, self._test = listing.train_images, listing.test_images
         room = max(ROOM, *(size // ranks for size in numbers_of(batch)))
         workers = WORKERS if data.workers is None else data.workers
-        self._reader = Reader(found.size, room, workers, data.broken or 0)
+        self._reader = ImageReader(listing.size, room, workers, data.broken or 0)
         self._epoch, self._order = -1, torch.empty(0)
-        self._ahead: deque[tuple[int, int, Request]] = deque()  # with epoch and index
+        self._ahead: deque[tuple[int, int, DecodeRequest]] = deque()  # with epoch and index
 
     def per_rank(self, epoch: int) -> int:
         """Return the images of a rank's share of a batch."""
@@ -242,10 +257,10 @@ class Stream:
             generator = torch.Generator().manual_seed(mixed(self.seed, epoch))
             self._order = torch.randperm(len(self._train), generator=generator)
             self._epoch = epoch
-        mine = self.per_rank(epoch)
-        first = index * self.calendar.at(epoch).batch + self.rank * mine
-        positions = range(first, first + mine)
-        numbers = self._order[first : first + mine].tolist()
+        count = self.per_rank(epoch)
+        first = index * self.calendar.at(epoch).batch + self.rank * count
+        positions = range(first, first + count)
+        numbers = self._order[first : first + count].tolist()
         draws: list[Draw] = [(self.seed, epoch, position) for position in positions]
         chosen = draws if self.augment else None
         request = self._reader.begin(self._train, numbers, chosen, slot)
@@ -299,17 +314,17 @@ class Stream:
         self._reader.close()
 
 
-def made(
-    found: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
-) -> Batches | Stream:
+def make_batches(
+    data: Dataset | Listing, options: Options, device: torch.device, rank: int, ranks: int
+) -> Batches | FileBatches:
     """Return the batches of a rank, of images in memory or of images in files.
 
     Raises:
         ValueError: the network takes images of another size.
     """
-    if isinstance(found, Listing):
-        return Stream(
-            found,
+    if isinstance(data, Listing):
+        return FileBatches(
+            data,
             options.batches,
             options.data,
             seed=options.seed,
@@ -317,11 +332,11 @@ def made(
             rank=rank,
             ranks=ranks,
         )
-    check_size(options, tuple(found.train_images.shape[2:]))
-    images, labels = share(found.test_images, found.test_labels, rank, ranks)
+    check_size(options, tuple(data.train_images.shape[2:]))
+    images, labels = share(data.test_images, data.test_labels, rank, ranks)
     return Batches(
-        found.train_images.to(device),
-        found.train_labels.to(device),
+        data.train_images.to(device),
+        data.train_labels.to(device),
         options.batches,
         seed=options.seed,
         augment=Augmentation.of(options.data),
@@ -333,8 +348,8 @@ def made(
 
 def share(images: Tensor, labels: Tensor, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """Return a rank's contiguous part for evaluation; the parts together hold every image once."""
-    mine = slice(*bounds(len(images), rank, ranks))
-    return images[mine], labels[mine]
+    positions = slice(*bounds(len(images), rank, ranks))
+    return images[positions], labels[positions]
 
 
 def bounds(images: int, rank: int, ranks: int) -> tuple[int, int]:

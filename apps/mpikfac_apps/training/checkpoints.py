@@ -9,8 +9,11 @@ import math
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import mpikfac
 from mpikfac import files
@@ -22,6 +25,7 @@ from mpikfac_apps.options.options import Options
 from mpikfac_apps.training import run_directory
 
 RECORDS = {"run/seconds": float, "run/metrics_bytes": int, "run/metrics_waiting": str}
+MOMENTA = "kfac/momentum/"  # begins the names of the items of a momentum of gradients
 
 log = logging.getLogger("mpikfac.train")
 
@@ -35,12 +39,11 @@ class Saver:
         step: the step of the last checkpoint begun or resumed from; -1 if the checkpoint failed.
     """
 
-    step = -1
-
     def __init__(self, comm: mpikfac.comm.Comm, root: Path, guard: Guard) -> None:
+        self.step = -1
         self._writer = mpikfac.CheckpointWriter(comm, root)
         self._guard = guard
-        self._began = self._told = 0.0
+        self._began = self._reminded = 0.0
 
     @property
     def pending(self) -> bool:
@@ -61,7 +64,7 @@ class Saver:
         self.settle(last and self.step == step)
         if self.step == step:
             return
-        self._began = self._told = time.monotonic()
+        self._began = self._reminded = time.monotonic()
         self._guard.begin_write(step, lambda: not self.written)
         try:
             self._writer.begin(items, step)
@@ -93,11 +96,11 @@ class Saver:
             late: the sum of `rank + 1` over the remaining ranks.
         """
         now = time.monotonic()
-        if not self.pending or limit is None or now - self._told < limit:
+        if not self.pending or limit is None or now - self._reminded < limit:
             return
-        self._told = now
-        rest = self._writer.comm.size - written
-        who = f"rank {late - 1} still writes" if rest == 1 else f"{rest} ranks still write"
+        self._reminded = now
+        writing = self._writer.comm.size - written
+        who = f"rank {late - 1} still writes" if writing == 1 else f"{writing} ranks still write"
         log.warning(
             "%s a checkpoint of step %d, begun %d s ago; training goes on, and the job ends after "
             "%d s",
@@ -139,33 +142,28 @@ def open_checkpoint(
         with mpikfac.comm.together(comm, f"resume={options.resume}"):
             path = checkpoint_at(Path(options.resume)) if comm.rank == 0 else None
         return mpikfac.load_checkpoint(comm, comm.bcast(path))
-    found = mpikfac.find_checkpoint(comm, root(options))
-    if found is None:
+    checkpoint = mpikfac.find_checkpoint(comm, root(options))
+    if checkpoint is None:
         with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
             if comm.rank == 0:
                 run_directory.start_anew(Path(options.run_dir))
-    return found
+    return checkpoint
 
 
-def megabytes(trainer: mpikfac.KFAC | mpikfac.DataParallel, averaged: bool) -> float:
+def megabytes(plan: mpikfac.plan.Plan, tensors_per_weight: int) -> float:
     """Estimate the MB of a checkpoint: weights, momentum, triangles of factors, bases, scales.
 
-    With steps of Adam's length, also averages of squared gradients.
-
     Args:
-        averaged: the checkpoint has averaged weights, too.
+        tensors_per_weight: numbers for each weight: the weight itself, and averages.
     """
-    plan = trainer.plan
-    squares = isinstance(trainer, mpikfac.KFAC) and trainer.settings.length.by_adam
     factors = plan.factors.values()
     averages = sum(math.prod(factor.triangle) for factor in factors)
     bases = sum(math.prod(factor.part(2)) + math.prod(factor.part(1)) for factor in factors)
     of_rank = plan.of(0)
-    rest = (2 + squares + averaged) * of_rank.layouts.gradients.size + mpikfac.plan.scales.layout(
-        of_rank
-    ).size
-    kept = plan.factor_itemsize * averages + plan.basis_itemsize * bases
-    return (plan.itemsize * rest + kept) / 1e6
+    scales = mpikfac.plan.scales.layout(of_rank).size
+    weights = tensors_per_weight * of_rank.layouts.gradients.size + scales
+    curvature = plan.factor_itemsize * averages + plan.basis_itemsize * bases
+    return (plan.itemsize * weights + curvature) / 1e6
 
 
 def root(options: Options) -> Path:
@@ -186,6 +184,44 @@ def identity(options: Options) -> dict[str, Any]:
         "frozen_epochs": options.frozen_epochs,
         "seed": options.seed,
     }
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The first start of a run.
+
+    Attributes:
+        ranks: the number of ranks; a restart on other ranks keeps batch and rate.
+        images: the checksum of the training images, if the checkpoint holds a checksum.
+    """
+
+    ranks: int
+    images: int | None = None
+
+
+def origin_of(
+    comm: mpikfac.comm.Comm, options: Options, checkpoint: mpikfac.checkpoint.Checkpoint | None
+) -> tuple[Origin, Options]:
+    """Return the first start of a run, and the options with the values that a restart must keep.
+
+    Collective over: comm.
+
+    Args:
+        checkpoint: the checkpoint to resume from; None if the run starts now.
+
+    Raises:
+        UserError: the checkpoint is damaged, or its run had other options; see `follow`.
+    """
+    if checkpoint is None:
+        return Origin(comm.size), options
+    doing = f"reading checkpoint {checkpoint.path}"
+    with mpikfac.comm.together(comm, doing, untrusted=True):
+        saved = saved_run(checkpoint)
+        options = follow(options, saved, comm.size)
+        origin = Origin(saved["ranks"], saved.get("images"))
+        if (threads := torch.get_num_threads()) != saved["threads"]:
+            log.info("begun with threads=%d, now %d: bits may differ", saved["threads"], threads)
+    return origin, options
 
 
 def saved_run(checkpoint: mpikfac.checkpoint.Checkpoint) -> dict[str, Any]:
@@ -209,10 +245,10 @@ def records(checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[float, int, str]
     Raises:
         ValueError: an item has another form.
     """
-    found = {name: checkpoint.get(name, "") for name in RECORDS}
-    if not files.has_form(found, RECORDS) or not all(found[name] >= 0 for name in list(found)[:2]):
+    items = {name: checkpoint.get(name, "") for name in RECORDS}
+    if not files.has_form(items, RECORDS) or not all(items[name] >= 0 for name in list(items)[:2]):
         raise ValueError(f"items {', '.join(RECORDS)} must be two numbers of at least 0 and a text")
-    seconds, size, waiting = found.values()
+    seconds, size, waiting = items.values()
     return seconds, size, waiting
 
 
@@ -226,6 +262,32 @@ def check_steps(steps: int, named: int, end: int, limit: str) -> None:
         raise ValueError(f"item 'trainer/steps' is {steps}; the manifest has step {named}")
     if steps > end:
         raise ValueError(f"it is of step {steps}; this run ends at step {end}: raise {limit}")
+
+
+def check_momentum(options: Options, items: Mapping[str, Any]) -> None:
+    """Refuse the state of a run whose momentum was of gradients, or of directions, and now is not.
+
+    `KFAC.load_state_dict` refuses the same states, without the names of options.
+
+    Args:
+        items: the items of a checkpoint.
+
+    Raises:
+        ValueError: the momentum would be taken twice, or never.
+    """
+    now = options.momentum if options.momentum_of_gradients else 0.0
+    if not now and any(name.startswith(MOMENTA) for name in items):
+        raise ValueError(
+            "it has momenta of gradients, and no momentum of directions; go on with "
+            "optimizer=kfac, kfac.momentum_of=gradients and momentum above 0"
+        )
+    for name in items:
+        of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
+        if now and of_group and items[name]:
+            raise ValueError(
+                f"it has momentum={items[name]} of directions, and none of gradients; go on with "
+                f"kfac.momentum_of=directions"
+            )
 
 
 def check_images(before: int | None, now: int) -> None:
@@ -250,7 +312,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
     Raises:
         ValueError: the options differ, or the batch does not suit the number of ranks.
     """
-    given = options.batches
+    requested_batch = options.batches
     if options.batch_per_rank and isinstance(saved["batch"], int):
         options = dataclasses.replace(options, batch=saved["batch"])
     for key, value in identity(options).items():
@@ -266,7 +328,7 @@ def follow(options: Options, saved: Mapping[str, Any], ranks: int) -> Options:
             f"it was saved with batch={batch}, no multiple of {ranks} ranks; "
             f"start one of {mpikfac.plan.divisors(common)} ranks"
         )
-    if given != batch or (options.scale_lr and began_on != ranks):
+    if requested_batch != batch or (options.scale_lr and began_on != ranks):
         scaled = f", lr scaled for {began_on}" if options.scale_lr else ""
         log.info("begun with ranks=%d; kept: batch=%s%s", began_on, batch, scaled)
     return options

@@ -104,7 +104,7 @@ class Meter:
 
 def _means(sums: Tensor) -> list[float]:
     *summed, images = sums.tolist()
-    return [one / images if images else math.nan for one in summed]
+    return [total / images if images else math.nan for total in summed]
 
 
 def mean_staleness(counts: Mapping[int, int]) -> float:
@@ -122,15 +122,15 @@ def staleness_of_all(
     return comm.allgather(dict(sorted(trainer.staleness.items())))[:: trainer.client_ranks]
 
 
-def told_staleness(counts: Sequence[Mapping[int, int]]) -> str:
+def staleness_line(counts: Sequence[Mapping[int, int]]) -> str:
     """Return a line about the staleness of the updates of each client."""
-    told = (
-        f"client {number}: mean {mean_staleness(own):.2f} ("
-        + ", ".join(f"{found} of {staleness}" for staleness, found in own.items())
+    clients = (
+        f"client {number}: mean {mean_staleness(histogram):.2f} ("
+        + ", ".join(f"{updates} of {staleness}" for staleness, updates in histogram.items())
         + ")"
-        for number, own in enumerate(counts)
+        for number, histogram in enumerate(counts)
     )
-    return f"staleness of updates; {'; '.join(told)}"
+    return f"staleness of updates; {'; '.join(clients)}"
 
 
 class Speed:
@@ -144,7 +144,7 @@ class Speed:
         self.trace = trace
         self.seconds = 0.0
         self._images = 0
-        self.mark()
+        self._marked = self._now()
 
     @contextmanager
     def step(self, images: int) -> Iterator[None]:

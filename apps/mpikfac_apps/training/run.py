@@ -8,6 +8,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +22,45 @@ from mpikfac_apps.options.documents import flattened
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import resolved
 from mpikfac_apps.options.strategy import learning_rate
-from mpikfac_apps.place import Place, environment
+from mpikfac_apps.place import RankPlace, environment
 from mpikfac_apps.problems import airbench
 from mpikfac_apps.text import key_of, measured
-from mpikfac_apps.tracking.tracker import Start, Trackers
+from mpikfac_apps.tracking.start import Start
+from mpikfac_apps.tracking.tracker import Trackers
 from mpikfac_apps.training import batches, checkpoints, run_directory
 from mpikfac_apps.training.augmentation.mixes import Mixes
-from mpikfac_apps.training.metrics import (
-    Meter,
-    Speed,
-    mean_staleness,
-    staleness_of_all,
-    told_staleness,
-)
+from mpikfac_apps.training.metrics import Meter, Speed
 from mpikfac_apps.training.parts import trainers
 from mpikfac_apps.training.parts.optimizers import (
     AVERAGED,
     Average,
-    Frozen,
     decays_and_momenta,
     follow_options,
 )
 from mpikfac_apps.training.parts.problem import Problem, words_of
 from mpikfac_apps.training.testing import best
 from mpikfac_apps.training.traced_steps import Recording
-from mpikfac_apps.training.votes import Votes
+from mpikfac_apps.training.votes import StepVotes
 
 log = logging.getLogger("mpikfac.train")
 
 
-class Run(Problem):
-    """A training run: the parts, the loop over the steps, and the checkpoints.
+class Run:
+    """A training run: the problem, the training, the loop over the steps, and the checkpoints.
 
     Collective over: world, as are all methods.
-    """
 
-    trainer: mpikfac.KFAC | mpikfac.DataParallel
-    lr: Callable[[int], float]
-    frozen: Frozen | None = None
+    Attributes:
+        origin: the first start of the run.
+        problem: the data, the loss and the test.
+        frozen: the layers that are frozen in the first epochs, if the options name epochs.
+        split: the layers that groups of ranks share, if the options say so.
+        lr: returns the learning rate of a step.
+        training: the trainer, and what the run asks of the kind of trainer.
+        trainer: the trainer of `training`.
+        average: the average of the network's weights, if tests take averages.
+        record: the run directory, on rank 0.
+    """
 
     def __init__(
         self,
@@ -66,61 +68,56 @@ class Run(Problem):
         team: mpikfac.comm.Team,
         options: Options,
         guard: Guard,
-        place: Place,
+        place: RankPlace,
     ) -> None:
-        self.comm, self.team, self.options, self.guard = comm, team, options, guard
-        kept_log = run_directory.start_log() if comm.rank == 0 else None
-        self.began_on = comm.size  # ranks; a restart on other ranks keeps batch and rate
+        self.comm, self.team, self.guard = comm, team, guard
+        early_log = run_directory.start_log() if comm.rank == 0 else None
         checkpoint = checkpoints.open_checkpoint(comm, options)
-        if checkpoint is not None:
-            options = self._follow(checkpoint)
-        options = dataclasses.replace(options, batch_per_rank=None)
-        super().__init__(comm, options, place.device)
+        self.origin, options = checkpoints.origin_of(comm, options, checkpoint)
+        self.options = options = dataclasses.replace(options, batch_per_rank=None)
+        self.problem = problem = Problem(comm, options, place.device, self.origin.images)
         with mpikfac.comm.together(comm, "options"):
             check_pairs(options, comm.size)  # a restart may have another number of ranks
-        self.mixes = Mixes.of(options.data, self.classes, options.seed)
-        self._build_trainer(checkpoint)
+        self.mixes = Mixes.of(options.data, problem.classes, options.seed)
+        self.model, self.optimizer = trainers.make_model(problem, starts=checkpoint is None)
+        self.frozen = trainers.frozen_layers(self.model, options)
+        done = 0 if checkpoint is None else checkpoint.step
+        self._begin_epoch(problem.calendar.place(max(0, done - 1))[0])  # as at the last step
+        trace = mpikfac.Trace()
+        self.split = trainers.split_layers(problem, self.model, trace)
+        rate = learning_rate(options, problem.calendar.at(0).steps, self.origin.ranks)
+        self.lr: Callable[[int], float] = lambda step: rate(problem.calendar.clock(step))
+        self.training = trainers.make_training(problem, team, self.model, self.optimizer, trace)
+        self.trainer = self.training.trainer
+        self.average = Average(self.model, options.average) if options.average else None
         guard.stage = lambda: self.trainer.trace.current
         self.saver = checkpoints.Saver(comm, checkpoints.root(options), guard)
         if restarts := os.environ.get("SLURM_RESTART_COUNT"):
             log.info("restart %s of job %s", restarts, os.environ.get("SLURM_JOB_ID"))
-        self.steps = self.calendar.first(options.epochs)
+        self.steps = problem.calendar.first(options.epochs)
         if options.max_steps:
             self.steps = min(self.steps, options.max_steps)
-        alone = isinstance(self.trainer, mpikfac.Asynchronous)
-        self.meter = Meter(comm, self.device, alone)
+        self.meter = Meter(comm, place.device, self.training.alone)
         self.speed = Speed(self.trainer.trace)
-        self.best = best.Best(self.task)
-        self.votes = Votes(comm, options, guard, self.saver, self.trainer)
-        kept = self._restore(checkpoint) if checkpoint is not None else (0, "")
-        self.record = None
-        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
-            if kept_log is not None:
-                about = environment(place.hosts, self.device)
-                config = resolved(options, comm.size)
-                start = Start(Path(options.run_dir), self.trainer.steps, flattened(config))
-                trackers = Trackers(options.trackers, start)
-                self.record = run_directory.Record(
-                    options, config, about, kept_log, trackers, *kept
-                )
+        self.best = best.Best(problem.task)
+        self.votes = StepVotes(comm, options, guard, self.saver, self.training)
+        metrics = self._restore(checkpoint) if checkpoint is not None else (0, "")
+        self.record = self._open_record(early_log, place, *metrics)
 
-    def _build_trainer(self, checkpoint: mpikfac.checkpoint.Checkpoint | None) -> None:
-        """Build model, optimizer and trainer for a start, except for the state of a checkpoint."""
-        options, trace = self.options, mpikfac.Trace()
-        self.model, self.optimizer = trainers.make_model(self, starts=checkpoint is None)
-        if options.frozen_epochs:
-            self.frozen = Frozen(self.model, options.frozen_epochs)
-            log.info(
-                "epochs in which only %s is trained: %d", self.frozen.last, options.frozen_epochs
+    def _open_record(
+        self, early_log: MemoryHandler | None, place: RankPlace, kept_bytes: int, waiting: str
+    ) -> run_directory.Record | None:
+        """Open the run directory on rank 0; see `Record`."""
+        comm, options = self.comm, self.options
+        with mpikfac.comm.together(comm, f"run_dir={options.run_dir}"):
+            if early_log is None:
+                return None
+            config, about = resolved(options, comm.size), environment(place.hosts, place.device)
+            start = Start(Path(options.run_dir), self.trainer.steps, flattened(config))
+            trackers = Trackers(options.trackers, start)
+            return run_directory.Record(
+                options, config, about, early_log, trackers, kept_bytes, waiting
             )
-        done = 0 if checkpoint is None else checkpoint.step
-        self._begin_epoch(self.calendar.place(max(0, done - 1))[0])  # as at the last step
-        self.split = trainers.split_layers(self, self.model, trace)
-        rate = learning_rate(options, self.calendar.at(0).steps, self.began_on)
-        self.lr = lambda step: rate(self.calendar.clock(step))
-        self.trainer = trainers.make_trainer(self, self.team, self.model, self.optimizer, trace)
-        if options.average:  # of the weights that the trainer has sent
-            self.average = Average(self.model, options.average)
 
     def _begin_epoch(self, epoch: int) -> None:
         """Freeze or unfreeze layers for an epoch; the trainer takes up changes at the next step."""
@@ -133,12 +130,12 @@ class Run(Problem):
 
     def train(self) -> int:
         """Take all remaining steps, or fewer after a request to stop; return the exit code."""
-        first, calendar = self.trainer.steps, self.calendar
+        first, calendar = self.trainer.steps, self.problem.calendar
         log.info("%s", self._summary())
-        recording = Recording(self.comm, self.options, self.trainer, self.steps)
+        recording = Recording(self.comm, self.options, self.training, self.steps)
         progress = None
         if self.record:
-            progress = run_directory.Progress(first, self.steps, calendar.epochs)
+            progress = run_directory.RunProgress(first, self.steps, calendar.epochs)
         stop = False
         for step in range(first, first if self.impatient else self.steps):
             epoch, index = calendar.place(step)
@@ -149,7 +146,7 @@ class Run(Problem):
             self.votes.cast()
             with self.speed.step(span.batch), recording.step(step):
                 with self.trainer.trace.stage("data"):
-                    images, labels = self.batches.get(epoch, index)
+                    images, labels = self.problem.batches.get(epoch, index)
                     if self.mixes:
                         images, labels = self.mixes(epoch, index, images, labels)
                 self.step(step, images, labels)
@@ -189,36 +186,21 @@ class Run(Problem):
             losses.append(self._pass(*part, share=1.0 if in_parts else len(part[1]) / len(labels)))
             if in_parts:
                 self.trainer.collect()
-        self._end_step(images, labels, torch.stack(losses).mean())
+        mean_loss = torch.stack(losses).mean()
+        self.training.step(images, labels, mean_loss)
         if self.average:
             self.average.add(self.model)
-        kfac, every = self.trainer, self.options.kfac.damping_adapt
-        if isinstance(kfac, mpikfac.KFAC) and every and kfac.steps % every == 0:
-            after = self._loss_after(step, first, parts)
-            kfac.adapt(torch.stack(losses).mean().item(), after)
-
-    def _end_step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
-        """Step the trainer; a quadratic model takes the images that the factors are made of."""
-        if not (isinstance(self.trainer, mpikfac.KFAC) and self.options.quadratic):
-            if self.trainer.plan.strategy.exchange.merging.merge == "leader":
-                self.trainer.exchange.hear(mean_loss)
-            self.trainer.step()
-            return
-        every = self.options.kfac.estimator.subsample or 1
-        inputs = self.normalise(images[::every])
-        targets = self.task.targets(inputs, labels[::every])
-        self.trainer.length.batch(inputs, lambda outputs: self.loss(outputs, targets))
-        self.trainer.step()
+        self.training.adapt(mean_loss, lambda: self._loss_after(step, first, parts))
 
     def _loss_after(self, step: int, first: int, parts: Sequence[tuple[Tensor, Tensor]]) -> float:
         """Return the loss after a step on the images of the step; running statistics stay."""
-        kept = [buffer.clone() for buffer in self.model.buffers()]
-        losses = []
+        problem, losses = self.problem, []
+        statistics = [buffer.clone() for buffer in self.model.buffers()]
         with self.trainer.trace.stage("forward"), torch.no_grad():
             for number, (images, labels) in enumerate(parts, first):
                 self._seed(step, number)
-                losses.append(self.loss(*self._outputs(self.model, images, labels)))
-            for buffer, value in zip(self.model.buffers(), kept):  # running statistics
+                losses.append(problem.loss(*problem.outputs(self.model, images, labels)))
+            for buffer, value in zip(self.model.buffers(), statistics):
                 buffer.copy_(value)
         return torch.stack(losses).mean().item()
 
@@ -233,27 +215,26 @@ class Run(Problem):
 
     def _pass(self, images: Tensor, labels: Tensor, share: float) -> Tensor:
         """Return the mean loss after a forward and backward pass; gradients take the share."""
-        stage = self.trainer.trace.stage
+        problem, stage = self.problem, self.trainer.trace.stage
         with stage("forward"):
-            outputs, targets = self._outputs(self.model, images, labels)
-            loss = self.loss(outputs, targets)
+            outputs, targets = problem.outputs(self.model, images, labels)
+            loss = problem.loss(outputs, targets)
         with stage("backward"):
-            if isinstance(self.trainer, mpikfac.KFAC):
-                self.trainer.record(outputs, self.task.loss_name)
+            self.training.record(outputs)
             (loss * share).backward()
         with torch.no_grad():
-            self.meter.add(loss, self.task.measured(outputs, targets), len(outputs))
+            self.meter.add(loss, problem.task.measured(outputs, targets), len(outputs))
         return loss.detach()
 
     def _meets(self, steps: int) -> bool:
         """Return whether asynchronous clients meet after so many steps, for a checkpoint."""
-        every = self.options.checkpoint_every
-        return every is not None and steps % every == 0 and self.meter.alone
+        interval = self.options.checkpoint_every
+        return interval is not None and steps % interval == 0 and self.training.alone
 
     def _test_due(self, steps: int) -> bool:
         """Return whether the options ask for a test after so many steps, also within an epoch."""
-        every = self.options.eval_steps
-        return every is not None and steps % every == 0
+        interval = self.options.eval_steps
+        return interval is not None and steps % interval == 0
 
     def _end(self, stopped: bool) -> int:
         """Write the last checkpoint, and return the exit code."""
@@ -269,8 +250,7 @@ class Run(Problem):
         self._save(last=True)
         self.guard.enter("end", steps)
         self.saver.close()
-        if isinstance(self.trainer, mpikfac.Asynchronous):
-            log.info("%s", told_staleness(staleness_of_all(self.trainer, self.comm)))
+        self.training.log_end(self.comm)
         self.trainer.close()
         if self.split:
             self.split.detach()
@@ -285,8 +265,8 @@ class Run(Problem):
         why = self.guard.requests.reason or "another rank was asked to"
         code = self.options.stop_code
         # Open MPI reports every code but 0 as a failure.
-        wanted = f"; code {code} is wanted, whatever the launcher says below" if code else ""
-        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, wanted)
+        note = f"; code {code} is wanted, whatever the launcher says below" if code else ""
+        log.info("stopped after %d steps (%s); --resume auto goes on%s", steps, why, note)
         return code
 
     # -- records ---------------------------------------------------------------------------------
@@ -295,42 +275,39 @@ class Run(Problem):
         loss = self._finite(self.meter.recent())
         speed, communication = self.speed.rates()
         self.speed.mark()
-        more: dict[str, float] = {}
-        if isinstance(self.trainer, mpikfac.KFAC):
-            more["kl_scale"] = self.trainer.kl_scale.item()
-        if isinstance(self.trainer, mpikfac.Asynchronous):
-            more["staleness"] = mean_staleness(self.trainer.staleness)
+        numbers = self.training.numbers()
         if self.votes.troubles:
-            more["troubles"] = self.votes.troubles
+            numbers["troubles"] = self.votes.troubles
         # Without a tolerance, the options say how many.
         if self.trainer.plan.strategy.refresh.tolerance and self.trainer.combined:
-            more["decompositions"] = self.votes.decompositions()
-        self._row(loss=loss, images_per_second=speed, communication=communication, **more)
+            numbers["decompositions"] = self.votes.decompositions()
+        self._row(loss=loss, images_per_second=speed, communication=communication, **numbers)
 
     def _end_epoch(self, epoch: int) -> None:
-        measure, key = self.task.measure, key_of(self.task.measure)
+        measure = self.problem.task.measure
         loss, value = self.meter.everything()
-        found = {"train_loss": self._finite(loss), f"train_{key}": value}
+        numbers = {"train_loss": self._finite(loss), f"train_{key_of(measure)}": value}
         text = f"epoch {epoch}: loss {loss:.4f}, train {measure} {measured(measure, value)},"
         if epoch % self.options.eval_every == 0 or epoch == self.options.epochs:
-            self._test(text, **found)
+            self._test(text, **numbers)
         else:
-            self._row(**found)
+            self._row(**numbers)
             log.info(f"{text} {self.speed.seconds:.1f} s")
-        self.batches.share_broken(self.comm)
+        self.problem.batches.share_broken(self.comm)
 
-    def _test(self, text: str, **found: float) -> None:
+    def _test(self, text: str, **numbers: float) -> None:
         """Test the network, add the test to a row and to a line, and keep the best weights."""
-        measure, model, steps = self.task.measure, self.tested_model(), self.trainer.steps
-        tested = self.evaluate(model)
-        self._finite(tested["loss"])
-        self._row(**found, **{f"test_{key_of(name)}": value for name, value in tested.items()})
-        said = f"test {words_of(tested, measure)}"
-        log.info(f"{text} {said}, {self.speed.seconds:.1f} s")
-        if self.best.follow(tested[measure]) and self.options.keep_best and self.record:
-            best.keep(
-                model, Path(self.options.run_dir), f"{said} after step {steps}, the best so far"
-            )
+        problem, model = self.problem, self.model
+        if self.average:
+            model = problem.averaged_model(self.average)
+        results, measure = problem.evaluate(model), problem.task.measure
+        self._finite(results["loss"])
+        self._row(**numbers, **{f"test_{key_of(name)}": value for name, value in results.items()})
+        words = f"test {words_of(results, measure)}"
+        log.info(f"{text} {words}, {self.speed.seconds:.1f} s")
+        if self.best.follow(results[measure]) and self.options.keep_best and self.record:
+            words += f" after step {self.trainer.steps}, the best so far"
+            best.keep(model, Path(self.options.run_dir), words)
         if self.impatient:
             log.info("%d tests in a row are no better: the run ends early", self.best.since)
 
@@ -343,7 +320,7 @@ class Run(Problem):
     def _row(self, **values: float) -> None:
         if self.record:
             done = self.trainer.steps
-            epoch, lr = self.calendar.epochs(done), self.lr(done - 1)
+            epoch, lr = self.problem.calendar.epochs(done), self.lr(done - 1)
             self.record.row(done, epoch=epoch, seconds=self.speed.seconds, lr=lr, **values)
 
     def _finite(self, loss: float) -> float:
@@ -360,9 +337,10 @@ class Run(Problem):
     def _summary(self) -> str:
         options = self.options
         link = self.team.link
-        size = checkpoints.megabytes(self.trainer, self.average is not None)
-        per_epoch = ", then ".join(str(span.steps) for span in self.calendar.spans)
-        use = "as servers" if self.meter.alone else "for curvature"
+        tensors = self.training.tensors_per_weight + (self.average is not None)
+        size = checkpoints.megabytes(self.trainer.plan, tensors)
+        per_epoch = ", then ".join(str(span.steps) for span in self.problem.calendar.spans)
+        use = "as servers" if self.training.alone else "for curvature"
         spared = f" and {link.remote_size} {use}" if link else ""
         return (
             f"{options.model} on {options.data.name} with {options.optimizer}; "
@@ -390,8 +368,8 @@ class Run(Problem):
         lost = run_directory.state_of_a_lost_rank
         metrics = self.record.state() if self.record else lost(self.options.run_dir)
         about = checkpoints.identity(self.options)
-        about |= {"ranks": self.began_on, "threads": torch.get_num_threads()}
-        about["images"] = self.batches.digest
+        about |= {"ranks": self.origin.ranks, "threads": torch.get_num_threads()}
+        about["images"] = self.problem.batches.digest
         return {
             "run/data": json.dumps(about),
             "run/seconds": self.speed.seconds,
@@ -399,28 +377,16 @@ class Run(Problem):
             **metrics,
         }
 
-    def _follow(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> Options:
-        """Return the options with the values in the checkpoint that a restart must keep."""
-        doing = f"reading checkpoint {checkpoint.path}"
-        with mpikfac.comm.together(self.comm, doing, untrusted=True):
-            saved = checkpoints.saved_run(checkpoint)
-            options = checkpoints.follow(self.options, saved, self.comm.size)
-            self.began_on, self.began_with = saved["ranks"], saved.get("images")
-            if (threads := torch.get_num_threads()) != saved["threads"]:
-                log.info(
-                    "begun with threads=%d, now %d: bits may differ", saved["threads"], threads
-                )
-        return options
-
     def _restore(self, checkpoint: mpikfac.checkpoint.Checkpoint) -> tuple[int, str]:
         """Restore the state from the checkpoint, and return what to keep of metrics.jsonl."""
-        kept = 0, ""
+        metrics = 0, ""
         items: Mapping[str, Any] = checkpoint  # an item's name tells the type of the item
         doing = f"reading checkpoint {checkpoint.path}"
         with mpikfac.comm.together(self.comm, doing, untrusted=True):
-            asked = decays_and_momenta(self.optimizer)
+            checkpoints.check_momentum(self.options, items)
+            numbers = decays_and_momenta(self.optimizer)
             self.trainer.load_state_dict(checkpoint)
-            follow_options(self.optimizer, asked)
+            follow_options(self.optimizer, numbers)
             limit = "max_steps" if self.steps == self.options.max_steps else "epochs"
             checkpoints.check_steps(self.trainer.steps, checkpoint.step, self.steps, limit)
             if self.average and AVERAGED in items:
@@ -431,10 +397,10 @@ class Run(Problem):
             self.speed.seconds, size, waiting = checkpoints.records(checkpoint)
             self.speed.mark()
             if self.options.resume == "auto":
-                kept = size, waiting
+                metrics = size, waiting
                 self.best.load(items)
                 self.saver.step = checkpoint.step
                 if self.comm.rank == 0:
                     mpikfac.checkpoint.note_start(checkpoint)
         log.info("going on from %s", checkpoint.path)
-        return kept
+        return metrics

@@ -56,11 +56,11 @@ def start_log() -> logging.handlers.MemoryHandler:
     """Send the log to the screen; the returned handler keeps the log for the later file."""
     library = logging.getLogger("mpikfac")
     library.setLevel(logging.INFO)
-    kept = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
+    early_log = logging.handlers.MemoryHandler(capacity=1, flushLevel=logging.INFO)
     screen = Screen()
     screen.setFormatter(Printable())
-    library.handlers[:] = [screen, kept]  # without handlers of an earlier run in the process
-    return kept
+    library.handlers[:] = [screen, early_log]  # without handlers of an earlier run in the process
+    return early_log
 
 
 class Record:
@@ -68,7 +68,7 @@ class Record:
 
     Args:
         config: all options, for config.yaml.
-        kept_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
+        early_log: the handler from `start_log`; from now on, records go to the directory's log.txt.
         trackers: take the numbers of metrics.jsonl, too.
         kept_bytes: see `MetricsFile`.
         waiting: see `MetricsFile`.
@@ -79,7 +79,7 @@ class Record:
         options: Options,
         config: Mapping[str, Any],
         environment: Mapping[str, Any],
-        kept_log: logging.handlers.MemoryHandler,
+        early_log: logging.handlers.MemoryHandler,
         trackers: Trackers,
         kept_bytes: int = 0,
         waiting: str = "",
@@ -93,8 +93,8 @@ class Record:
         text_file = io.BufferedWriter(files.writing(path / "log.txt", "end"))
         file = logging.StreamHandler(io.TextIOWrapper(text_file, "utf-8", "backslashreplace"))
         file.setFormatter(Printable("%(asctime)s %(message)s"))
-        kept_log.setTarget(file)
-        kept_log.flush()
+        early_log.setTarget(file)
+        early_log.flush()
         self._metrics = MetricsFile(path / "metrics.jsonl", kept_bytes, waiting)
         self._trackers = trackers
 
@@ -141,7 +141,7 @@ def start_anew(run_dir: Path) -> None:
     log.warning("no checkpoint: the run starts at step 0, and the earlier metrics are in %s", aside)
 
 
-class Progress:
+class RunProgress:
     """Show the progress of a run: a bar on a terminal, otherwise a line in the log every 30 s.
 
     Args:
@@ -171,8 +171,8 @@ class Progress:
             self.bar.update()
         elif due:
             start, here, end = map(self.epochs, (self.first, self.first + self.done, self.last))
-            rest = (now - self.began) / (here - start) * (end - here)
-            log.info("%s, %s to go", describe(), tqdm.format_interval(rest))
+            seconds = (now - self.began) / (here - start) * (end - here)
+            log.info("%s, %s to go", describe(), tqdm.format_interval(seconds))
 
     def close(self) -> None:
         """Close the bar; the last state stays on the terminal."""

@@ -37,11 +37,11 @@ def go_on(run: Run) -> tuple[mpikfac.comm.Comm, Options]:
     run.comm = left
     run.meter.leave_out_lost(left)
     save_what_is_left(run)
-    root, found = checkpoints.root(run.options), None
+    root, checkpoint = checkpoints.root(run.options), None
     if left.rank == 0:
-        found = mpikfac.checkpoint.latest_checkpoint(root)
+        checkpoint = mpikfac.checkpoint.latest_checkpoint(root)
     anew = run.options.resume == "never"  # in the same directory
-    resume = "auto" if left.bcast(found) or anew else run.options.resume
+    resume = "auto" if left.bcast(checkpoint) or anew else run.options.resume
     return left, dataclasses.replace(run.options, resume=resume)
 
 

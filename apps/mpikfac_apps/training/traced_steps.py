@@ -17,6 +17,7 @@ import mpikfac
 from mpikfac import files
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.text import table
+from mpikfac_apps.training.parts.trainings import Training
 
 WARM_UP = 2  # steps of a start with cold memory and caches
 
@@ -37,16 +38,16 @@ class Recording:
         self,
         comm: mpikfac.comm.Comm,
         options: Options,
-        trainer: mpikfac.KFAC | mpikfac.DataParallel,
+        training: Training,
         last: int,
     ) -> None:
         self.comm, self.directory = comm, Path(options.run_dir)
-        self.trainer, self.trace = trainer, trainer.trace
-        begin, wanted = trainer.steps + WARM_UP, options.trace_steps or 0
-        self.chosen = range(begin, min(begin + wanted, last))
+        self.training, self.trainer, self.trace = training, training.trainer, training.trainer.trace
+        begin, count = self.trainer.steps + WARM_UP, options.trace_steps or 0
+        self.chosen = range(begin, min(begin + count, last))
         self._steps: dict[int, tuple[float, float]] = {}
-        if wanted and not self.chosen and comm.rank == 0:
-            log.warning("trace_steps=%d: no step is left after %d to warm up", wanted, WARM_UP)
+        if count and not self.chosen and comm.rank == 0:
+            log.warning("trace_steps=%d: no step is left after %d to warm up", count, WARM_UP)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -67,10 +68,7 @@ class Recording:
         """
         if not self._steps:
             return
-        events = self.trace.events
-        if isinstance(self.trainer, mpikfac.Asynchronous):  # the ranks of a client are a row
-            events = [e._replace(over=e.over.replace("world", "row", 1)) for e in events]
-        recorded = mpikfac.timeline.Recorded(self._steps, events)
+        recorded = mpikfac.timeline.Recorded(self._steps, self.training.events())
         self._steps = {}
         ranks = self.comm.gather(recorded.later(mpikfac.comm.clock_offset(self.comm)))
         self.comm.Barrier()

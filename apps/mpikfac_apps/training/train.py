@@ -22,7 +22,7 @@ from mpikfac_apps.guard.requests import ignore_one_interrupt, ignore_signals
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.parse import parse
 from mpikfac_apps.options.strategy import serving_ranks
-from mpikfac_apps.place import Place, share_cores
+from mpikfac_apps.place import RankPlace, share_cores
 from mpikfac_apps.training.parts.problem import build
 from mpikfac_apps.training.run import Run
 from mpikfac_apps.training.shrink import go_on
@@ -54,8 +54,10 @@ def tell_of_threads(rank: int) -> None:
     main = threading.main_thread()
     main.join(60)  # else a larger program goes on after the training
     time.sleep(PATIENCE)
-    others = [found for found in threading.enumerate() if not found.daemon and found is not main]
-    names = [repr(found.name) for found in others]
+    others = [
+        thread for thread in threading.enumerate() if not thread.daemon and thread is not main
+    ]
+    names = [repr(thread.name) for thread in others]
     if names and not main.is_alive():
         print(
             f"mpikfac: the run is over, but rank {rank} waits for the thread {', '.join(names)}; "
@@ -88,7 +90,7 @@ def train(comm: mpikfac.comm.Comm, options: Options) -> int:
     return code
 
 
-def settle(comm: mpikfac.comm.Comm, options: Options) -> Place:
+def settle(comm: mpikfac.comm.Comm, options: Options) -> RankPlace:
     """Share the cores and GPUs of nodes among their ranks.
 
     Collective over: comm.
@@ -98,7 +100,7 @@ def settle(comm: mpikfac.comm.Comm, options: Options) -> Place:
         device = mpikfac.device(comm, options.device)
         if options.shrink:
             mpikfac.comm.check_survivable()
-    return Place(device, hosts)
+    return RankPlace(device, hosts)
 
 
 def assist(
@@ -125,7 +127,7 @@ def assist(
 
 
 def run_training(
-    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, place: Place
+    comm: mpikfac.comm.Comm, team: mpikfac.comm.Team, options: Options, place: RankPlace
 ) -> tuple[int | None, mpikfac.comm.Comm, Options]:
     """Train once; return None as exit code if ranks were lost.
 
@@ -148,4 +150,4 @@ def run_training(
                 raise
             return None, *go_on(run)
         finally:
-            run.batches.close()
+            run.problem.batches.close()

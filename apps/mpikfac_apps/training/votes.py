@@ -10,11 +10,12 @@ import mpikfac
 from mpikfac_apps.guard.guard import Guard
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.training.checkpoints import Saver
+from mpikfac_apps.training.parts.trainings import Training
 
 CHECKPOINT, STOP, WRITTEN, LATE, TROUBLES, DECOMPOSITIONS = range(6)
 
 
-class Votes:
+class StepVotes:
     """The votes of the ranks: numbers that a rank sends to all ranks beside the gradients.
 
     A request may reach any rank, and all ranks follow the request after the same step.
@@ -29,10 +30,11 @@ class Votes:
         options: Options,
         guard: Guard,
         saver: Saver,
-        trainer: mpikfac.KFAC | mpikfac.DataParallel,
+        training: Training,
     ) -> None:
         self._comm, self._options = comm, options
-        self._guard, self._saver, self._trainer = guard, saver, trainer
+        self._guard, self._saver = guard, saver
+        self._training, self._trainer = training, training.trainer
         self._due = False  # a checkpoint, by the number of steps
         self._own_troubles = 0  # of this rank, before the step
         self.troubles = 0
@@ -43,16 +45,16 @@ class Votes:
         Collective over: none.
         """
         trainer, saver = self._trainer, self._saver
-        asked, troubles = self._guard.requests, trainer.nonfinite.counts.total()
+        requests, troubles = self._guard.requests, trainer.nonfinite.counts.total()
         self._own_troubles = troubles
         pending, written = saver.pending, saver.written
-        due = asked.checkpoint and not pending
+        due = requests.checkpoint and not pending
         late = self._comm.rank + 1 if pending and not written else 0
         decompositions = trainer.trace.calls["decompositions"]
-        votes = [due, asked.stop, written, late, troubles, decompositions]
+        votes = [due, requests.stop, written, late, troubles, decompositions]
         trainer.votes[: len(votes)] = torch.tensor(votes, dtype=torch.float64)
-        if isinstance(trainer, mpikfac.Asynchronous) and (due or asked.stop or written):
-            trainer.call()
+        if due or requests.stop or written:
+            self._training.call_meeting()
 
     def follow(self, save: Callable[[], None]) -> bool:
         """Fulfil the requests of all ranks; return whether the run has to stop.
@@ -64,8 +66,8 @@ class Votes:
         Args:
             save: writes a checkpoint.
         """
-        every, ranks = self._options.checkpoint_every, self._comm.size
-        self._due |= bool(every and self._trainer.steps % every == 0)
+        interval, ranks = self._options.checkpoint_every, self._comm.size
+        self._due |= bool(interval and self._trainer.steps % interval == 0)
         if not self._trainer.combined:
             return False
         votes = [round(mean * ranks) for mean in self._trainer.votes.tolist()]

@@ -62,11 +62,11 @@ def read(path: str | None = None) -> Corpus:
 
 def files_below(folder: Path, left_out: frozenset[str]) -> list[Path]:
     """Return the text files below a folder in sorted order, without folders `left_out`."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for place, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name not in left_out]  # not entered
-        found += [path for name in names if (path := Path(place, name)).suffix in ENDINGS]
-    return sorted(path for path in found if path.is_file())
+        paths += [path for name in names if (path := Path(place, name)).suffix in ENDINGS]
+    return sorted(path for path in paths if path.is_file())
 
 
 def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -82,5 +82,5 @@ def windows(tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
         raise ValueError(
             f"data.size={size}: {len(tokens)} bytes of text fill no window; give more text"
         )
-    given, following = tokens[: count * size], tokens[1 : count * size + 1]
-    return given.view(count, size), following.view(count, size)
+    inputs, following = tokens[: count * size], tokens[1 : count * size + 1]
+    return inputs.view(count, size), following.view(count, size)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mpikfac_apps.problems.vit import Block
+from mpikfac_apps.problems.vit import EncoderBlock
 
 SCALE = 0.02  # standard deviation of the first weights [Radford et al. 2019]
 
@@ -30,7 +30,7 @@ class GPT(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.position = nn.Parameter(SCALE * torch.randn(positions, width))
-        blocks = [Block(width, heads, hidden=4 * width, causal=True) for _ in range(depth)]
+        blocks = [EncoderBlock(width, heads, hidden=4 * width, causal=True) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks)
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens)
         self.apply(draw)
@@ -66,11 +66,11 @@ class LSTM(nn.Module):
         self.cell, self.head = nn.LSTMCell(width, width), nn.Linear(width, tokens)
 
     def forward(self, x: Tensor) -> Tensor:
-        state, found = None, []
+        state, outputs = None, []
         for embedded in self.embedding(x).unbind(1):
             state = self.cell(embedded, state)
-            found.append(state[0])
-        return self.head(torch.stack(found, 1)).transpose(1, 2)
+            outputs.append(state[0])
+        return self.head(torch.stack(outputs, 1)).transpose(1, 2)
 
 
 def gpt_small(classes: int, channels: int) -> nn.Module:

@@ -58,12 +58,12 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
     forecasts = scaling.forecasts(study.machine, study.predict_ranks, cells, target)
     if not forecasts:
         return Section(sentences=[NOTHING])
-    found, steps = rows(forecasts), scaling.steps_to_target(cells, target)
+    forecast_rows, steps = rows(forecasts), scaling.steps_to_target(cells, target)
     figure = draw(steps, forecasts)
     return Section(
-        rows=found,
+        rows=forecast_rows,
         columns=columns(),
-        table=by_ranks(found, columns()),
+        table=by_ranks(forecast_rows, columns()),
         picture=inline_svg(figure, "at-ranks", TITLE),
         sentences=[*sentences(forecasts, study.measure, target), *efficiency(steps)],
     )
@@ -71,10 +71,10 @@ def section(study: Study, cells: Sequence[Measured], target: float | None) -> Se
 
 def rows(forecasts: Sequence[Forecast]) -> list[Row]:
     """Return a row for each forecast, by ranks, the quickest first."""
-    found = []
+    forecast_rows = []
     for forecast in sorted(forecasts, key=lambda each: (each.ranks, each.seconds)):
         sgd = _of(forecasts, "sgd", forecast.ranks)
-        found.append(
+        forecast_rows.append(
             {
                 **{"name": forecast.name, "ranks": forecast.ranks},
                 **{"batch": forecast.measured.batch, "steps": forecast.measured.steps.mean},
@@ -83,7 +83,7 @@ def rows(forecasts: Sequence[Forecast]) -> list[Row]:
                 "against_sgd": forecast.seconds / sgd.seconds if sgd else None,
             }
         )
-    return found
+    return forecast_rows
 
 
 def columns() -> list[Column]:
@@ -113,21 +113,21 @@ def sentences(forecasts: Sequence[Forecast], measure: Measure, target: float) ->
     for each in sorted(forecasts, key=lambda each: each.seconds):
         if each.ranks == ranks:
             best.setdefault(_optimizer(each), each)
-    said = [
+    claims = [
         f"{each.name} after {each.seconds:.3g} s with a batch of {each.measured.batch:,}"
         for each in best.values()
     ]
     aim = f"a test {measure.name} of {measure.text(target)}"
-    yield f"Predicted for {number(ranks, 'rank')}: {aim} is reached by {'; by '.join(said)}."
+    yield f"Predicted for {number(ranks, 'rank')}: {aim} is reached by {'; by '.join(claims)}."
 
 
 def efficiency(steps: Sequence[Steps]) -> Iterator[str]:
     """Return a sentence about the largest batches that are used well."""
     if largest := scaling.efficient_batches(steps):
-        said = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
+        batches = ", ".join(f"{batch:,} ({kind})" for kind, batch in largest.items())
         yield (
             "The largest measured batch that reaches the target with at most twice the images of "
-            f"the optimizer's best batch: {said}."
+            f"the optimizer's best batch: {batches}."
         )
 
 
@@ -139,13 +139,13 @@ def draw(steps: Sequence[Steps], forecasts: Sequence[Forecast]) -> Figure:
         figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
         left, right = figure.subplots(1, 2)
         for name in names:
-            own = sorted((each.batch, each.steps.mean) for each in steps if each.kind == name)
-            left.plot(*zip(*own), **styles[name])
+            points = sorted((each.batch, each.steps.mean) for each in steps if each.kind == name)
+            left.plot(*zip(*points), **styles[name])
             _times(right, [each for each in forecasts if each.measured.kind == name], styles[name])
-        few, many = (f(each.batch for each in steps) for f in (min, max))
+        smallest, largest = (f(each.batch for each in steps) for f in (min, max))
         most = max(each.steps.mean for each in steps)
         ideal: Any = {"color": QUIET, "linestyle": "-", "linewidth": 0.8}
-        left.plot((few, many), (most, most * few / many), **ideal)
+        left.plot((smallest, largest), (most, most * smallest / largest), **ideal)
         left.set(xlabel="batch", ylabel="steps to the target, measured")
         right.set(xlabel="ranks", ylabel="seconds to the target, predicted")
         batches = sorted({each.batch for each in steps})

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from mpikfac_apps.study.results import Measured, other_estimator
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.text import brief_mib, listed, ms, number, percent
 
 BUSY = 0.1  # share of the cores that foreign work may use without a warning
@@ -28,7 +28,7 @@ def findings(
     yield from _about_seeds(done)
     if bound := [cell.cell.label for cell in done if cell.curve.bound]:
         yield (
-            f"A bound shortened nearly all steps of {_some(bound)}: the bound sets the length of "
+            f"A bound shortened nearly all steps of {_labels(bound)}: the bound sets the length of "
             "these steps."
         )
     if target:
@@ -60,11 +60,12 @@ def _about_missing(cells: Sequence[Measured], done: Sequence[Measured]) -> Itera
             "below are about complete cells only, and compare variants only where all cells ended."
         )
     if failed := [cell.cell.label for cell in cells if cell.state == "failed"]:
-        yield f"{number(len(failed), 'cell')} failed and count for nothing below: {_some(failed)}."
-    if other := [cell.cell.label for cell in done if _counts_differ(cell)]:
+        count = number(len(failed), "cell")
+        yield f"{count} failed and count for nothing below: {_labels(failed)}."
+    if differing := [cell.cell.label for cell in done if _counts_differ(cell)]:
         yield (
             "Bytes counted in traced steps differ from the plan's bytes in "
-            f"{_some(other)}: the plan's numbers are wrong for the run."
+            f"{_labels(differing)}: the plan's numbers are wrong for the run."
         )
     versions = {str(cell.environment.get("packages")) for cell in done}
     if len(versions) > 1:
@@ -122,7 +123,7 @@ def _about_pace(done: Sequence[Measured], kfac: Sequence[Measured]) -> Iterator[
     )
 
 
-def _doubt(best: str, means: Mapping[str, Mean | None]) -> str:
+def _doubt(best: str, means: Mapping[str, SeedMean | None]) -> str:
     """Return a sentence about means whose intervals over seeds meet the interval of the best."""
     least = means[best]
     if least is None or least.half is None:
@@ -164,7 +165,7 @@ def _about_learning(
     for cell in done:
         when = reached[cell.cell.label]
         times.setdefault(_place(cell), []).append(when.seconds if when else None)
-    means = {name: mean_of(found) for name, found in times.items() if None not in found}
+    means = {name: mean_of(seconds) for name, seconds in times.items() if None not in seconds}
     order = sorted(means, key=lambda name: mean.mean if (mean := means[name]) else 0.0)
     if order:
         sgd = {_place(cell) for cell in done if _is_sgd(cell)}
@@ -172,7 +173,7 @@ def _about_learning(
 
 
 def _first(
-    order: Sequence[str], means: Mapping[str, Mean | None], sgd: Collection[str], target: str
+    order: Sequence[str], means: Mapping[str, SeedMean | None], sgd: Collection[str], target: str
 ) -> str:
     """Name the variant that was first at the target, and the first of SGD."""
 
@@ -240,7 +241,7 @@ def _counts_differ(cell: Measured) -> bool:
     return cell.counted is not None and abs(cell.counted - cell.handed) > 1e-6 * cell.handed
 
 
-def _some(labels: Sequence[str]) -> str:
+def _labels(labels: Sequence[str]) -> str:
     """Return a list of cells, or the first cells of a long list."""
     if len(labels) <= NAMED:
         return listed(labels)
@@ -249,10 +250,10 @@ def _some(labels: Sequence[str]) -> str:
 
 def baseline(cells: Iterable[Measured], cell: Measured) -> Measured | None:
     """Return complete training with SGD on as many ranks with the same axes; None if missing."""
-    for other in cells:
-        alike = (other.cell.ranks, other.cell.axes) == (cell.cell.ranks, cell.cell.axes)
-        if alike and other.cell.options.optimizer == "sgd" and other.complete:
-            return other
+    for candidate in cells:
+        alike = (candidate.cell.ranks, candidate.cell.axes) == (cell.cell.ranks, cell.cell.axes)
+        if alike and candidate.cell.options.optimizer == "sgd" and candidate.complete:
+            return candidate
     return None
 
 

@@ -105,31 +105,31 @@ def _variants(
 def _shared(cells: Sequence[Measured]) -> list[str]:
     """Return options that all cells share and that differ from the program's defaults."""
     usual = flat(Options())
-    options = [_given(cell) for cell in cells]
+    options = [_options_of(cell) for cell in cells]
     return [
         f"{key}={value}"
         for key, value in options[0].items()
-        if value != usual[key] and all(given[key] == value for given in options)
+        if value != usual[key] and all(cell_options[key] == value for cell_options in options)
     ]
 
 
-def _given(cell: Measured) -> dict[str, Any]:
-    given = flat(cell.cell.options)
-    del given["run_dir"]
-    return given
+def _options_of(cell: Measured) -> dict[str, Any]:
+    values = flat(cell.cell.options)
+    del values["run_dir"]
+    return values
 
 
 def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> dict[str, float]:
     """Return predicted seconds of a step by label, for cells whose times the machine file holds."""
-    found = {}
+    seconds = {}
     for cell in cells:
         options, ranks = cell.cell.options, cell.cell.ranks
         job = job_of(options, training_ranks(options, ranks), basis_every(options, ranks))
         with suppress(ValueError):  # the machine file lacks the network or batch
-            found[cell.cell.label] = mpikfac.predict.simulate(
+            seconds[cell.cell.label] = mpikfac.predict.simulate(
                 cell.cell.plan, machine, job
             ).mean.seconds
-    return found
+    return seconds
 
 
 # -- text ----------------------------------------------------------------------------------------
@@ -137,22 +137,22 @@ def predicted(machine: mpikfac.predict.Machine, cells: Sequence[Measured]) -> di
 
 def _facts(cells: Sequence[Measured]) -> Iterator[tuple[str, str]]:
     """Return names and values: the runs, the hosts, the versions and the states of cells."""
-    known = [cell.environment for cell in cells if cell.environment]
+    environments = [cell.environment for cell in cells if cell.environment]
     states = [cell.state for cell in cells]
     yield "cells", ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
     jobs = {cell.run: cell.result.seconds for cell in cells if cell.result}  # cells can share a run
     yield "time of all jobs, by last start", f"{sum(jobs.values()) / 60:.1f} min"
-    if known:
-        begun = sorted(about["started"] for about in known)
+    if environments:
+        begun = sorted(about["started"] for about in environments)
         yield "runs started", begun[0] if len(begun) == 1 else f"{begun[0]} to {begun[-1]}"
     for key, name in (("ranks_per_host", "hosts"), ("device", "device"), ("commit", "commit")):
-        if values := distinct(about.get(key) for about in known):
+        if values := distinct(about.get(key) for about in environments):
             yield name, values
     if cores := distinct(cell.result.cores for cell in cells if cell.result):
         yield "cores where the study was started", cores
-    if threads := distinct(about.get("threads_per_rank") for about in known):
+    if threads := distinct(about.get("threads_per_rank") for about in environments):
         yield "threads per rank", threads
-    versions = [{"python": a.get("python"), **a.get("packages", {})} for a in known]
+    versions = [{"python": a.get("python"), **a.get("packages", {})} for a in environments]
     if versions:
         yield "versions", ", ".join(f"{k} {v}" for k, v in versions[-1].items())
         if any(version != versions[-1] for version in versions):

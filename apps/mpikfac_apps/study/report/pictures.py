@@ -54,10 +54,10 @@ def breakdown(all_cells: Sequence[Measured]) -> Figure | None:
 
 def _bars(panel: Axes, cells: Sequence[Measured], variants: Sequence[str]) -> None:
     for row, variant in enumerate(variants):
-        found = [cell.breakdown for cell in cells if cell.cell.variant == variant]
+        breakdowns = [cell.breakdown for cell in cells if cell.cell.variant == variant]
         left = 0.0
-        for part in STAGES if found else ():
-            width = 1e3 * fmean(parts[part] for parts in found)
+        for part in STAGES if breakdowns else ():
+            width = 1e3 * fmean(parts[part] for parts in breakdowns)
             panel.barh(row, width, 0.75, left, **bar_style(part))
             left += width
     panel.set_yticks(range(len(variants)), variants)
@@ -103,18 +103,18 @@ def curves(all_cells: Sequence[Measured], target: float | None) -> Figure | None
 
 def bounds(cells: Sequence[Measured]) -> Figure | None:
     """Draw the factor by which a bound shortens steps, by epochs: a line for each run."""
-    found = [cell for cell in cells if cell.curve.shortened]
-    if not found:
+    shortened = [cell for cell in cells if cell.curve.shortened]
+    if not shortened:
         return None
     styles = _styles(cells)
     with styled():
         figure = Figure(figsize=(WIDTH, 3.4), layout="constrained")
         panel = figure.subplots()
-        for cell in found:
+        for cell in shortened:
             style = styles[cell.cell.variant] | {"marker": ""}
             panel.plot(*zip(*cell.curve.scales), **style)
         panel.set(xlabel="epochs", ylabel="kl_scale", ylim=(0, 1.05))
-        legend(figure, {variant: styles[variant] for variant in _variants(found)})
+        legend(figure, {variant: styles[variant] for variant in _variants(shortened)})
         return figure
 
 
@@ -168,14 +168,14 @@ def scaling(all_cells: Sequence[Measured]) -> Figure | None:
 
 def _paces(cells: Sequence[Measured]) -> dict[str, dict[int, float]]:
     """Return the mean images per second over seeds by ranks, of variants on several rank counts."""
-    found: dict[str, dict[int, list[float]]] = {}
+    pace_lists: dict[str, dict[int, list[float]]] = {}
     for cell in cells:
         if cell.images_per_second:
-            by_ranks = found.setdefault(cell.cell.variant, {})
+            by_ranks = pace_lists.setdefault(cell.cell.variant, {})
             by_ranks.setdefault(cell.cell.ranks, []).append(cell.images_per_second)
     return {
         variant: {ranks: fmean(paces) for ranks, paces in by_ranks.items()}
-        for variant, by_ranks in found.items()
+        for variant, by_ranks in pace_lists.items()
         if len(by_ranks) > 1
     }
 
@@ -193,10 +193,10 @@ def predicted(cells: Sequence[Measured], predictions: Mapping[str, float]) -> Fi
     with styled():
         figure = Figure(figsize=(WIDTH, 4.6), layout="constrained")
         panel = figure.subplots()
-        for cell, expected, found in pairs:
+        for cell, expected, seconds in pairs:
             style = {**styles[cell.cell.variant], "linestyle": ""}
-            panel.plot(1e3 * expected, 1e3 * found, markersize=5, **style)
-            at = (1e3 * expected, 1e3 * found)
+            panel.plot(1e3 * expected, 1e3 * seconds, markersize=5, **style)
+            at = (1e3 * expected, 1e3 * seconds)
             panel.annotate(f" {cell.cell.ranks}", at, fontsize=7, color=QUIET)
         ends = [1e3 * f(x for _, *xs in pairs for x in xs) for f in (min, max)]
         panel.plot(ends, ends, color=QUIET, linewidth=0.8)

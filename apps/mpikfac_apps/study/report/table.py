@@ -15,7 +15,7 @@ from typing import Any
 from mpikfac_apps.study.measures import Measure
 from mpikfac_apps.study.report.findings import baseline
 from mpikfac_apps.study.results import WAITING, Measured
-from mpikfac_apps.study.seeds import Mean, mean_of
+from mpikfac_apps.study.seeds import SeedMean, mean_of
 from mpikfac_apps.text import NONE, brief_mib, ms, number, percent
 
 Row = dict[str, Any]
@@ -41,7 +41,7 @@ class Column:
     def cell(self, row: Row) -> tuple[str, float | str]:
         """Return the text of a row, and the value to sort by; "" for a missing value."""
         value = row[self.key] if self.key else self.show(row)
-        value = value.mean if isinstance(value, Mean) else value
+        value = value.mean if isinstance(value, SeedMean) else value
         return self.show(row), "" if value is None else value
 
 
@@ -55,7 +55,7 @@ def rows(
     predictions: Mapping[str, float],
 ) -> list[Row]:
     """Return a row for each cell, by number of ranks."""
-    found = []
+    cell_rows = []
     for cell in sorted(cells, key=lambda cell: cell.cell.ranks):
         base = baseline(cells, cell)
         ratio = cell.step / base.step if base and base.step and cell.step else None
@@ -76,8 +76,8 @@ def rows(
             "seconds_to_target": reached.seconds if reached else None,
             "steps_to_target": reached.steps if reached else None,
         }
-        found.append(row)
-    return found
+        cell_rows.append(row)
+    return cell_rows
 
 
 def _collectives(cell: Measured) -> tuple[float | None, float | None]:
@@ -101,13 +101,13 @@ def means(rows: Sequence[Row], measure: Measure) -> list[Row]:
         return []
     to_target = ("steps_to_target", "epochs_to_target", "seconds_to_target")
     averaged = ("step_seconds", measure.key, *to_target)
-    found = []
+    mean_rows = []
     for (variant, ranks), group in groups.items():
         complete = [row for row in group if row["state"] == "complete"]
         about = {"variant": variant, "ranks": ranks, "numbers": group[0]["numbers"]}
         about |= {"seeds": len(group), "complete": len(complete)}
-        found.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
-    return found
+        mean_rows.append(about | {key: mean_of(row[key] for row in complete) for key in averaged})
+    return mean_rows
 
 
 # -- the page ------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _averaged(title: str, key: str, show: Callable[[Any], str]) -> Column:
     """Return a column of means; seeds without a value are counted in the text."""
 
     def text(row: Row) -> str:
-        mean: Mean | None = row[key]
+        mean: SeedMean | None = row[key]
         if mean is None:
             return NONE
         around = NONE if mean.half is None else show(mean.half)
@@ -208,7 +208,9 @@ def as_csv(rows: Sequence[Row]) -> str:
 def as_json(about: Mapping[str, Any], tables: Mapping[str, Sequence[Row]]) -> str:
     """Return facts about the study, and the rows of tables by name, as JSON."""
     plain = {
-        name: [{k: asdict(v) if isinstance(v, Mean) else v for k, v in row.items()} for row in rows]
+        name: [
+            {k: asdict(v) if isinstance(v, SeedMean) else v for k, v in row.items()} for row in rows
+        ]
         for name, rows in tables.items()
     }
     return json.dumps({**about, **plain}, indent=1) + "\n"

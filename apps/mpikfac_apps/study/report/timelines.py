@@ -91,12 +91,12 @@ def _trace(run: Path) -> list[dict[str, Any]]:
         if path.suffix == ".gz":
             with gzip.open(io.BytesIO(content)) as packed:
                 content = packed.read(files.LIMIT + 1)  # a small file may unpack to a huge one
-        found = files.json_of(content[: files.LIMIT])
+        trace = files.json_of(content[: files.LIMIT])
     except (EOFError, OSError, ValueError, zlib.error):
         return []
-    if not files.has_form(found, TRACE):
+    if not files.has_form(trace, TRACE):
         return []
-    slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     steps = {event["name"] for event in slices if str(event.get("name")).startswith("step ")}
     small = len(slices) * len(steps) <= MOST_SLICES
     return slices if small and files.has_form(slices, [SLICE]) else []

@@ -63,8 +63,8 @@ class Mixes:
         """
         generator = np.random.default_rng((self.seed, epoch, index, DRAW))
         kinds: dict[Mix, float | None] = {mixed_up: self.mixup, cut_and_mixed: self.cutmix}
-        asked = [(mix, alpha) for mix, alpha in kinds.items() if alpha is not None]
-        mix, alpha = asked[generator.integers(len(asked))]
+        mixes = [(mix, alpha) for mix, alpha in kinds.items() if alpha is not None]
+        mix, alpha = mixes[generator.integers(len(mixes))]
         images, share = mix(images, generator.beta(alpha, alpha), generator)
         return images, shares(labels, self.classes, share)
 
@@ -118,8 +118,8 @@ def shares(labels: Tensor, classes: int, share: float) -> Tensor:
     Args:
         share: the share of an image itself; the partner has the rest.
     """
-    own = F.one_hot(labels, classes).float()
-    return share * own + (1 - share) * partners(own)
+    one_hot = F.one_hot(labels, classes).float()
+    return share * one_hot + (1 - share) * partners(one_hot)
 
 
 def partners(values: Tensor) -> Tensor:

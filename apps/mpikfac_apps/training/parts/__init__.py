@@ -1,1 +1,1 @@
-"""The parts of a training run: the data and the network, the optimizer, and the trainer."""
+"""The parts of a training run: data and network, optimizer, and the training with its trainer."""

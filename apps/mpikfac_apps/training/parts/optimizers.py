@@ -47,8 +47,8 @@ def _muon(options: Options, model: nn.Module) -> torch.optim.Optimizer:
 
     lr, beta, decay = options.rate, options.momentum, options.weight_decay
     hidden = hidden_matrices(model)
-    known = set(hidden)
-    others = [parameter for parameter in model.parameters() if parameter not in known]
+    hidden_set = set(hidden)
+    others = [parameter for parameter in model.parameters() if parameter not in hidden_set]
     by_muon = {"params": hidden, "use_muon": True, "momentum": beta}
     by_adamw = {"params": others, "use_muon": False, "betas": (beta, 0.95)}
     groups = [group | {"lr": lr, "weight_decay": decay} for group in (by_muon, by_adamw)]
@@ -105,12 +105,12 @@ def decays_and_momenta(optimizer: torch.optim.Optimizer) -> list[dict[str, float
     return [{n: group[n] for n in names if n in group} for group in optimizer.param_groups]
 
 
-def follow_options(optimizer: torch.optim.Optimizer, asked: Sequence[dict[str, float]]) -> None:
+def follow_options(optimizer: torch.optim.Optimizer, numbers: Sequence[dict[str, float]]) -> None:
     """Give parameter groups the numbers that options ask for, after the load of a checkpoint."""
     changes = set()
-    for group, wanted in zip(optimizer.param_groups, asked):
-        changes |= {(n, group[n], value) for n, value in wanted.items() if group[n] != value}
-        group.update(wanted)
+    for group, group_numbers in zip(optimizer.param_groups, numbers):
+        changes |= {(n, group[n], value) for n, value in group_numbers.items() if group[n] != value}
+        group.update(group_numbers)
     for name, before, after in sorted(changes):
         log.info("from here on %s=%g; the checkpoint has %g", name, after, before)
 
@@ -165,8 +165,8 @@ class Average:
     def state(self) -> dict[str, Any]:
         """Return the items of a checkpoint."""
         values = self._averaged.module.state_dict()
-        kept = {f"average/{name}": value for name, value in values.items()}
-        return {**kept, AVERAGED: int(self._averaged.n_averaged)}
+        weights = {f"average/{name}": value for name, value in values.items()}
+        return {**weights, AVERAGED: int(self._averaged.n_averaged)}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state`.
@@ -174,11 +174,11 @@ class Average:
         Raises:
             ValueError: the items are not those of a `state`.
         """
-        found = fitting(state, self.state())
-        steps = found.pop(AVERAGED)
+        items = fitting(state, self.state())
+        steps = items.pop(AVERAGED)
         if not isinstance(steps, int) or steps < 0:
             raise ValueError(f"item {AVERAGED!r} must be a number of steps; it is {steps}")
-        values = {name.removeprefix("average/"): value for name, value in found.items()}
+        values = {name.removeprefix("average/"): value for name, value in items.items()}
         self._averaged.module.load_state_dict(values)
         self._averaged.n_averaged.fill_(steps)
 

@@ -51,67 +51,85 @@ def build(
     return model, make_optimizer(options, model)
 
 
+def load_data(comm: mpikfac.comm.Comm, options: Options) -> datasets.Dataset | Listing:
+    """Return the data set of the options.
+
+    Collective over: comm.
+
+    Raises:
+        UserError: the data cannot be read, or a batch is larger than the data set.
+    """
+    with mpikfac.comm.together(comm, "reading data"):
+        names = inspect.signature(datasets.load).parameters
+        data = datasets.load(**{name: getattr(options.data, name) for name in names})
+        largest = max(numbers_of(options.batches))
+        if largest > len(data.train_images):
+            raise ValueError(f"batch={largest} is more than the {len(data.train_images)} images")
+    if options.data.cache is None:
+        return data
+    assert isinstance(data, Listing), "only a packed file takes the option"
+    return cache.on_nodes(comm, data, options.data.cache)
+
+
 class Problem:
-    """The data, the network and the test of a run.
+    """The data, the loss and the test of a run.
 
     Collective over: comm, as are all methods.
 
+    Args:
+        images_before: the checksum of the training images in a checkpoint; None for any images.
+
     Attributes:
-        model: the network; the caller gives the network.
-        average: the average of the network's weights, if tests take averages.
-        began_with: the checksum of the training images in the checkpoint, if there is a checkpoint.
+        network: the kind of network.
+        task: what the network learns.
+        batches: the images of the rank.
+        calendar: the steps of every epoch.
+        normalise: returns the inputs of the network for images as `batches` returns images.
+        loss: returns the mean loss in training, of outputs and targets.
     """
 
-    model: nn.Module
-    average: Average | None = None
-    began_with: int | None = None
-    normalise: Callable[[Tensor], Tensor]
-    loss: Callable[..., Tensor]
-
-    def __init__(self, comm: mpikfac.comm.Comm, options: Options, device: torch.device) -> None:
+    def __init__(
+        self,
+        comm: mpikfac.comm.Comm,
+        options: Options,
+        device: torch.device,
+        images_before: int | None = None,
+    ) -> None:
         self.comm, self.options, self.device = comm, options, device
-        self._load_data()
-
-    def _load_data(self) -> None:
-        comm, options, device = self.comm, self.options, self.device
-        chosen = options.data
         with mpikfac.comm.together(comm, "options"):
             self.network = models.network(options.model)
-        with mpikfac.comm.together(comm, "reading data"):
-            asked = inspect.signature(datasets.load).parameters
-            found = datasets.load(**{name: getattr(chosen, name) for name in asked})
-            largest = max(numbers_of(options.batches))
-            if largest > len(found.train_images):
-                raise ValueError(
-                    f"batch={largest} is more than the {len(found.train_images)} images"
-                )
-        if chosen.cache is not None:
-            assert isinstance(found, Listing), "only a packed file takes the option"
-            found = cache.on_nodes(comm, found, chosen.cache)
-        with mpikfac.comm.together(comm, "reading data"):
-            self.batches = batches.made(found, options, device, comm.rank, comm.size)
-            checkpoints.check_images(self.began_with, self.batches.digest)
-        mpikfac.comm.agree(comm, {"training images": self.batches.digest})
-        if found.about:
-            log.info("%s", found.about)
         self.task = self.network.task
-        self.loss = self.task.loss
+        data = load_data(comm, options)
+        self.channels, self.classes = data.channels, data.classes
+        with mpikfac.comm.together(comm, "reading data"):
+            self.batches = batches.make_batches(data, options, device, comm.rank, comm.size)
+            checkpoints.check_images(images_before, self.batches.digest)
+        mpikfac.comm.agree(comm, {"training images": self.batches.digest})
+        if data.about:
+            log.info("%s", data.about)
+        self.calendar = self.batches.calendar
+        self.loss: Callable[..., Tensor] = self.task.loss
         if options.label_smoothing:
             self.loss = partial(self.task.loss, label_smoothing=options.label_smoothing)
-        if self.task.inputs == "tokens":
-            self.normalise = Tensor.long
-        elif self.task.inputs == "unit":
-            self.normalise = partial(batches.unit, white=found.white)
-        else:
-            with mpikfac.comm.together(comm, "reading data"):
-                self.normalise = batches.Normalise(self.batches.pixels(), device)
-        self.calendar = self.batches.calendar
-        self.channels, self.classes = found.channels, found.classes
+        self.normalise = self._normalisation(data.white)
         if comm.rank == 0 and (words := doubt(options)):
             log.warning("%s", words)
 
-    def _outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a model's outputs for images, and the targets of the outputs."""
+    def _normalisation(self, white: int) -> Callable[[Tensor], Tensor]:
+        """Return the function that turns images into inputs of the network.
+
+        Args:
+            white: the number of a white pixel.
+        """
+        if self.task.inputs == "tokens":
+            return Tensor.long
+        if self.task.inputs == "unit":
+            return partial(batches.unit, white=white)
+        with mpikfac.comm.together(self.comm, "reading data"):
+            return batches.Normalise(self.batches.pixels(), self.device)
+
+    def outputs(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a model's outputs for images, and the targets of the outputs; not collective."""
         inputs, rounded = self.normalise(images), self.options.autocast is not None
         with torch.autocast(self.device.type, torch.bfloat16, enabled=rounded):
             return model(inputs).float(), self.task.targets(inputs, labels)
@@ -125,12 +143,10 @@ class Problem:
         first = self.normalise(self.batches.first(2))
         models.check(self.options.model, model, first, self.classes)
 
-    def tested_model(self) -> nn.Module:
-        """Return the model, or the model of averaged weights if there are averages."""
-        if not self.average:
-            return self.model
+    def averaged_model(self, average: Average) -> nn.Module:
+        """Return the model of averaged weights, with statistics of a sample of the images."""
         torch.manual_seed(self.options.seed)  # dropout is alike on all ranks
-        return self.average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
+        return average.model(map(self.normalise, self.batches.sample(SAMPLE, PASS)))
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Return means of loss and measures over all test images, each image counted once."""
@@ -139,7 +155,7 @@ class Problem:
         model.eval()
         with torch.no_grad():
             for images, labels in self.batches.test(self.batches.per_rank(0)):
-                outputs, targets = self._outputs(model, images, labels)
+                outputs, targets = self.outputs(model, images, labels)
                 sums = [measured(outputs, targets).double() for measured in measures.values()]
                 meter.add(self.task.loss(outputs, targets), torch.stack(sums), len(outputs))
         model.train()
@@ -148,5 +164,5 @@ class Problem:
 
 def words_of(tested: Mapping[str, float], measure: str) -> str:
     """Return the measures of a test in words, without the loss."""
-    more = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
-    return f"{measure} {measured(measure, tested[measure])}{more}"
+    top5 = f", top-5 {percent(tested['top5'], 2)}" if "top5" in tested else ""
+    return f"{measure} {measured(measure, tested[measure])}{top5}"

@@ -11,6 +11,7 @@ from torch import nn
 import mpikfac
 from mpikfac.plan import distribution_table
 from mpikfac_apps.inspecting import weights
+from mpikfac_apps.options.conflicts import check_momenta
 from mpikfac_apps.options.options import Options
 from mpikfac_apps.options.strategy import (
     coverage,
@@ -21,7 +22,14 @@ from mpikfac_apps.options.strategy import (
     make_strategy,
 )
 from mpikfac_apps.problems import airbench
+from mpikfac_apps.training.parts.optimizers import Frozen
 from mpikfac_apps.training.parts.problem import Problem, build
+from mpikfac_apps.training.parts.trainings import (
+    ClientTraining,
+    KfacTraining,
+    QuadraticTraining,
+    Training,
+)
 
 log = logging.getLogger("mpikfac.train")
 
@@ -59,6 +67,15 @@ def load_weights(comm: mpikfac.comm.Comm, model: nn.Module, file: Path) -> None:
             log.info("weights of %s; tensors left at their first values: %s", file, left)
 
 
+def frozen_layers(model: nn.Module, options: Options) -> Frozen | None:
+    """Return the layers that are frozen in the first epochs; None if the options name no epochs."""
+    if not options.frozen_epochs:
+        return None
+    frozen = Frozen(model, options.frozen_epochs)
+    log.info("epochs in which only %s is trained: %d", frozen.last, options.frozen_epochs)
+    return frozen
+
+
 def split_layers(
     problem: Problem, model: nn.Module, trace: mpikfac.Trace
 ) -> mpikfac.SplitLayers | None:
@@ -66,14 +83,14 @@ def split_layers(
 
     Collective over: problem.comm.
     """
-    comm, asked = problem.comm, problem.options.distribution
-    if not asked.split:
+    comm, choices = problem.comm, problem.options.distribution
+    if not choices.split:
         return None
     with mpikfac.comm.together(comm, "split_layers"):
-        one = problem.normalise(problem.batches.first(1))
+        image = problem.normalise(problem.batches.first(1))
         share = problem.options.step_batch // comm.size
-        calls = mpikfac.layer_calls(model, one.expand(share, *one.shape[1:]))
-        distribution = layer_distribution(asked, calls, comm.size)
+        calls = mpikfac.layer_calls(model, image.expand(share, *image.shape[1:]))
+        distribution = layer_distribution(choices, calls, comm.size)
         log.info("%s", distribution_table(calls, distribution, comm.size))
         return mpikfac.split_layers(model, comm, distribution, trace)
 
@@ -89,14 +106,14 @@ def in_words(options: Options) -> str:
     )
 
 
-def make_trainer(
+def make_training(
     problem: Problem,
     team: mpikfac.comm.Team,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     trace: mpikfac.Trace,
-) -> mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous:
-    """Return the trainer of a start, without the state of a checkpoint.
+) -> Training:
+    """Return a run's training with a new trainer, without the state of a checkpoint.
 
     Collective over: the team.
     """
@@ -107,13 +124,18 @@ def make_trainer(
         if strategy.exchange.asynchronous:
             assert team.link, "there is a server"
             mpikfac.comm.announce(team.link, (problem.classes, problem.channels))
-            return mpikfac.Asynchronous(model, optimizer, team, strategy)
+            clients = mpikfac.Asynchronous(model, optimizer, team, strategy)
+            return ClientTraining(problem, clients)
         if options.optimizer != "kfac":
-            return mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+            averaging = mpikfac.DataParallel(model, optimizer, comm, strategy, trace)
+            return Training(problem, averaging)
         covers = problem.network.covers
         shapes = mpikfac.layers.covered_shapes(model, coverage(kfac, covers))
         name, strategy = for_machine(options, shapes, comm.size, strategy, chosen)
+        check_momenta(options, strategy)
         log.info("strategy %s: %s", name, differences(strategy))
         log.info("K-FAC with %s", in_words(options))
         settings = kfac_settings(kfac, chosen, problem.calendar.epochs, covers)
-        return mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
+        preconditioning = mpikfac.KFAC(model, optimizer, team, strategy, trace=trace, **settings)
+        kind = QuadraticTraining if options.quadratic else KfacTraining
+        return kind(problem, preconditioning)

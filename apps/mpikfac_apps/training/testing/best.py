@@ -51,19 +51,19 @@ class Best:
         Raises:
             ValueError: the items are no number and no count.
         """
-        found = {name: items[name] for name in ITEMS if name in items}
-        if not found:
+        values = {name: items[name] for name in ITEMS if name in items}
+        if not values:
             return
-        if not files.has_form(found, ITEMS) or found["run/since_best"] < 0:
+        if not files.has_form(values, ITEMS) or values["run/since_best"] < 0:
             raise ValueError(f"items {', '.join(ITEMS)} must be a number and a count of tests")
-        self.value, self.since = found.values()
+        self.value, self.since = values.values()
 
 
-def keep(model: nn.Module, run_dir: Path, told: str) -> None:
+def keep(model: nn.Module, run_dir: Path, result: str) -> None:
     """Write a network's weights as the best weights of a run; a failure is a warning.
 
     Args:
-        told: the result of the test, for the log.
+        result: the result of the test, for the log.
     """
     tensors = {n: t.detach().cpu().contiguous() for n, t in model.state_dict().items()}
     try:
@@ -71,4 +71,4 @@ def keep(model: nn.Module, run_dir: Path, told: str) -> None:
     except ValueError as error:
         log.warning("%s; training goes on, without the weights of the best test", error)
     else:
-        log.info("wrote %s: %s", run_dir / FILE, told)
+        log.info("wrote %s: %s", run_dir / FILE, result)

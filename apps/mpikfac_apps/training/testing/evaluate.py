@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 import mpikfac
 from mpikfac_apps.cli import checkpoint_at, run_on_ranks
@@ -61,21 +62,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run_on_ranks(lambda _: read(PROGRAM, EvaluateOptions, argv), evaluate)
 
 
-def evaluate(comm: mpikfac.comm.Comm, asked: EvaluateOptions) -> int:
+def evaluate(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions) -> int:
     """Print the line with the results on rank 0; return 0.
 
     Collective over: comm.
     """
     share_cores(comm, None)
     with mpikfac.comm.together(comm, "options"):
-        device = mpikfac.device(comm, asked.device)
-    line = tested(comm, asked, device)
+        device = mpikfac.device(comm, evaluation.device)
+    line = tested(comm, evaluation, device)
     if comm.rank == 0:
         print(line, flush=True)
     return 0
 
 
-def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device) -> str:
+def tested(comm: mpikfac.comm.Comm, evaluation: EvaluateOptions, device: torch.device) -> str:
     """Return a line with the results of the test.
 
     Collective over: comm.
@@ -83,29 +84,28 @@ def tested(comm: mpikfac.comm.Comm, asked: EvaluateOptions, device: torch.device
     Raises:
         UserError: a file is missing or damaged, or belongs to another network.
     """
-    found: tuple[Path, Options] | None = None
-    with mpikfac.comm.together(comm, f"evaluate {asked.path}"):
+    located: tuple[Path, Options] | None = None
+    with mpikfac.comm.together(comm, f"evaluate {evaluation.path}"):
         if comm.rank == 0:
-            path = checkpoint_at(asked.path)
-            found = path, options_of(path, asked.data_path, comm.size)
-    path, options = comm.bcast(found)
+            path = checkpoint_at(evaluation.path)
+            located = path, options_of(path, evaluation.data_path, comm.size)
+    path, options = comm.bcast(located)
     checkpoint = mpikfac.load_checkpoint(comm, path)
     problem = Problem(comm, options, device)
     with mpikfac.comm.together(comm, "building the network"):
-        problem.model = first_model(options, problem.classes, problem.channels, device)
-        problem.check(problem.model)
-    source = asked.weights or path
+        model = first_model(options, problem.classes, problem.channels, device)
+        problem.check(model)
+    source = evaluation.weights or path
     with mpikfac.comm.together(comm, f"reading {source}", untrusted=True):
-        file = asked.weights
+        file = evaluation.weights
         tensors = export.weights(checkpoint) if file is None else weights.read(file)
-        if left := weights.load(problem.model, tensors):
+        if left := weights.load(model, tensors):
             raise ValueError(
                 f"a test needs all tensors, and {', '.join(left)} differ; the data has "
                 f"{problem.classes} classes"
             )
-        if file is None:
-            take_average(problem, checkpoint)
-    results = problem.evaluate(problem.tested_model())
+        average = average_of(options, model, checkpoint) if file is None else None
+    results = problem.evaluate(problem.averaged_model(average) if average else model)
     problem.batches.close()
     return f"{source}: test loss {results['loss']:.4f}, {words_of(results, problem.task.measure)}"
 
@@ -126,9 +126,12 @@ def options_of(checkpoint: Path, data_path: str | None, ranks: int) -> Options:
     return dataclasses.replace(options, batch=batch, data=data)
 
 
-def take_average(problem: Problem, checkpoint: mpikfac.checkpoint.Checkpoint) -> None:
-    """Load the averages of weights of a checkpoint if the run tested averages."""
-    average = problem.options.average
-    if average and AVERAGED in checkpoint:
-        problem.average = Average(problem.model, average)
-        problem.average.load(checkpoint)
+def average_of(
+    options: Options, model: nn.Module, checkpoint: mpikfac.checkpoint.Checkpoint
+) -> Average | None:
+    """Return the averages of weights of a checkpoint; None if the run tested no averages."""
+    if not options.average or AVERAGED not in checkpoint:
+        return None
+    average = Average(model, options.average)
+    average.load(checkpoint)
+    return average

@@ -1,0 +1,145 @@
+"""The kinds of training: what a run asks of its trainer, and what each kind of trainer answers.
+
+A run makes the same calls for all kinds. A kind without work in a call inherits a call that does
+nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from torch import Tensor
+
+import mpikfac
+from mpikfac.trace import Event
+from mpikfac_apps.training.metrics import mean_staleness, staleness_line, staleness_of_all
+from mpikfac_apps.training.parts.problem import Problem
+
+AnyTrainer = mpikfac.KFAC | mpikfac.DataParallel | mpikfac.Asynchronous
+
+log = logging.getLogger("mpikfac.train")
+
+
+class Training:
+    """Training by averaged gradients and a first-order optimizer; the base of all kinds.
+
+    Collective over: world, unless a docstring says otherwise.
+
+    Args:
+        problem: gives the loss, and the options of the run.
+
+    Attributes:
+        trainer: the trainer of the run.
+        alone: whether a rank takes steps without the ranks of other clients.
+        tensors_per_weight: numbers in a checkpoint for each weight: the weight and the momentum.
+    """
+
+    alone = False
+    tensors_per_weight = 2
+
+    def __init__(self, problem: Problem, trainer: AnyTrainer) -> None:
+        self.problem, self.trainer = problem, trainer
+        self._hears_loss = trainer.plan.strategy.exchange.merging.merge == "leader"
+
+    def record(self, outputs: Tensor) -> None:
+        """Take the outputs of a forward pass, before the backward pass; not collective."""
+
+    def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
+        """Step the trainer after all passes.
+
+        Args:
+            images: the rank's share of the batch, as `Batches.get` returns images.
+            mean_loss: the mean of the losses of all passes.
+        """
+        if self._hears_loss:
+            self.trainer.exchange.hear(mean_loss)
+        self.trainer.step()
+
+    def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
+        """Adapt the damping to the change of the loss in the step, if an adaptation is due.
+
+        Args:
+            loss: the mean loss before the step.
+            loss_after: returns the mean loss after the step, on the same images.
+        """
+
+    def numbers(self) -> dict[str, float]:
+        """Return numbers of this kind for a line of metrics.jsonl; not collective."""
+        return {}
+
+    def call_meeting(self) -> None:
+        """Let votes of this rank reach all clients; not collective."""
+
+    def events(self) -> list[Event]:
+        """Return the recorded events, over the communicators of the whole run; not collective."""
+        return self.trainer.trace.events
+
+    def log_end(self, comm: mpikfac.comm.Comm) -> None:
+        """Log numbers of this kind of the whole run.
+
+        Collective over: comm.
+        """
+
+
+class KfacTraining(Training):
+    """Training by K-FAC."""
+
+    trainer: mpikfac.KFAC
+
+    def __init__(self, problem: Problem, trainer: mpikfac.KFAC) -> None:
+        super().__init__(problem, trainer)
+        # Steps of Adam's length also need averages of squared gradients.
+        self.tensors_per_weight = Training.tensors_per_weight + trainer.settings.length.by_adam
+
+    def record(self, outputs: Tensor) -> None:
+        """Take the outputs for the factors."""
+        self.trainer.record(outputs, self.problem.task.loss_name)
+
+    def adapt(self, loss: Tensor, loss_after: Callable[[], float]) -> None:
+        """Adapt the damping by the rule of Levenberg and Marquardt, every `damping_adapt` steps."""
+        every_steps = self.problem.options.kfac.damping_adapt
+        if every_steps and self.trainer.steps % every_steps == 0:
+            after = loss_after()
+            self.trainer.adapt(loss.item(), after)
+
+    def numbers(self) -> dict[str, float]:
+        """Return the scale of the KL clip."""
+        return {"kl_scale": self.trainer.kl_scale.item()}
+
+
+class QuadraticTraining(KfacTraining):
+    """Training by K-FAC, with length and momentum of a step from a quadratic model of the loss."""
+
+    def step(self, images: Tensor, labels: Tensor, mean_loss: Tensor) -> None:
+        """Step the trainer; the model takes the images that the factors are made of."""
+        problem = self.problem
+        subsample = problem.options.kfac.estimator.subsample or 1
+        inputs = problem.normalise(images[::subsample])
+        targets = problem.task.targets(inputs, labels[::subsample])
+        self.trainer.length.batch(inputs, lambda outputs: problem.loss(outputs, targets))
+        super().step(images, labels, mean_loss)
+
+
+class ClientTraining(Training):
+    """Training by clients that send updates to servers."""
+
+    trainer: mpikfac.Asynchronous
+    alone = True
+
+    def numbers(self) -> dict[str, float]:
+        """Return the mean staleness of the client's updates."""
+        return {"staleness": mean_staleness(self.trainer.staleness)}
+
+    def call_meeting(self) -> None:
+        """Ask all clients to meet after one of the next steps."""
+        self.trainer.call()
+
+    def events(self) -> list[Event]:
+        """Return the recorded events; the ranks of a client are a row of the run's ranks."""
+        events = self.trainer.trace.events
+        return [event._replace(over=event.over.replace("world", "row", 1)) for event in events]
+
+    def log_end(self, comm: mpikfac.comm.Comm) -> None:
+        """Log the staleness of the updates of each client."""
+        log.info("%s", staleness_line(staleness_of_all(self.trainer, comm)))
