@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from mpikfac_apps.study import jobs, progress, spec, study
+from support.pace import paced
 
 STUDY = {
     "name": "a study",
@@ -396,7 +397,7 @@ def interrupt(file, place, environment, once):
             assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=240)
+        _, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 130
     assert errors == "mpikfac study: interrupted; the same command resumes the study\n"
 

@@ -13,6 +13,7 @@ import pytest
 
 from mpikfac_apps.guard.reports import set_aside, summary
 from support.launch import launch
+from support.pace import paced
 
 HANGS = """
 import ctypes, os, re, signal, sys, time
@@ -80,7 +81,7 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
         for process in psutil.process_iter(["cmdline"])
         if str(program) in " ".join(process.info["cmdline"] or [])
     ]
-    assert not psutil.wait_procs(ranks, timeout=30)[1]  # killed, they may not be gone yet
+    assert not psutil.wait_procs(ranks, timeout=paced(30))[1]  # killed, they may not be gone yet
     (kept,) = tmp_path.glob("hang-*")
     assert len(list(kept.iterdir())) == 3
 
@@ -99,7 +100,7 @@ def watched(limit):
 def alone(hang: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Return the end of a single process without MPI that runs `body`."""
     command = [sys.executable, "-c", ALONE + textwrap.dedent(body), str(hang)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=paced(240))
 
 
 def test_what_may_last_longer_is_not_ended(tmp_path):
@@ -310,7 +311,7 @@ def test_a_launcher_that_stays_is_asked_to_leave(tmp_path, name, asked):
     launcher.write_text(STUBBORN if asked else '#!/bin/sh\n"$@"\nsleep 2\nexit 3')
     launcher.chmod(0o755)
     command = [str(launcher), sys.executable, "-c", LEFT]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=paced(60))
     assert ended.returncode == 3
     assert ended.stdout == "rank left\n" + asked * "asked\n"
 

@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
+from support.pace import paced
 from support.problem import DEVICE
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
-SECONDS_PER_TEST = 300
+SECONDS_PER_TEST = paced(300)
 STDERR = pytest.StashKey[int]()
 
 
@@ -51,17 +53,25 @@ def _time_limit(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all but every fourth test as slow: each test is fast with one number of 1 to 4 ranks.
+    """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    On a GPU, all but every eighth test: staged and direct runs have other fast tests.
+    The first case is quick on two ranks, and the last case on three ranks. The first case is in the
+    gate on any number of ranks, and each other case on one number of 1 to 4 ranks. On a GPU, each
+    case is quick on one number of ranks, either staged or direct.
     """
-    own = [item for item in items if item.path.is_relative_to(HERE)]
-    turns, turn = 4, WORLD.size % 4
-    if DEVICE.type != "cpu":
-        turns, turn = 8, turn + 4 * mpikfac.comm.cuda_aware()
-    for number, item in enumerate(own):
-        if number % turns != turn:
-            item.add_marker("slow")
+    tests = {}
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, cases in tests.items():
+        first = zlib.crc32(test.encode())  # else all single cases would have the same turn
+        for turn, case in enumerate(cases, first):
+            if DEVICE.type != "cpu":
+                if turn % 8 != WORLD.size % 4 + 4 * mpikfac.comm.cuda_aware():
+                    case.add_marker("slow")
+            elif case is not {2: cases[0], 3: cases[-1]}.get(WORLD.size):
+                of_the_gate = turn == first or turn % 4 == WORLD.size % 4
+                case.add_marker("gate" if of_the_gate else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,6 +89,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(exitstatus):
     for thread in threading.enumerate():  # work in the background aborts a process that ends
         if thread.daemon and not isinstance(thread, threading._DummyThread):
-            thread.join(timeout=2)
+            thread.join(timeout=paced(2))
     if exitstatus and not REPORTS:
-        time.sleep(2)  # a failing rank's exit ends the job: rank 0 first prints its own report
+        # A failing rank's exit ends the job: rank 0 first prints its own report.
+        time.sleep(paced(2))
