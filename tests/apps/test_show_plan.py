@@ -170,6 +170,7 @@ def test_a_file_without_a_model_is_one_line(tmp_path, monkeypatch, capsys, name,
     assert line.startswith("mpikfac plan: ") and message in line
 
 
+@pytest.mark.gate
 def test_mpi_is_not_imported():
     """Oracle: the imported modules; a laptop without MPI prints the plan of a cluster's job."""
     program = (

@@ -100,6 +100,7 @@ def test_hybrids_are_near_the_square_root(ranks, workers):
     assert near_root(ranks) == workers
 
 
+@pytest.mark.gate
 def test_mpi_is_not_imported():
     program = (
         "import sys; from mpikfac_apps.__main__ import main; "
