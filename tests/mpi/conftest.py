@@ -55,23 +55,25 @@ def _time_limit(request):
 def pytest_collection_modifyitems(items):
     """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    The first case is quick on two ranks, and the last case on three ranks. The first case is in the
-    gate on any number of ranks, and each other case on one number of 1 to 4 ranks. On a GPU, each
-    case is quick on one number of ranks, either staged or direct.
+    The first case is quick on two ranks, and the last case on three ranks. In the gate are all
+    cases on one rank, and on 2 to 4 ranks the first case; each other case on one of these numbers.
+    On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
     tests = {}
     for item in items:
         if item.path.is_relative_to(HERE):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    ranks = WORLD.size
     for test, cases in tests.items():
-        first = zlib.crc32(test.encode())  # else all single cases would have the same turn
-        for turn, case in enumerate(cases, first):
+        quick = {2: cases[0], 3: cases[-1]}.get(ranks)
+        # Starts at a number of the test, else all single cases would have the same turn.
+        for turn, case in enumerate(cases, zlib.crc32(test.encode())):
             if DEVICE.type != "cpu":
-                if turn % 8 != WORLD.size % 4 + 4 * mpikfac.comm.cuda_aware():
+                if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
                     case.add_marker("slow")
-            elif case is not {2: cases[0], 3: cases[-1]}.get(WORLD.size):
-                of_the_gate = turn == first or turn % 4 == WORLD.size % 4
-                case.add_marker("gate" if of_the_gate else "slow")
+            elif case is not quick:
+                gate = ranks == 1 or case is cases[0] or turn % 3 == ranks % 3
+                case.add_marker("gate" if gate else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)
