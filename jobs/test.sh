@@ -44,7 +44,8 @@ failed=0
 time_a_start() {
     local start=${EPOCHREALTIME/[.,]/} took
     LIMIT=$HOUR mpi 2 -c 'import torch, mpikfac
-for _ in range(1000): mpikfac.world().Barrier()' || die "two ranks do not start"
+for _ in range(1000): mpikfac.world().Barrier()' ||
+        die "two ranks do not start; see above"
     took=$(((${EPOCHREALTIME/[.,]/} - start) / 1000))
     export MPIKFAC_TEST_PACE=$((took > IDLE ? (took + IDLE - 1) / IDLE : 1))
     LIMIT=$((HOUR * MPIKFAC_TEST_PACE))

@@ -305,6 +305,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.timeout(1800)
 def test_spoiled_files_are_one_line_or_change_nothing(base, expected, tmp_path, name) -> None:
