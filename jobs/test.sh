@@ -71,7 +71,8 @@ stage() {
 # one_process OPTION...: runs pytest. INT lets pytest print the failures until the end; without
 # the limit, xdist may wait for ever for a worker that died.
 one_process() {
-    timeout --signal=INT --kill-after=30 "$LIMIT" "$PYTHON" -m pytest -q -rs "$@" </dev/null
+    timeout --signal=INT --kill-after=30 "$LIMIT" \
+        "$PYTHON" -m pytest -q -rs --durations=8 --durations-min=4 "$@" </dev/null
 }
 
 # on_device LANE...: runs the tests on the emulated device. A lane is a number of ranks, and
