@@ -313,7 +313,8 @@ import mpikfac
 from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
 comm, trace, place = mpikfac.world(), mpikfac.Trace(), Path(sys.argv[1])
-watchdog = Watchdog(Reports(place / "hang", comm.rank, comm.size), 3, lambda: trace.current)
+reports, limit = Reports(place / "hang", comm.rank, comm.size), int(sys.argv[2])
+watchdog = Watchdog(reports, limit, lambda: trace.current)
 for step in range(10**9):
     watchdog.enter("step", step)
     with trace.stage("reduce gradients"):
@@ -330,7 +331,9 @@ def test_a_link_that_goes_down_for_good_ends_the_job(cluster, script, tmp_path):
     """
     steps = tmp_path / "steps.py"
     steps.write_text(STEPS)
-    command = ["bash", str(script), "run", "python", "-m", "mpi4py", str(steps), str(tmp_path)]
+    limit = str(round(paced(3)))
+    words = ("python", "-m", "mpi4py", str(steps), str(tmp_path), limit)
+    command = ["bash", str(script), "run", *words]
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(command, env=environment(), stdout=said, stderr=said)
     try:
@@ -342,7 +345,7 @@ def test_a_link_that_goes_down_for_good_ends_the_job(cluster, script, tmp_path):
     finally:
         job.kill()
         cluster("down")
-    assert "mpikfac: no progress for 3 s: " in (tmp_path / "said").read_text()
+    assert f"mpikfac: no progress for {limit} s: " in (tmp_path / "said").read_text()
 
 
 def test_a_failure_half_way_leaves_nothing(call, tmp_path):
