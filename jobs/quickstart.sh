@@ -29,5 +29,5 @@ What to try next, from $ROOT:
   mpikfac train --help                                        # options of a run; --help_all: every option
   $(basename "$MPIRUN") ${MPIRUN_FLAGS:+$MPIRUN_FLAGS }-n 4 python -m mpi4py apps/train_cnn.py \\
       --config jobs/configs/cifar10_budget_kfac.yaml --data.path DIR   # ResNet-20 on CIFAR-10 in DIR
-  bash jobs/test.sh                                           # tests: 15 minutes; --all: an hour
+  bash jobs/test.sh                                           # tests: 5 minutes; --all: an hour
 END

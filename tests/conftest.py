@@ -1,4 +1,4 @@
-"""Settings of all tests: one thread per process, property tests with constant examples."""
+"""Settings of all tests: one thread, property tests with constant examples, limits of time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mpikfac.comm import Grid
+from support.pace import paced
 
 torch.set_num_threads(1)
 
@@ -17,6 +18,18 @@ hypothesis.settings.register_profile("mpikfac", derandomize=True, deadline=None,
 hypothesis.settings.load_profile("mpikfac")
 
 SIGTERM = signal.getsignal(signal.SIGTERM)
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background jobs
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Let the limits of all tests grow on a slow machine."""
+    option = config.getoption("timeout")
+    usual = float(config.getini("timeout")) if option is None else option
+    for item in items:
+        own = item.get_closest_marker("timeout")
+        limit = paced(own.args[0] if own else usual)
+        item.add_marker(pytest.mark.timeout(limit), append=False)
 
 
 @pytest.fixture(autouse=True)

@@ -28,7 +28,7 @@ def test_one_failing_rank_ends_the_job():
 def test_a_job_that_hangs_is_killed_with_all_its_ranks():
     mark = f"mark_{uuid.uuid4().hex}"
     with pytest.raises(subprocess.TimeoutExpired) as hung:
-        launch(2, "-c", f"import time; print('{mark}', flush=True); time.sleep(60)", timeout=8)
+        launch(2, "-c", f"import time; print('{mark}', flush=True); time.sleep(600)", timeout=8)
     assert hung.value.__notes__[0].count(mark) == 2
     alive = psutil.process_iter(["cmdline"])
     assert not [p for p in alive if mark in " ".join(p.info["cmdline"] or [])]

@@ -13,6 +13,7 @@ import torch
 import mpikfac
 from mpikfac_apps.options.parse import parse
 from support.launch import TRAIN, kill, launch, run_each, start
+from support.pace import paced
 
 QUICK = (
     *("--data.train_images=360", "--batch=120", "--epochs=3", "--threads=1", "--log_every=1"),
@@ -90,7 +91,7 @@ def test_a_signal_stops_all_clients_after_the_same_step(tmp_path):
             time.sleep(0.01)
         job.send_signal(signal.SIGUSR1)
         try:
-            output, errors = job.communicate(timeout=110)
+            output, errors = job.communicate(timeout=paced(110))
         finally:
             if job.poll() is None:
                 kill(job)

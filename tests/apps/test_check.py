@@ -331,6 +331,7 @@ def test_bad_input_is_one_line(arguments, told, file, tmp_path, monkeypatch, cap
     assert told in output.err
 
 
+@pytest.mark.gate
 def test_strategies_are_compared_under_mpi(file):
     """Oracle: a single process on the joined batches, by the program; the next test fails."""
     job = launch(2, PROGRAM, f"{file()}:mixed", *MIXED)

@@ -11,6 +11,7 @@ import torch
 
 import mpikfac
 from support.launch import PROGRAMS, TRAIN, kill, launch, processes, run_each, start
+from support.pace import paced
 
 FAULTY = str(PROGRAMS / "faulty.py")
 OPTIONS = (
@@ -51,6 +52,7 @@ def test_a_run_with_curvature_ranks_is_that_of_the_ranks_that_train(tmp_path):
     assert_equal(saved(parts, 9), saved(without, 9))
 
 
+LIMIT = round(paced(3))  # seconds of a step
 # Kind, place and rank of a fault, in a job of two training ranks and a curvature rank; the job's
 # code and message.
 ENDS = {
@@ -61,7 +63,7 @@ ENDS = {
     "a curvature rank dies": ("kill", "curvature", 2, 137, ()),
     "a curvature rank hangs": (
         *("sleep", "curvature", 2, 1),
-        ("mpikfac: no progress for 3 s: ", 'waiting in "receive bases" of step 5'),
+        (f"mpikfac: no progress for {LIMIT} s: ", 'waiting in "receive bases" of step 5'),
     ),
     "a training rank fails": (
         *("raise", "forward", 1, 1),
@@ -80,7 +82,7 @@ def test_a_fault_on_either_side_ends_the_job(tmp_path, case):
     kind, place, rank, code, told = ENDS[case]
     run_dir = tmp_path / "run"
     fault = (FAULTY, kind, place, str(rank), str(tmp_path / "time"))
-    job = launch(3, *fault, *ONE, "--hang_after=3", f"--run_dir={run_dir}")
+    job = launch(3, *fault, *ONE, f"--hang_after={LIMIT}", f"--run_dir={run_dir}")
     assert job.returncode == code, job.stderr
     lines = [line for line in job.stderr.splitlines() if line.startswith("mpikfac: ")]
     assert bool(told) == any(all(text in line for text in told) for line in lines), lines
@@ -109,7 +111,7 @@ def test_a_signal_to_all_stops_the_run(tmp_path):
         assert job.poll() is None
         job.send_signal(signal.SIGUSR1)
         try:
-            output, errors = job.communicate(timeout=110)
+            output, errors = job.communicate(timeout=paced(110))
         finally:
             if job.poll() is None:
                 kill(job)
@@ -122,4 +124,4 @@ def left_of(run_dir):
     """Return the remaining processes of a run; a process that waits for the launcher may leave."""
     alive = psutil.process_iter(["cmdline"])
     found = [p for p in alive if f"--run_dir={run_dir}" in (p.info["cmdline"] or [])]
-    return psutil.wait_procs(found, timeout=20)[1]
+    return psutil.wait_procs(found, timeout=paced(20))[1]

@@ -20,12 +20,14 @@ import pytest
 import mpikfac
 from mpikfac_apps.guard.lock import Lock
 from support.launch import PROGRAMS, TRAIN, launch
+from support.pace import paced
 
 pytestmark = pytest.mark.slow
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 RANKS = 3 if SOAK else 2
-LIMIT = 10  # seconds, the limit of a step; other phases, as the start, have 10 times the limit
+LIMIT = round(paced(10))  # seconds of a step; other phases, as the start, have 10 times as many
+SHORT = round(paced(2))
 OPTIONS = (
     *("--batch=120", "--data.train_images=360", "--epochs=3", "--threads=1"),
     *("--kfac.basis_every=1", "--checkpoint_every=2", f"--hang_after={LIMIT}"),
@@ -102,7 +104,8 @@ def end(request, tmp_path_factory) -> Iterator[Callable[[Case], End]]:
         took[kind, place].append(seconds)
         there = psutil.process_iter(["cmdline"])
         ours = [p for p in there if str(run_dir) in " ".join(p.info["cmdline"] or [])]
-        assert not psutil.wait_procs(ours, timeout=30)[1]  # the launcher does not wait for the dead
+        # The launcher does not wait for the dead.
+        assert not psutil.wait_procs(ours, timeout=paced(30))[1]
         return End(job.returncode, job.stdout + job.stderr, run_dir / "hang")
 
     with ThreadPoolExecutor(3) as pool:
@@ -152,16 +155,18 @@ def test_a_write_that_never_ends_is_told_and_ends_the_job(tmp_path):
     options = (
         *("--batch=120", "--data.train_images=360", "--epochs=9999", "--threads=1"),
         "--eval_every=9999",  # a rank in a test would be told as such
-        *("--checkpoint_minutes=0.001", "--hang_after=2", f"--run_dir={tmp_path / 'run'}"),
+        *("--checkpoint_minutes=0.001", f"--hang_after={SHORT}", f"--run_dir={tmp_path / 'run'}"),
     )
     job = launch(2, *fault, *options)
     ended = End(job.returncode, job.stdout + job.stderr, tmp_path / "run" / "hang")
     assert ended.code != 0
     log = (tmp_path / "run" / "log.txt").read_text()
-    step = re.search(r"rank 1 still writes a checkpoint of step (\d+), begun 2 s ago", log)[1]
+    told = rf"rank 1 still writes a checkpoint of step (\d+), begun {SHORT} s ago"
+    step = re.search(told, log)[1]
     (line,) = ended.told
     assert re.fullmatch(
-        rf"mpikfac: no progress for 20 s: rank 1 on \S+ in \"write\" of checkpoint at step {step}; "
+        rf"mpikfac: no progress for {10 * SHORT} s: "
+        rf"rank 1 on \S+ in \"write\" of checkpoint at step {step}; "
         rf"rank 0 on \S+ waiting in checkpoint at step {step}; stacks in {ended.hang}",
         line,
     )

@@ -26,6 +26,7 @@ from mpikfac_apps.problems import datasets
 from mpikfac_apps.training import checkpoints
 from mpikfac_apps.training.batches import FileBatches, Normalise
 from support import pictures
+from support.pace import paced
 
 CPU = torch.device("cpu")
 SIZE = 14
@@ -425,7 +426,7 @@ def test_processes_know_no_mpi_and_end_with_a_killed_rank(images):
         time.sleep(0.2)
         assert len(found) == 2 and all(worker.is_running() for worker in found)
         rank.kill()
-        gone, alive = psutil.wait_procs(found, timeout=30)
+        gone, alive = psutil.wait_procs(found, timeout=paced(30))
         assert len(gone) == 2 and not alive
 
 

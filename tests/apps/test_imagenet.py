@@ -86,6 +86,7 @@ def runs(root):
             yield 2, recipe(name, *SMALL, *data, *short, f"--run_dir={root / name / kind}")
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("kind", ["folder", "packed"])
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_small_network_takes_two_steps_of_the_recipe(job, name, kind):

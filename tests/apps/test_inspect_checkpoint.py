@@ -13,6 +13,7 @@ import torch
 import mpikfac
 from mpikfac_apps.inspecting import inspect, spectra
 from support import inside, problem
+from support.pace import paced
 from support.problem import SETTINGS, network, run, sgd
 
 
@@ -235,5 +236,5 @@ def test_mpi_is_not_imported(trained, tmp_path):
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )
     arguments = [str(tmp_path / "run"), str(tmp_path / "factors.npz")]
-    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=240)
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], timeout=paced(240))
     assert ran.returncode == 0

@@ -195,6 +195,7 @@ def job(tmp_path_factory, folder):
     return root
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", NETWORKS)
 def test_two_ranks_learn_what_one_rank_learns(job, name):
     """Oracle: one rank."""

@@ -15,6 +15,7 @@ import pytest
 
 import mpikfac
 from support.launch import TRAIN, launch
+from support.pace import paced
 
 OPTIONS = ("--batch=120", "--data.train_images=360", "--threads=1")
 Alone = Callable[..., subprocess.Popen[str]]
@@ -47,7 +48,7 @@ def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     job = alone("--epochs=9999", "--log_every=1", "--stop_code=75")
     wait_for(tmp_path / "run" / "metrics.jsonl", job)
     job.send_signal(signal.SIGINT)
-    output, errors = job.communicate(timeout=240)
+    output, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 75, errors
     assert errors.startswith("mpikfac: Ctrl-C: stops after this step, with a checkpoint; again: ")
     found = mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "run" / "checkpoints")
@@ -55,7 +56,7 @@ def test_ctrl_c_writes_a_checkpoint_and_stops(alone, tmp_path):
     assert last.startswith(f"stopped after {found.step} steps (Ctrl-C); --resume auto goes on")
     assert last.endswith("; code 75 is wanted, whatever the launcher says below")
     again = alone("--epochs=9999", "--resume=auto", f"--max_steps={found.step + 1}")
-    assert "complete after" in again.communicate(timeout=240)[0]
+    assert "complete after" in again.communicate(timeout=paced(240))[0]
 
 
 WAITS = """
@@ -80,7 +81,7 @@ def test_the_second_ctrl_c_ends_a_process_at_once(tmp_path, busy):
         for line in ("polls\n", "Ctrl-C\n"):
             assert run.stdout.readline() == line
             run.send_signal(signal.SIGINT)
-        assert run.wait(timeout=60) == -signal.SIGINT
+        assert run.wait(timeout=paced(60)) == -signal.SIGINT
         assert len(run.stderr.readlines()) == 1
 
 
@@ -95,7 +96,7 @@ def test_ctrl_c_that_the_shell_ignores_stays_ignored(tmp_path):
         run.send_signal(signal.SIGINT)
     time.sleep(0.2)
     run.send_signal(signal.SIGUSR1)
-    assert run.communicate(timeout=60)[0] == "SIGUSR1\n"
+    assert run.communicate(timeout=paced(60))[0] == "SIGUSR1\n"
     assert run.returncode == 0
 
 
@@ -111,7 +112,7 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path):
     sys.exit(__main__.main(["train"]))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=paced(240))
     assert (ran.returncode, ran.stderr) == (130, "mpikfac train: interrupted\n")
 
 
@@ -120,7 +121,7 @@ def test_ctrl_c_at_the_start_is_one_line(tmp_path):
 def test_a_closed_stream_does_not_end_a_run(alone, tmp_path, closed):
     """Oracle: the end of the log, and the files of the run without text that belongs elsewhere."""
     job = alone("--epochs=1", preexec_fn=lambda: [os.close(number) for number in closed])
-    output, errors = job.communicate(timeout=240)
+    output, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 0, output + errors
     run = tmp_path / "run"
     assert "complete after 3 steps" in (run / "log.txt").read_text()
@@ -134,12 +135,12 @@ def test_a_stream_that_cannot_encode_a_name_does_not_end_a_run(alone, tmp_path):
     names = {"PYTHONIOENCODING": "ascii"}
     run = tmp_path / "größe 東"
     job = alone("--epochs=1", f"--run_dir={run}", env=os.environ | names)
-    output, errors = job.communicate(timeout=240)
+    output, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 0, errors
     assert rf"wrote {tmp_path}/gr\xf6\xdfe \u6771/checkpoints/step-000000003" in output
     assert str(run) in (run / "log.txt").read_text()
     job = alone("--epochs=1", f"--run_dir={run}", env=os.environ | names)
-    assert r"gr\xf6\xdfe \u6771: it is not empty" in job.communicate(timeout=240)[1]
+    assert r"gr\xf6\xdfe \u6771: it is not empty" in job.communicate(timeout=paced(240))[1]
 
 
 KEEPS = """

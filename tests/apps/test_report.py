@@ -403,6 +403,7 @@ def test_sentences_that_weaken_the_numbers_come_first(asked):
 # -- names, colours and text of pictures ---------------------------------------------------------
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", ["$x^", "a_$b", "_below", "<b>&amp;", "a\\frac"])
 def test_any_name_of_a_strategy_is_drawn_as_it_is(tmp_path, name):
     """Oracle: the name in the page's table and, letter by letter, in the pictures."""

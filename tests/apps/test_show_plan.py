@@ -13,6 +13,7 @@ from mpikfac_apps.options.command_line import read
 from mpikfac_apps.planning.facts import looked_at, most_loaded
 from mpikfac_apps.planning.plan import PROGRAM, PlanOptions, main, plan_of
 from mpikfac_apps.problems.models import shapes_of
+from support.pace import paced
 
 
 def words(text: str, line: str) -> list[str]:
@@ -169,6 +170,7 @@ def test_a_file_without_a_model_is_one_line(tmp_path, monkeypatch, capsys, name,
     assert line.startswith("mpikfac plan: ") and message in line
 
 
+@pytest.mark.gate
 def test_mpi_is_not_imported():
     """Oracle: the imported modules; a laptop without MPI prints the plan of a cluster's job."""
     program = (
@@ -176,7 +178,7 @@ def test_mpi_is_not_imported():
         "code = main(['plan', '--model', 'digits_cnn', '--ranks', '4']); "
         "sys.exit(code or any(name.startswith('mpi4py') for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", program], timeout=240).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], timeout=paced(240)).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def picture(run):
     return by_rank
 
 
+@pytest.mark.gate
 def test_two_ranks_leave_a_timeline_means_and_a_table(tmp_path):
     """Oracle: steps 2 to 4 of 6; stages of a K-FAC step; equal bytes in both files."""
     chosen = ("--trace_steps=3", "--strategy=mem-opt", "--kfac.basis_every=3")

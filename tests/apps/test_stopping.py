@@ -19,6 +19,7 @@ import pytest
 import mpikfac
 from mpikfac_apps.training import train
 from support.launch import TRAIN, kill, processes, start
+from support.pace import paced
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +88,7 @@ def test_a_signal_at_any_moment(started, tmp_path, seconds, name, to, moment):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(getattr(signal, name))
         time.sleep(0.005)
-    output, errors = started.communicate(timeout=240)
+    output, errors = started.communicate(timeout=paced(240))
     seconds.append(time.monotonic() - sent)
     assert started.returncode == 75, errors
     check_stopped(tmp_path, output)
@@ -101,9 +102,9 @@ def test_an_end_of_the_launcher_is_one_of_the_ranks(started, tmp_path, name):
     while started.poll() is None and not list(tmp_path.glob("checkpoints/step-*")):
         time.sleep(0.01)
     started.send_signal(getattr(signal, name))
-    started.communicate(timeout=240)
+    started.communicate(timeout=paced(240))
     assert started.returncode != 0
-    assert not psutil.wait_procs(ranks, timeout=30)[1]
+    assert not psutil.wait_procs(ranks, timeout=paced(30))[1]
     assert mpikfac.find_checkpoint(mpikfac.world(), tmp_path / "checkpoints") is not None
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from mpikfac_apps.study import jobs, progress, spec, study
+from support.pace import paced
 
 STUDY = {
     "name": "a study",
@@ -327,6 +328,7 @@ def test_exit_code_0_alone_does_not_make_a_cell_complete(tmp_path, monkeypatch, 
     assert study.main(words) == 0
 
 
+@pytest.mark.gate
 def test_a_run_that_is_to_end_within_an_epoch_is_complete_there(tmp_path, monkeypatch):
     """Oracle: 13 of 24 steps; the only line of metrics is at step 10."""
     options = {**STUDY["options"], "epochs": 12, "max_steps": 13}
@@ -348,6 +350,7 @@ def test_a_cell_that_is_asked_to_stop_ends_the_study(tmp_path, monkeypatch, caps
     assert "the same command resumes the study): sgd on 1 rank; mine on 1 rank." in page
 
 
+@pytest.mark.gate
 def test_an_interrupted_study_ends_its_job_and_leaves_the_cell_to_be_run_again(tmp_path):
     """Oracle: the launcher has ended, which takes 2 s, and the cell has no result."""
     file = written(tmp_path, matrix={"strategy": ["sgd"], "ranks": [1]})
@@ -396,11 +399,12 @@ def interrupt(file, place, environment, once):
             assert job.poll() is None
             time.sleep(0.05)
         job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=240)
+        _, errors = job.communicate(timeout=paced(240))
     assert job.returncode == 130
     assert errors == "mpikfac study: interrupted; the same command resumes the study\n"
 
 
+@pytest.mark.gate
 def test_a_queued_job_is_cancelled_and_waited_for(tmp_path):
     """Oracle: the arguments of a stand-in for scancel; sbatch ends without a kill."""
     file = written(tmp_path, launcher="slurm", matrix={"strategy": ["mine"], "ranks": [2]})

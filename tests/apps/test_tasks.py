@@ -125,6 +125,7 @@ def test_all_numbers_of_ranks_learn_the_same(job, name, ranks):
     assert numbers[0][-1] < numbers[0][0]
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", CHOSEN)
 def test_a_resumed_run_goes_on_exactly(tmp_path, name):
     """Oracle: the uninterrupted run."""

@@ -140,6 +140,7 @@ def runs(root):
     yield 2, plain(root / "moved", *chosen, *placed, f"--resume={root / 'stopped'}")
 
 
+@pytest.mark.gate
 def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     """Oracle: the uninterrupted run on the first part's number of ranks."""
     whole, parts = job / "whole", job / "parts"
@@ -150,6 +151,7 @@ def test_a_run_on_other_ranks_keeps_its_batch_and_learning_rate(job):
     assert (saved["batch"], saved["batch_per_rank"]) == (120, None)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", LENGTHS)
 def test_damping_and_the_length_of_steps_are_the_same_on_two_ranks(job, name):
     """Oracle: one rank; a run without the options learns differently."""
@@ -231,6 +233,7 @@ def test_a_resumed_run_follows_another_decay_and_momentum(tmp_path, optimizer):
     assert "from here on momentum=0.5; the checkpoint has 0.9" in text
 
 
+@pytest.mark.gate
 def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     """Oracle: the divisors of the batch."""
     chosen = ("--batch=null", "--batch_per_rank=5", "--max_steps=1", "--resume=auto")
@@ -241,6 +244,7 @@ def test_a_batch_that_other_ranks_cannot_share_is_refused(job):
     assert again.stderr.count(message) == again.stderr.count("mpikfac: ") == 1
 
 
+@pytest.mark.gate
 def test_a_run_goes_on_with_other_ranks_placement_and_run_directory(job):
     """Oracle: the uninterrupted run of one rank, step by step, between two decompositions too."""
     expected = [row for row in rows(job / "placed") if row["step"] > 6]
@@ -421,6 +425,7 @@ def test_a_diverging_run_keeps_a_checkpoint_from_before(tmp_path):
     assert torch.equal(read_checkpoint(kept)["model/0.weight"], before)
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("given", "message"),
     [

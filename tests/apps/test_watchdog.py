@@ -13,6 +13,7 @@ import pytest
 
 from mpikfac_apps.guard.reports import set_aside, summary
 from support.launch import launch
+from support.pace import PACE, paced
 
 HANGS = """
 import ctypes, os, re, signal, sys, time
@@ -32,7 +33,8 @@ Requests(None, end=None, every_minutes=None)  # SIGTERM kills no rank then
 if comm.rank == 0:
     set_aside(directory)
 comm.Barrier()
-watchdog = Watchdog(Reports(directory, comm.rank, comm.size), 2, lambda: trace.current)
+reports, limit = Reports(directory, comm.rank, comm.size), int(sys.argv[3])
+watchdog = Watchdog(reports, limit, lambda: trace.current)
 for step in range(3):
     watchdog.enter("step", step)
     with trace.stage("precondition"):
@@ -63,12 +65,13 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
         (hang / old).write_text('{"stage": "of an earlier start"}\n')
     program = tmp_path / "program.py"
     program.write_text(HANGS)
-    job = launch(ranks, str(program), str(hang), how)
+    limit = round(paced(2))
+    job = launch(ranks, str(program), str(hang), how, str(limit))
     assert job.returncode == 1
     (line,) = [line for line in job.stderr.splitlines() if "mpikfac" in line]
     host = json.loads((hang / "rank-0.txt").read_text().splitlines()[0])["host"]
     where = where.replace("HOST", host)
-    assert line == f"mpikfac: no progress for 2 s: {where}; stacks in {hang}"
+    assert line == f"mpikfac: no progress for {limit} s: {where}; stacks in {hang}"
     assert line.endswith((hang / "summary.txt").read_text().strip())
     for rank in range(ranks):
         stack = (hang / f"rank-{rank}.txt").read_text()
@@ -80,17 +83,17 @@ def test_a_job_that_hangs_ends_with_one_line_and_all_stacks(tmp_path, how, ranks
         for process in psutil.process_iter(["cmdline"])
         if str(program) in " ".join(process.info["cmdline"] or [])
     ]
-    assert not psutil.wait_procs(ranks, timeout=30)[1]  # killed, they may not be gone yet
+    assert not psutil.wait_procs(ranks, timeout=paced(30))[1]  # killed, they may not be gone yet
     (kept,) = tmp_path.glob("hang-*")
     assert len(list(kept.iterdir())) == 3
 
 
-ALONE = """
+ALONE = f"""
 import ctypes, os, sys, time
 from pathlib import Path
 from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
-hang = Path(sys.argv[1])
+hang, PACE = Path(sys.argv[1]), {PACE}
 def watched(limit):
     return Watchdog(Reports(hang, 0, 1), limit, lambda: "decompose")
 """
@@ -99,30 +102,32 @@ def watched(limit):
 def alone(hang: Path, body: str) -> subprocess.CompletedProcess[str]:
     """Return the end of a single process without MPI that runs `body`."""
     command = [sys.executable, "-c", ALONE + textwrap.dedent(body), str(hang)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=paced(240))
 
 
+@pytest.mark.gate
 def test_what_may_last_longer_is_not_ended(tmp_path):
     """Oracle: twice the limit of a step, in evaluation until C's thread ends a step; GIL held."""
     body = """
-    watchdog = watched(0.5)
-    ctypes.PyDLL(None).usleep(1_000_000)
+    watchdog = watched(0.5 * PACE)
+    ctypes.PyDLL(None).usleep(int(1e6 * PACE))
     watchdog.enter("step", 0)
-    ctypes.PyDLL(None).usleep(1_000_000)
+    ctypes.PyDLL(None).usleep(int(1e6 * PACE))
     for step in range(1, 40):
         watchdog.enter("step", step)
         time.sleep(0.01)
     watchdog.enter("evaluation", 40)
-    ctypes.PyDLL(None).usleep(2_700_000)
+    ctypes.PyDLL(None).usleep(int(2.7e6 * PACE))
     watchdog.enter("step", 40)
     watchdog.close()
-    time.sleep(0.7)
+    time.sleep(0.7 * PACE)
     """
     ran = alone(tmp_path / "hang", body)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert not (tmp_path / "hang").exists()
 
 
+@pytest.mark.gate
 def test_a_run_goes_on_if_no_thread_can_start_now(tmp_path):
     """Oracle: a timer that is refused twice, and then ends the hang."""
     body = """
@@ -144,6 +149,7 @@ def test_a_run_goes_on_if_no_thread_can_start_now(tmp_path):
     assert ran.returncode != 0 and "decompose" in ran.stderr
 
 
+@pytest.mark.gate
 def test_no_limit_is_no_limit(tmp_path):
     """Oracle: the number of threads, of Python and of C."""
     body = """
@@ -157,6 +163,7 @@ def test_no_limit_is_no_limit(tmp_path):
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.gate
 def test_a_crash_leaves_its_stack(tmp_path):
     """Oracle: the function that reads address 0."""
     ran = alone(tmp_path, "watchdog = watched(9)\nctypes.string_at(0)")
@@ -165,6 +172,7 @@ def test_a_crash_leaves_its_stack(tmp_path):
     assert "Segmentation fault" in report and "in string_at" in report
 
 
+@pytest.mark.gate
 def test_progress_that_comes_too_late_does_not_save_a_job(tmp_path):
     """Oracle: the exit code; in a real job, the remaining ranks have already reported an end."""
     body = """
@@ -189,6 +197,7 @@ SILENT_DISK = """
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("storage", "why"),
     [(FULL, "[Errno 28] No space left on device"), (SILENT_DISK, "no answer in 0.6 s")],
@@ -218,6 +227,7 @@ SPOILED = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("content", SPOILED)
 def test_a_report_that_no_rank_writes_does_not_keep_the_line(tmp_path, content):
     """Oracle: one printable line that names both ranks."""
@@ -234,10 +244,10 @@ def test_a_report_that_no_rank_writes_does_not_keep_the_line(tmp_path, content):
 
 
 WRITES = """
-    watchdog = watched(0.1)
+    watchdog = watched(0.2 * PACE)
     watchdog.enter("step", 0)
     watchdog.begin_write(4, lambda: UNFINISHED)
-    for step in range(1, 400):
+    for step in range(1, int(600 * PACE)):
         watchdog.enter("step", step)
         if step == END:
             watchdog.end_write()
@@ -246,6 +256,7 @@ WRITES = """
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("unfinished", "where"),
     [
@@ -257,7 +268,7 @@ def test_a_write_beside_the_steps_has_a_limit(tmp_path, unfinished, where):
     """Oracle: 10 times the limit of a step, while steps go on."""
     ran = alone(tmp_path, WRITES.replace("UNFINISHED", unfinished).replace("END", "-1"))
     assert ran.returncode == 1
-    assert ran.stderr.startswith("mpikfac: no progress for 1 s: rank 0 on ")
+    assert ran.stderr.startswith(f"mpikfac: no progress for {paced(2):g} s: rank 0 on ")
     assert f"{where}; stacks in {tmp_path}" in ran.stderr
     in_time = alone(tmp_path, WRITES.replace("UNFINISHED", unfinished).replace("END", "50"))
     assert (in_time.returncode, in_time.stderr) == (0, "")
@@ -272,6 +283,7 @@ LATER = """
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(
     ("unfinished", "where"),
     [
@@ -300,6 +312,7 @@ while :; do sleep 0.1; done
 """
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize(("name", "asked"), [("prterun", 2), ("shell", 0)])
 def test_a_launcher_that_stays_is_asked_to_leave(tmp_path, name, asked):
     """Oracle: a launcher that obeys the second signal; a parent that is none is left alone.
@@ -310,7 +323,7 @@ def test_a_launcher_that_stays_is_asked_to_leave(tmp_path, name, asked):
     launcher.write_text(STUBBORN if asked else '#!/bin/sh\n"$@"\nsleep 2\nexit 3')
     launcher.chmod(0o755)
     command = [str(launcher), sys.executable, "-c", LEFT]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=paced(60))
     assert ended.returncode == 3
     assert ended.stdout == "rank left\n" + asked * "asked\n"
 
@@ -333,6 +346,7 @@ def test_the_summary_names_first_who_does_not_wait():
     )
 
 
+@pytest.mark.gate
 def test_reports_of_an_earlier_start_are_set_aside_if_there_are_any(tmp_path):
     """Oracle: a directory with a report, a directory with an empty report, and no directory."""
     hang = tmp_path / "hang"

@@ -11,6 +11,8 @@ import pytest
 
 from mpikfac_apps.training import train
 
+pytestmark = pytest.mark.gate
+
 OPTIONS = ("--batch=120", "--data.train_images=360", "--epochs=2", "--log_every=1", "--threads=1")
 TIMES = ("seconds", "images_per_second", "communication")
 REMEDY = "install one by pip install 'mpikfac[mpi]', or load the module of your site's MPI"

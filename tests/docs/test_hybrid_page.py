@@ -12,6 +12,7 @@ from support.launch import launch
 PAGE = Path(__file__).parents[2] / "docs" / "hybrid.md"
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_program_runs(tmp_path, ranks):
     """Oracle: the exit code, and the layers in the table that the program prints."""

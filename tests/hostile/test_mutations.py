@@ -37,10 +37,11 @@ from mpikfac_apps.study import compare, progress, spec, study
 from mpikfac_apps.training import train
 from support import attacks
 from support.cifar import python2_pickle
+from support.pace import paced
 
 SOAK = os.environ.get("MPIKFAC_SOAK") == "1"
 MORE = 15 if SOAK else 1  # times as many cases
-SECONDS = 60
+SECONDS = round(paced(60))
 MEMORY = 2**31
 OUTSIDE = b"mine"
 QUICK = ("--batch=120", "--data.train_images=360", "--log_every=1", "--threads=1", "--epochs=2")
@@ -304,6 +305,7 @@ def same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.timeout(1800)
 def test_spoiled_files_are_one_line_or_change_nothing(base, expected, tmp_path, name) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.pace import paced
+
 BIND = Path(__file__).parents[2] / "jobs" / "bind_gpu.sh"
 
 
@@ -21,7 +23,7 @@ def bound(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str
         env={"PATH": f"{tmp_path}:/usr/bin:/bin"} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
 
 
@@ -79,7 +81,7 @@ def bound_without_nvidia(tmp_path: Path, **environment: str) -> str:
         env={"PATH": str(tools), "SLURM_LOCALID": "5"} | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
     assert found.returncode == 0, found.stderr
     return found.stdout.strip()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from support.launch import launcher
+from support.pace import paced
 
 COMMON = Path(__file__).parents[2] / "jobs" / "common.sh"
 
@@ -46,7 +47,7 @@ def run(root: Path, commands: str, **environment: str) -> subprocess.CompletedPr
         env=clean | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
 
 

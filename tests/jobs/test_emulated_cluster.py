@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.pace import paced
+
 pytestmark = pytest.mark.slow
 
 JOBS = Path(__file__).parents[2] / "jobs"
@@ -83,7 +85,7 @@ def call(script) -> Iterator[Run]:
             env=environment(**more),
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=paced(240),
         )
 
     yield run
@@ -131,7 +133,7 @@ def sleeping(cluster, script, tmp_path) -> Iterator[subprocess.Popen[str]]:
 
 
 def wait_until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 240
+    end = time.monotonic() + paced(240)
     while not reached():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -243,8 +245,8 @@ def test_a_job_that_is_ended_leaves_nothing(sleeping, tmp_path, how):
     family = psutil.Process(sleeping.pid).children(recursive=True)
     assert len(family) > 2 * HOSTS
     sleeping.send_signal(how)
-    assert sleeping.wait(timeout=240) == -how
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert sleeping.wait(timeout=paced(240)) == -how
+    assert psutil.wait_procs(family, timeout=paced(60))[1] == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -258,8 +260,8 @@ def test_down_ends_all_that_runs_and_leaves_nothing(sleeping, cluster):
     assert held <= inhabited()
     down = cluster("down")
     assert (down.returncode, down.stdout, down.stderr) == (0, "", "")
-    assert sleeping.wait(timeout=240) == -signal.SIGKILL
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert sleeping.wait(timeout=paced(240)) == -signal.SIGKILL
+    assert psutil.wait_procs(family, timeout=paced(60))[1] == []
     assert not held & inhabited()
     assert not STATE.exists()
     assert bystander.is_running()
@@ -282,7 +284,7 @@ def test_one_of_two_at_once_comes_up(script, call):
     command = ["bash", str(script), "up", "1", "--rate", "1gbit"]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     both = [subprocess.Popen(command, env=environment(), **quiet) for _ in range(2)]
-    assert sorted(job.wait(timeout=240) for job in both) == [0, 2]
+    assert sorted(job.wait(timeout=paced(240)) for job in both) == [0, 2]
     other = {"MPIKFAC_CLUSTER": f"{NAME}-other"}
     try:
         assert call("up", "1", "--rate", "1gbit", **other).returncode == 0
@@ -311,7 +313,8 @@ import mpikfac
 from mpikfac_apps.guard.reports import Reports
 from mpikfac_apps.guard.watchdog import Watchdog
 comm, trace, place = mpikfac.world(), mpikfac.Trace(), Path(sys.argv[1])
-watchdog = Watchdog(Reports(place / "hang", comm.rank, comm.size), 3, lambda: trace.current)
+reports, limit = Reports(place / "hang", comm.rank, comm.size), int(sys.argv[2])
+watchdog = Watchdog(reports, limit, lambda: trace.current)
 for step in range(10**9):
     watchdog.enter("step", step)
     with trace.stage("reduce gradients"):
@@ -328,7 +331,9 @@ def test_a_link_that_goes_down_for_good_ends_the_job(cluster, script, tmp_path):
     """
     steps = tmp_path / "steps.py"
     steps.write_text(STEPS)
-    command = ["bash", str(script), "run", "python", "-m", "mpi4py", str(steps), str(tmp_path)]
+    limit = str(round(paced(3)))
+    words = ("python", "-m", "mpi4py", str(steps), str(tmp_path), limit)
+    command = ["bash", str(script), "run", *words]
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(command, env=environment(), stdout=said, stderr=said)
     try:
@@ -336,11 +341,11 @@ def test_a_link_that_goes_down_for_good_ends_the_job(cluster, script, tmp_path):
         holder = (STATE / "holder").read_text().strip()
         down = ["nsenter", f"--target={holder}", "--net", "ip", "link", "set", "node3", "down"]
         subprocess.run(down, check=True)
-        assert job.wait(timeout=120) == 1
+        assert job.wait(timeout=paced(120)) == 1
     finally:
         job.kill()
         cluster("down")
-    assert "mpikfac: no progress for 3 s: " in (tmp_path / "said").read_text()
+    assert f"mpikfac: no progress for {limit} s: " in (tmp_path / "said").read_text()
 
 
 def test_a_failure_half_way_leaves_nothing(call, tmp_path):
@@ -365,7 +370,7 @@ def test_killed_half_way_it_leaves_no_process_and_is_no_hindrance(script, call, 
         family = psutil.Process(job.pid).children(recursive=True)
         assert len(family) >= 3
         job.kill()
-    assert psutil.wait_procs(family, timeout=60)[1] == []
+    assert psutil.wait_procs(family, timeout=paced(60))[1] == []
     assert call("status").returncode == 1
     assert call("up", "2", "--rate", "1gbit").returncode == 0
     call("down")

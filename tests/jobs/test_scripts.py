@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from support.pace import paced
+
 JOBS = Path(__file__).parents[2] / "jobs"
 SCRIPTS = sorted(path for path in JOBS.glob("*/*.*") if path.suffix in (".sbatch", ".pbs", ".lsf"))
 STAND_INS = """
@@ -37,14 +39,14 @@ def run(tmp_path: Path, script: str, **environment: str) -> subprocess.Completed
         env={"PATH": "/usr/bin:/bin", "HOME": "/home/me"} | scheduler | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_every_script_has_one_block_to_edit(script):
     """Oracle: bash's parser; the two marks, in order; no scheduler directive follows the block."""
-    assert subprocess.run(["bash", "-n", str(script)], timeout=240).returncode == 0
+    assert subprocess.run(["bash", "-n", str(script)], timeout=paced(240)).returncode == 0
     before, _, rest = script.read_text().partition("# ---- edit from here ----\n")
     _, _, after = rest.partition("# ---- to here ----\n")
     assert "bash -c '. jobs/common.sh; " in before

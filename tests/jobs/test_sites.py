@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.pace import paced
+
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "jobs"
 PAGE = (ROOT / "docs" / "gpu_sites.md").read_text()
@@ -47,7 +49,7 @@ def launched(tmp_path: Path, script: str, **environment: str) -> tuple[str, dict
         env={"HOME": "/home/me"} | SCHEDULERS | places | environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
@@ -115,7 +117,7 @@ def test_installing_builds_mpi4py_with_the_site_s_compiler(tmp_path):
         env={"PATH": "/usr/bin:/bin", "MPICC": "cc -shared", "PIP_NO_BINARY": "mpi4py"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=paced(240),
     )
     assert "--editable .[apps] by cc -shared, no wheel of mpi4py" in done.stdout
 

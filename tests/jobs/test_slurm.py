@@ -23,6 +23,7 @@ import torch
 
 import mpikfac
 from support.launch import PROGRAMS
+from support.pace import paced
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -41,7 +42,7 @@ WHEEL = {
 }
 PROGRAM = "--batch=120 --data.train_images=360 --epochs=40 --log_every=1 --checkpoint_every=40"
 STEPS = 120
-PATIENCE = 600.0  # seconds, on a machine that does other things too
+PATIENCE = paced(600)  # seconds, on a machine that does other things too
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 REQUEUES = 10 if os.environ.get("MPIKFAC_SOAK") else 3
 # A project that uses the virtual environment of the tests.
@@ -82,7 +83,7 @@ def slurm() -> Iterator[Slurm]:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                timeout=240,
+                timeout=paced(240),
             ).stdout
 
         yield run

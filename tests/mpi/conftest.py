@@ -7,17 +7,19 @@ import os
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
 import mpikfac
+from support.pace import paced
 from support.problem import DEVICE
 
 WORLD = mpikfac.world()
 REPORTS = WORLD.rank == 0
-SECONDS_PER_TEST = 300
+SECONDS_PER_TEST = paced(300)
 STDERR = pytest.StashKey[int]()
 
 
@@ -51,17 +53,27 @@ def _time_limit(request):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark all but every fourth test as slow: each test is fast with one number of 1 to 4 ranks.
+    """Mark the cases of a parametrised test by lane; a test without parameters is a single case.
 
-    On a GPU, all but every eighth test: staged and direct runs have other fast tests.
+    The first case is quick on two ranks, and the last case on three ranks. In the gate are all
+    cases on one rank, and on 2 to 4 ranks the first case; each other case on one of these numbers.
+    On a GPU, each case is quick on one number of 1 to 4 ranks, either staged or direct.
     """
-    own = [item for item in items if item.path.is_relative_to(HERE)]
-    turns, turn = 4, WORLD.size % 4
-    if DEVICE.type != "cpu":
-        turns, turn = 8, turn + 4 * mpikfac.comm.cuda_aware()
-    for number, item in enumerate(own):
-        if number % turns != turn:
-            item.add_marker("slow")
+    tests = {}
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    ranks = WORLD.size
+    for test, cases in tests.items():
+        quick = {2: cases[0], 3: cases[-1]}.get(ranks)
+        # Starts at a number of the test, else all single cases would have the same turn.
+        for turn, case in enumerate(cases, zlib.crc32(test.encode())):
+            if DEVICE.type != "cpu":
+                if turn % 8 != ranks % 4 + 4 * mpikfac.comm.cuda_aware():
+                    case.add_marker("slow")
+            elif case is not quick:
+                gate = ranks == 1 or case is cases[0] or turn % 3 == ranks % 3
+                case.add_marker("gate" if gate else "slow")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -79,6 +91,7 @@ def pytest_runtest_logreport(report):
 def pytest_sessionfinish(exitstatus):
     for thread in threading.enumerate():  # work in the background aborts a process that ends
         if thread.daemon and not isinstance(thread, threading._DummyThread):
-            thread.join(timeout=2)
+            thread.join(timeout=paced(2))
     if exitstatus and not REPORTS:
-        time.sleep(2)  # a failing rank's exit ends the job: rank 0 first prints its own report
+        # A failing rank's exit ends the job: rank 0 first prints its own report.
+        time.sleep(paced(2))

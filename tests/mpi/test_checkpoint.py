@@ -13,6 +13,7 @@ import torch
 from mpikfac import CheckpointWriter, UserError, find_checkpoint, load_checkpoint, save_checkpoint
 from mpikfac.checkpoint import checkpoint, latest_checkpoint
 from mpikfac.comm import together
+from support.pace import paced
 
 DTYPES = (
     torch.float32,
@@ -291,7 +292,7 @@ def test_files_that_one_rank_does_not_see_yet(comm, root, monkeypatch, lag) -> N
         return found
 
     monkeypatch.setattr(checkpoint, "_files", files)
-    monkeypatch.setattr(checkpoint, "PATIENCE", 1.0)
+    monkeypatch.setattr(checkpoint, "PATIENCE", paced(1))
     if lag < 1 or comm.size == 1:
         assert find_checkpoint(comm, root).step == 1
     else:

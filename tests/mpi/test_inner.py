@@ -10,11 +10,7 @@ from mpikfac import Strategy
 from support import inner, problem
 
 RANKS = mpikfac.world().size
-FAST = ("others", "lstm")
-KINDS = [
-    pytest.param(kind, marks=[pytest.mark.slow] * (kind not in FAST))
-    for kind in (*inner.TO, *inner.CELLS)
-]
+KINDS = (*inner.TO, *inner.CELLS)
 STRATEGIES = [
     *problem.strategies(RANKS, ["everyone", "owners"]),
     Strategy(1, "owners", "owner").changed(reduce_at="bases"),

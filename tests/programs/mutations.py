@@ -5,9 +5,9 @@
 Run the program in the repository's root. The table is `support/mistakes.py`. Without words the
 program tries the whole table; with words, the mistakes whose description has one of the words. A
 mistake is one wrong line. The tests of the mistake's target have to fail on the wrong line and to
-pass on the right line. The tests of `bash jobs/test.sh` come first (lane "fast"), then the tests
-marked slow (lane "slow"). The exit code is 1 if a mistake survives, or if an old text of the table
-is not found exactly once.
+pass on the right line. The tests of `bash jobs/test.sh` come first (lane "quick"), then those that
+`bash jobs/test.sh --ci` adds (lane "ci"), then the rest (lane "all"). The exit code is 1 if a
+mistake survives, or if an old text of the table is not found exactly once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from pathlib import Path
 
 from support import launch
 from support.mistakes import TABLE, Mistake
+from support.pace import paced
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("mpikfac", "apps", "tests", "pyproject.toml")
-LANES = {"fast": "not slow", "slow": "slow"}  # marks of the tests, by lane
-LIMIT = 240.0  # seconds of a run of tests; a mistake may let ranks wait for ever
+# The marks of the tests that a lane adds.
+LANES = {"quick": "not slow and not gate", "ci": "gate", "all": "slow and not gate"}
+LIMIT = paced(240)  # seconds of a run of tests; a mistake may let ranks wait for ever
 FAILURE = re.compile(r"^(?:FAILED|ERROR|rank \d+:) (tests/\S+::.+?)(?= - |$)", re.MULTILINE)
 
 
@@ -62,11 +64,7 @@ def run(copy: Path, tests: list[str], ranks: int) -> str | None:
 
 def selected(mistake: Mistake, lane: str) -> list[str]:
     """Return pytest's arguments for the tests of the target in a lane."""
-    marked = ["-m", LANES[lane]]
-    if not mistake.target.startswith("tests/mpi"):
-        return [mistake.target, *marked]
-    # tests/mpi/conftest.py marks tests by their number among all tests of tests/mpi.
-    return ["tests/mpi", *marked, "-k", " and ".join(Path(mistake.target).name.split("::"))]
+    return [mistake.target, "-m", LANES[lane]]
 
 
 def caught(mistake: Mistake, copy: Path) -> tuple[str, str | None]:

@@ -14,7 +14,9 @@ from typing import IO
 
 import psutil
 
-LIMIT = 240  # seconds, for hangs alone: jobs take less than 30 on an idle machine
+from support.pace import paced
+
+LIMIT = 240  # seconds at pace 1, for hangs alone: jobs take less than 30 on an idle machine
 PROGRAMS = Path(__file__).parents[1] / "programs"
 TRAIN = str(Path(__file__).parents[2] / "apps" / "train_cnn.py")
 
@@ -28,11 +30,12 @@ def launch(
     environment.
 
     Raises:
-        subprocess.TimeoutExpired: after `timeout` seconds; no process of the job is left.
+        subprocess.TimeoutExpired: after `timeout` seconds at the machine's pace; no process of the
+            job is left.
     """
     with start(ranks, *args, env=env) as job:
         try:
-            output, errors = job.communicate(timeout=timeout)
+            output, errors = job.communicate(timeout=paced(timeout))
         except subprocess.TimeoutExpired as expired:
             kill(job)
             output, errors = job.communicate()
@@ -86,7 +89,7 @@ def kill(job: subprocess.Popen[str]) -> None:
     for process in [psutil.Process(job.pid), *family]:
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(family, timeout=10)
+    psutil.wait_procs(family, timeout=paced(10))
 
 
 def launcher() -> tuple[str, list[str]]:

@@ -16,7 +16,7 @@ SCRIPT = str(Path(__file__).parents[2] / "benchmarks" / "calls.py")
     ("kind", "owner", "others"),
     [
         pytest.param("linear", (86, 47), (51, 25), marks=pytest.mark.slow),
-        ("conv", (100, 62), (65, 40)),
+        pytest.param("conv", (100, 62), (65, 40), marks=pytest.mark.gate),
     ],
 )
 def test_a_further_layer_takes_few_calls(kind, owner, others):

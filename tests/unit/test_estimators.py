@@ -82,6 +82,7 @@ def test_where_hessians_differ_the_product_is_not_the_gauss_newton_matrix(comm):
         assert 0.01 < (product - block).norm() / block.norm() < 1
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("loss", fisher.LOSSES)
 @pytest.mark.parametrize("samples", [1, 3])
 def test_drawn_labels_give_on_average_what_all_labels_give(comm, loss, samples):

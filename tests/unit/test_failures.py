@@ -57,6 +57,7 @@ CRASHES = {
 }
 
 
+@pytest.mark.gate
 @pytest.mark.parametrize("how", CRASHES)
 def test_a_crash_ends_the_job_with_one_traceback(tmp_path, how):
     """Oracle: exit code 1, rank 1's own report and no further report, and no hang."""

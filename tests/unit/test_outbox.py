@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from mpikfac.comm.messages.outbox import Outbox
+from support.pace import paced
 
 
 class Line:
@@ -18,7 +19,7 @@ class Line:
 
     def pieces(self, name, count):
         def piece():
-            assert self.gate.acquire(timeout=10)
+            assert self.gate.acquire(timeout=paced(10))
             self.arrived.append(name)
 
         return [piece] * count

@@ -1,0 +1,16 @@
+"""The pace of the machine: limits of time are for hangs alone, and grow on a slow machine.
+
+`jobs/test.sh` times a start of two ranks, and sets MPIKFAC_TEST_PACE to the seconds of the start,
+divided by the seconds on an idle machine. Without the variable the pace is 1.
+"""
+
+from __future__ import annotations
+
+import os
+
+PACE = max(1.0, float(os.environ.get("MPIKFAC_TEST_PACE", "1")))
+
+
+def paced(seconds: float) -> float:
+    """Return a limit in seconds for this machine, from the limit for an idle machine."""
+    return PACE * seconds
