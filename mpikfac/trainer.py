@@ -50,12 +50,12 @@ from mpikfac.model import (
 )
 from mpikfac.numerics import without_autocast
 from mpikfac.plan import Plan, Split, Strategy
+from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
 
 log = logging.getLogger("mpikfac")
 
-STEPS = "trainer/steps"
 FORMER = {
     "mean_loss": "trainer.exchange.hear(loss) before step()",
     "inputs": "kfac.length.batch(inputs, loss) before step()",
@@ -199,7 +199,8 @@ class Trainer:
         """Return the scaler if a step can be taken now; None for a disabled scaler."""
         check_momentum(self.optimizer, self._strategy, self._method.momentum)
         self.built.grid.check_open()
-        scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
+        if scaler is not None:
+            scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
         self.built.method.check_step(scaler)
         return scaler
 

@@ -20,6 +20,9 @@ from mpikfac.engine.curvature import merge as merge
 from mpikfac.engine.extension import OneModel as OneModel
 from mpikfac.engine.extension import attached as attached
 from mpikfac.engine.gradients import Gradients as Gradients
+from mpikfac.engine.gradients import Slot as Slot
+from mpikfac.engine.gradients import divided_by_ranks as divided_by_ranks
+from mpikfac.engine.gradients import slots_in as slots_in
 from mpikfac.engine.method import FirstOrder as FirstOrder
 from mpikfac.engine.method import Method as Method
 from mpikfac.engine.nonfinite import Flags as Flags
@@ -29,7 +32,4 @@ from mpikfac.engine.part import Part as Part
 from mpikfac.engine.scaled import average_scaled as average_scaled
 from mpikfac.engine.scaled import usable_scaler as usable_scaler
 from mpikfac.engine.site import Site as Site
-from mpikfac.engine.slots import Slot as Slot
-from mpikfac.engine.slots import divided_by_ranks as divided_by_ranks
-from mpikfac.engine.slots import slots_in as slots_in
 from mpikfac.engine.update import Everyone as Everyone

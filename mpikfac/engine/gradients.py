@@ -4,17 +4,134 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from mpikfac.comm import summed
-from mpikfac.engine.early import READERS
+from mpikfac.comm import Overlapped, Sender, summed
 from mpikfac.engine.site import Site
-from mpikfac.engine.slots import Block, Slot, divided_by_ranks, slots_in
 from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
-from mpikfac.numerics import copy_all, not_finite
-from mpikfac.plan import Strategy, check_count, stages
+from mpikfac.numerics import Arena, copy_all, not_finite
+from mpikfac.plan import RankPlan, Strategy, check_count, names, stages
+
+Block = Layer | Other
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A layer or an uncovered block, bound to a place in an arena.
+
+    Attributes:
+        parts: views of the arena, shaped as the block's parameters.
+        steps: whether the rank's optimizer steps the block.
+    """
+
+    block: Block
+    parts: Sequence[Tensor]
+    steps: bool
+
+
+def slots_in(arena: Arena, blocks: Iterable[Block], site: Site) -> list[Slot]:
+    """Return slots of the `blocks` with a place in the arena."""
+    steps = site.plan.steps
+    placed = (block for block in blocks if block.name in arena)
+    return [Slot(b, b.parts(arena[b.name]), steps(b.name)) for b in placed]
+
+
+def divided_by_ranks(arena: Arena, plan: RankPlan) -> list[Tensor]:
+    """Return the views that sums turn into means; a robust rule takes vectors as they are."""
+    if plan.strategy.exchange.robust.combine == "mean":
+        return [arena.flat]
+    return [arena[name] for name in plan.means]
+
+
+class Reader:
+    """Copy gradients into the arena when the step asks."""
+
+    def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
+        self.slots, self.sender = list(slots), sender
+
+    def read(self) -> None:
+        """Copy the gradients of all blocks into the arena.
+
+        Raises:
+            ValueError: a gradient was changed after the gradient was sent.
+        """
+        copy_all(one for s in self.slots for one in s.block.gradients_to(s.parts))
+
+    def forget(self) -> None:
+        """Forget which gradients were sent."""
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+
+
+class EarlyReader(Reader):
+    """Copy and send a gradient in the backward pass; a step reads only what the pass has left."""
+
+    def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
+        super().__init__(slots, sender)
+        # Gradients that were sent, and their versions, by the parameter's id.
+        self._sent: dict[int, tuple[Tensor | None, int]] = {}
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(hook)
+            for slot in self.slots
+            for hook in [Hook(self._on_gradient, slot, [])]
+            for parameter in slot.block.parameters
+        ]
+
+    def read(self) -> None:
+        """Send the gradients that no backward pass has made, and check the others."""
+        sender = cast(Overlapped, self.sender)
+        for slot in self.slots:
+            if sender.is_ready(slot.block.name):
+                self._check_unchanged(slot)
+            else:
+                self._send(slot)
+        self._sent.clear()
+
+    def forget(self) -> None:
+        """Forget which gradients were sent."""
+        self._sent.clear()
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _on_gradient(self, slot: Slot, made: list[Tensor], parameter: Tensor) -> None:
+        made.append(parameter)
+        if len(made) == len(slot.block.parameters):
+            made.clear()
+            with torch.no_grad():
+                self._send(slot)
+
+    def _send(self, slot: Slot) -> None:
+        copy_all(slot.block.gradients_to(slot.parts))
+        for parameter in slot.block.parameters:
+            self._sent[id(parameter)] = parameter.grad, _version(parameter.grad)
+        self.sender.ready(slot.block.name)
+
+    def _check_unchanged(self, slot: Slot) -> None:
+        for parameter in slot.block.parameters:
+            if id(parameter) not in self._sent:
+                continue
+            gradient, version = self._sent[id(parameter)]
+            if parameter.grad is not gradient or _version(gradient) != version:
+                raise ValueError(
+                    f"the gradient of {slot.block.name!r} was changed after the backward pass; "
+                    f"with overlap=True the gradient was sent before: clip by step(max_norm=...)"
+                )
+
+
+def _version(gradient: Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+READERS = {False: Reader, True: EarlyReader}
+"""Readers, by whether the sender is early."""
 
 
 class Gradients:
@@ -48,7 +165,7 @@ class Gradients:
         self.weight = 1.0
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
-        self.sender = site.sender("reduce gradients", self.arena, messages, 0, means)
+        self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
         self.statistics = [block for block in uncovered if isinstance(block, Statistic)]
         self.counts = Counts(self.statistics if self.sender.in_parts else [])
         self._reader = READERS[self.sender.early](self.slots, self.sender)
@@ -87,7 +204,7 @@ class Gradients:
             ValueError: a gradient was changed after the gradient was sent.
         """
         self.weight = 1.0
-        with self.site.trace.stage("read gradients"):
+        with self.site.trace.stage(names.READ_GRADIENTS):
             self._reader.read()
 
     def collect(self) -> None:
@@ -179,7 +296,7 @@ class Gradients:
     def write(self, slots: Iterable[Slot]) -> None:
         """Make the values of `slots` the gradients of the blocks stepped by the rank."""
         copies: list[tuple[Tensor, Tensor]] = []
-        with self.site.trace.stage("write back"):
+        with self.site.trace.stage(names.WRITE_BACK):
             for slot in slots:
                 parameters = slot.block.parameters
                 if slot.block.name in self.broken or not all(p.requires_grad for p in parameters):

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: counted, logged once, and an error after too many in a row.
+"""Numbers of a run to warn of: not finite, or rounded; each warning once.
 
 On a GPU, whether numbers are finite lies on the device until the host waits for the device anyway.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from mpikfac.errors import UserError
 
+LEAST_DAMPING = 1e-8  # in float32
 TOLERATED = 3  # times in a row that something may go wrong before the run ends
 
 log = logging.getLogger("mpikfac")
@@ -73,18 +74,61 @@ class Flags:
     """Numbers on the device that the host reads together: every wait for a GPU costs time."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Tensor, Callable[[list[float]], None]]] = []
+        self._waiting: list[tuple[Tensor, Callable[[list[float]], None]]] = []
 
-    def keep(self, numbers: Tensor, tell: Callable[[list[float]], None]) -> None:
-        """Keep `numbers` `[n]`; the next `read` gives the numbers to `tell`."""
-        self._kept.append((numbers, tell))
+    def keep(self, numbers: Tensor, report: Callable[[list[float]], None]) -> None:
+        """Keep `numbers` `[n]`; the next `read` calls `report` with the numbers."""
+        self._waiting.append((numbers, report))
 
     def read(self, numbers: Tensor) -> list[float]:
-        """Return `numbers` `[n]`, and give all kept numbers to their `tell`, in order."""
-        kept, self._kept = self._kept, []
-        sizes = [len(numbers), *(len(some) for some, _ in kept)]
-        read = torch.cat([numbers, *(some.to(numbers.dtype) for some, _ in kept)]).tolist()
+        """Return `numbers` `[n]`, and report all waiting numbers, in order."""
+        waiting, self._waiting = self._waiting, []
+        sizes = [len(numbers), *(len(flags) for flags, _ in waiting)]
+        values = torch.cat([numbers, *(flags.to(numbers.dtype) for flags, _ in waiting)]).tolist()
         ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-        for (_, tell), start, stop in zip(kept, ends, ends[1:]):
-            tell(read[start:stop])
-        return read[: sizes[0]]
+        for (_, report), start, stop in zip(waiting, ends, ends[1:]):
+            report(values[start:stop])
+        return values[: sizes[0]]
+
+
+class Cautions:
+    """Warn of settings and layers that K-FAC can use and the user may not want."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def _once(self, kind: str, text: str, *values: object) -> None:
+        if kind not in self._said:
+            self._said.add(kind)
+            log.warning(text, *values)
+
+    def little_damping(self, damping: float, step: int) -> None:
+        """Warn of an absolute damping of a model in float32 that rounding hides."""
+        if damping < LEAST_DAMPING:
+            self._once(
+                "little damping",
+                "damping=%g at step %d is below %g: float32 has too few digits for directions with "
+                "so little damping; take more damping, or a model in float64",
+                *(damping, step, LEAST_DAMPING),
+            )
+
+    def large_factors(self, layers: Sequence[str], damping: float, step: int) -> None:
+        """Warn of the first of the layers whose factors float32 rounds by more than the damping."""
+        if layers:
+            self._once(
+                "large factors",
+                "layer %r at step %d: float32 rounds the factors of such large inputs and "
+                "gradients by more than damping=%g covers, so directions may be wrong; normalise "
+                "the inputs, or take more damping, or a model in float64",
+                *(layers[0], step, damping),
+            )
+
+    def unseen(self, layer: str) -> None:
+        """Warn of a layer with a gradient and without a call that K-FAC saw."""
+        self._once(
+            f"unseen {layer}",
+            "layer %r has a gradient, and K-FAC saw no call of the module in train() mode: "
+            "without statistics, K-FAC does not change the direction of its gradient; call "
+            "the module itself in train() mode, or add %r to skip",
+            *(layer, layer),
+        )

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mpikfac.comm import Comm, handed_over
 from mpikfac.engine.site import Site
+from mpikfac.plan.names import OF_KFAC
 
 
 class Item(NamedTuple):
@@ -38,7 +39,7 @@ class Part:
         MARK: the item that tells whether a state has the part; "" if all states have the part.
     """
 
-    PREFIX = "kfac/"
+    PREFIX = OF_KFAC
     MARK = ""
 
     def __init__(self, site: Site) -> None:

@@ -13,7 +13,7 @@ from mpikfac.numerics import all_finite, end_step, is_unscaled
 
 
 def usable_scaler(
-    gradients: Gradients, scaler: GradScaler | None, optimizer: Optimizer
+    gradients: Gradients, scaler: GradScaler, optimizer: Optimizer
 ) -> GradScaler | None:
     """Return the scaler if a step can use the scaler; None for a disabled scaler.
 
@@ -21,9 +21,9 @@ def usable_scaler(
         ValueError: gradients have no scale any more or are sent before the scale can be taken out,
             or a rank without blocks to step would not know the steps to skip.
     """
-    if not (scaler is None or hasattr(scaler, "is_enabled")):
+    if not hasattr(scaler, "is_enabled"):
         raise ValueError(f"step() takes a GradScaler or nothing, not {type(scaler).__name__}")
-    if scaler is None or not scaler.is_enabled():
+    if not scaler.is_enabled():
         return None
     if is_unscaled(scaler, optimizer):
         raise ValueError(

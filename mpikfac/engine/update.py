@@ -7,10 +7,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpikfac.comm import summed
-from mpikfac.engine.gradients import Gradients
-from mpikfac.engine.slots import Slot, slots_in
+from mpikfac.engine.gradients import Gradients, Slot, slots_in
 from mpikfac.numerics import copy_all
-from mpikfac.plan import check_size, lay_out, stages
+from mpikfac.plan import check_size, lay_out, names, stages
 
 
 class Everyone:
@@ -54,7 +53,7 @@ class Everyone:
         Collective over: world with update="owner", else none.
         """
         self.gradients.counts.step()
-        with self.site.trace.stage("optimizer"):
+        with self.site.trace.stage(names.OPTIMIZER):
             optimizer.step()
 
     def skip(self) -> None:

@@ -16,7 +16,7 @@ from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, beg
 from mpikfac.engine import AtOnce, Decomposed, Ready, Request, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
-from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_ranks
+from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_ranks, names
 from mpikfac.solvers import Solver, decomposed
 from mpikfac.trace import Trace
 
@@ -59,7 +59,7 @@ class OnCurvatureRanks(AtOnce):
         plan, turn, trace = self.site.plan, request.turn, self.site.trace
         sent = _on_host(plan, curvature_ranks.request(plan, turn))
         reply = _on_host(plan, curvature_ranks.reply(plan, turn))
-        with trace.stage("send factors", "curvature", sent.flat.nbytes):
+        with trace.stage(names.SEND_FACTORS, "curvature", sent.flat.nbytes):
             for factor in plan.decomposed(turn):
                 sent[factor.name].copy_(request.packed[factor.name])
                 if factor.name in request.added:
@@ -76,7 +76,7 @@ class OnCurvatureRanks(AtOnce):
             self._finish = _nothing
 
         def take() -> Decomposed:
-            with trace.stage("receive bases", "curvature"):
+            with trace.stage(names.RECEIVE_BASES, "curvature"):
                 finish()
             return self.checked(dict(reply))
 
@@ -126,14 +126,14 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
         share = of_owner.turns[tag]
         request = _on_host(of_owner, curvature_ranks.request(of_owner, share))
         reply = _on_host(of_owner, curvature_ranks.reply(of_owner, share))
-        with trace.stage("receive factors", "curvature"):
+        with trace.stage(names.RECEIVE_FACTORS, "curvature"):
             begin_receive(curvature, request.flat, owner, tag)()
-        with trace.stage("decompose"):
+        with trace.stage(names.DECOMPOSE):
             for factor in of_owner.decomposed(share):
                 made = _answer(factor, solvers[factor.solver.name], request, device)
                 for name, block in made.items():
                     reply[name].copy_(block)
-        with trace.stage("send bases", "curvature", reply.flat.nbytes):
+        with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
             # Waiting here would make other owners wait, too, for an owner that computes.
             sending.pop(owner, _nothing)()
             sending[owner] = begin_send(curvature, reply.flat, owner, tag)

@@ -23,6 +23,7 @@ from mpikfac.comm import summed
 from mpikfac.engine import Gradients, Own, PlannedDirection
 from mpikfac.errors import UserError
 from mpikfac.model import MOMENTUM, check_plain
+from mpikfac.plan.names import QUADRATIC_MODEL
 from mpikfac.settings import Length
 
 log = logging.getLogger("mpikfac")
@@ -87,7 +88,7 @@ class Quadratic(Own):
         expected = self.gradients.arena.flat.new_zeros(1)
         known = {p for group in self.optimizer.param_groups for p in group["params"]}
         parameters = {name: p for name, p in self.model.named_parameters() if p in known}
-        with site.trace.stage("quadratic model"):
+        with site.trace.stage(QUADRATIC_MODEL):
             if not (directions := self._spanning(parameters)):
                 return expected
             self.gradients.write(slot for slot in self.gradients.slots if slot.block.parameters)

@@ -8,8 +8,7 @@ from torch import nn
 
 from mpikfac.engine import Gradients, Item, Part, Site
 from mpikfac.plan import PlannedCopies
-
-NAME = "exchange/rule/{} of {}/"  # a rank, all ranks
+from mpikfac.plan.names import OF_RULE
 
 
 class RuleMemory(Part):
@@ -33,7 +32,7 @@ class RuleMemory(Part):
             for stage, rule in self._combiner.rules.items():
                 for name, tensor in rule.memory.items():
                     own = tensor if rank == self.plan.rank else None
-                    yield Item(f"{NAME.format(rank, ranks)}{stage}/{name}", own)
+                    yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", own)
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return all names of the memory, of which `names` hold a part."""

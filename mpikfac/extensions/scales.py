@@ -19,6 +19,7 @@ from mpikfac.engine import Bases, Item, Part, Running, leave_out_broken, merge
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
 from mpikfac.plan import count_of, scales
+from mpikfac.plan.names import DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
 from mpikfac.solvers import products_of_values, squares_in_bases
 
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
@@ -37,7 +38,7 @@ class Scales(Part):
         sums: the rank's sums over a batch, and numbers of examples; zero between steps.
     """
 
-    MARK = "solver"
+    MARK = SOLVER
 
     def __init__(self, bases: Bases) -> None:
         super().__init__(bases.site)
@@ -138,8 +139,8 @@ class Scales(Part):
     def items(self) -> Iterator[Item]:
         """Return averages and weights."""
         for name in self.averages:
-            yield Item(f"scales/{name}", self.averages[name])
-            yield Item(f"scale-weights/{name}", self.weights[name])
+            yield Item(SCALES + name, self.averages[name])
+            yield Item(SCALE_WEIGHTS + name, self.weights[name])
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and weights, by name, if there are bases."""
@@ -154,9 +155,9 @@ class Scales(Part):
         super().load_state_dict(state, names)
         self._record_all()
         # Pending bases may be of one turn only, and turns may be dealt otherwise from here on.
-        if "due" in names:
+        if DUE in names:
             begun = {
-                f"decompositions/{block.name}": layer.name
+                DECOMPOSITIONS + block.name: layer.name
                 for layer in self._layers.values()
                 for factor in layer.factors
                 for block in factor.blocks

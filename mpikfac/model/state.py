@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mpikfac.comm import Comm, handed_over
+from mpikfac.plan.names import OF_GROUPS, OF_MODEL, OF_OPTIMIZER_STATE, OPTIMIZER_NAME, STEPS
 
 Stepped = Mapping[str, nn.Parameter]
 MOST_STEPS = 2**53
@@ -26,12 +27,12 @@ AS_PARAMETER = (MOMENTUM, "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 def model_state(model: nn.Module, optimizer: Optimizer, stepped: Stepped) -> dict[str, Any]:
     """Return model and optimizer by name, with the optimizer's tensors of `stepped` only."""
-    state: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
-    state["optimizer/name"] = type(optimizer).__name__
-    state |= {f"optimizer/groups/{name}": value for name, value in group_settings(optimizer)}
+    state: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
+    state[OPTIMIZER_NAME] = type(optimizer).__name__
+    state |= {OF_GROUPS + name: value for name, value in group_settings(optimizer)}
     for name, parameter in stepped.items():
         for key, value in _in_pieces(optimizer.state.get(parameter, {})).items():
-            state[f"optimizer/state/{name}/{key}"] = value
+            state[f"{OF_OPTIMIZER_STATE}{name}/{key}"] = value
     return state
 
 
@@ -66,11 +67,11 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
     The state of a parameter is held as a whole or not at all. Muon and SOAP keep different items
     for different parameters.
     """
-    prefix = "optimizer/state/"
+    prefix = OF_OPTIMIZER_STATE
     items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
     held, keys = {name for name, _, _ in items}, {key for _, _, key in items}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    whole = {f"model/{name}" for name, _ in _tensors_of(model)}
+    whole = {OF_MODEL + name for name, _ in _tensors_of(model)}
     whole |= {f"{prefix}{name}/{key}" for name in trained - held for key in keys}
     return whole.difference(names)
 
@@ -84,15 +85,13 @@ def needed_state(
         ValueError: an item is missing, has a wrong dtype or shape, or belongs to a different
             optimizer.
     """
-    own, saved = type(optimizer).__name__, state.get("optimizer/name")
+    own, saved = type(optimizer).__name__, state.get(OPTIMIZER_NAME)
     if saved not in (own, None):
         raise ValueError(f"item 'optimizer/name' must be {own}; it is {saved}")
-    like: dict[str, Any] = {f"model/{name}": value for name, value in _tensors_of(model)}
-    like |= {
-        f"optimizer/groups/{name}": value for name, value in _numbers(optimizer, state).items()
-    }
-    found = fitting(state, like | {"trainer/steps": 0})
-    steps = found["trainer/steps"]
+    like: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
+    like |= {OF_GROUPS + name: value for name, value in _numbers(optimizer, state).items()}
+    found = fitting(state, like | {STEPS: 0})
+    steps = found[STEPS]
     if not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
         raise ValueError(f"item 'trainer/steps' must be a number of steps; it is {steps}")
     return found | _optimizer_state(stepped, state)
@@ -106,8 +105,8 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
             may choose shapes of their own.
     """
     found: dict[str, Any] = {}
-    for key in (key for key in state if key.startswith("optimizer/state/")):
-        name, _, kind = key.removeprefix("optimizer/state/").rpartition("/")
+    for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
+        name, _, kind = key.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")
         if name in stepped:
             like = stepped[name] if kind in AS_PARAMETER else state[key]
             found |= fitting(state, {key: like}, rounded=True)
@@ -161,13 +160,13 @@ def load_model_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> None:
     """Load a `model_state`, at any number of ranks and with any strategy."""
-    found = {name: state[f"model/{name}"] for name, _ in _tensors_of(model)}
+    found = {name: state[OF_MODEL + name] for name, _ in _tensors_of(model)}
     model.load_state_dict(found, strict=False)
     for name in _numbers(optimizer, state):
-        set_group_setting(optimizer, name, state[f"optimizer/groups/{name}"])
+        set_group_setting(optimizer, name, state[OF_GROUPS + name])
     optimizer.state.clear()
     for name, parameter in stepped.items():
-        prefix, pieces = f"optimizer/state/{name}/", {}
+        prefix, pieces = f"{OF_OPTIMIZER_STATE}{name}/", {}
         for key in (key for key in state if key.startswith(prefix)):
             pieces[key.removeprefix(prefix)] = _placed(state[key], parameter, optimizer)
         if pieces:
@@ -207,12 +206,12 @@ def _numbers(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, int | 
     """
     numbers = dict(group_settings(optimizer))
     for index, group in enumerate(optimizer.param_groups):
-        prefix = f"optimizer/groups/{index}/"
+        prefix = f"{OF_GROUPS}{index}/"
         keys = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
         # Sorted: a set has another order on each rank.
         added = sorted(key for key in keys if "." not in key and key not in group)
         numbers |= {f"{index}/{key}": 0 for key in added}
-    return {key: value for key, value in numbers.items() if f"optimizer/groups/{key}" in state}
+    return {key: value for key, value in numbers.items() if OF_GROUPS + key in state}
 
 
 def hand_over_state(

@@ -1,4 +1,4 @@
-"""The names of the stages of a step, and of the kinds of memory of a rank.
+"""The names of the stages of a step, of the items of a state, and of the kinds of memory of a rank.
 
 Plan, execution, trace, prediction and reports call a stage by the same name. A stage with messages
 has the name in `Message.stage`.
@@ -56,3 +56,24 @@ MEMORY = (
     *("gradients", "slices", "directions", "copies", "rule", "parts", "wires"),
 )
 """The kinds of memory of `Plan.memory`, in order."""
+
+# -- items of the state --------------------------------------------------------------------------
+
+STEPS = "trainer/steps"
+OF_MODEL = "model/"
+OF_OPTIMIZER = "optimizer/"
+OPTIMIZER_NAME = "optimizer/name"
+OF_GROUPS = "optimizer/groups/"
+OF_OPTIMIZER_STATE = "optimizer/state/"
+OF_KFAC = "kfac/"
+OF_EXCHANGE = "exchange/"
+OF_RULE = "exchange/rule/{} of {}/"  # a rank, all ranks
+OF_COPY = "copies/{}/"  # a rank
+VERSION = "asynchronous/version"
+
+# Of K-FAC, behind `OF_KFAC`: a kind, and the name of a factor, block or layer.
+STARTED, SOLVER, DUE, DAMPING = "started", "solver", "due", "damping"
+FACTORS, VECTORS, WEIGHTS = "factors/", "vectors/", "weights/"
+BASES, DECOMPOSITIONS = "bases/", "decompositions/"
+SCALES, SCALE_WEIGHTS = "scales/", "scale-weights/"
+GRAFT, MOMENTUM = "graft/", "momentum/"

@@ -9,11 +9,11 @@ from mpikfac.engine.curvature.decomposers import Ready as Ready
 from mpikfac.engine.curvature.decomposers import Request as Request
 from mpikfac.engine.curvature.directions import Directions as Directions
 from mpikfac.engine.curvature.factors import Factors as Factors
+from mpikfac.engine.curvature.factors import Running as Running
+from mpikfac.engine.curvature.factors import leave_out_broken as leave_out_broken
+from mpikfac.engine.curvature.factors import merge as merge
 from mpikfac.engine.curvature.lengths import Own as Own
 from mpikfac.engine.curvature.lengths import PlannedDirection as PlannedDirection
 from mpikfac.engine.curvature.preconditioner import Curvature as Curvature
 from mpikfac.engine.curvature.preconditioner import Preconditioner as Preconditioner
 from mpikfac.engine.curvature.recorder import Recorder as Recorder
-from mpikfac.engine.curvature.running import Running as Running
-from mpikfac.engine.curvature.running import leave_out_broken as leave_out_broken
-from mpikfac.engine.curvature.running import merge as merge

@@ -20,10 +20,9 @@ from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
 from mpikfac.numerics import Arena, copy_all
 from mpikfac.plan import Factor, PlannedLayer, scales, stages
+from mpikfac.plan.names import BASES, DECOMPOSITIONS, DUE, SOLVER
 from mpikfac.solvers import Held, Solver
 
-SOLVER, DUE = "solver", "due"
-BASES, DECOMPOSITIONS = "bases/", "decompositions/"
 Decomposer = Callable[[Site, Arena, Mapping[str, str]], AtOnce]
 
 

@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.curvature.bases import Bases
 from mpikfac.engine.curvature.lengths import LENGTHS, Own, PlannedDirection
-from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.gradients import Gradients, slots_in
 from mpikfac.engine.part import Item, Part
-from mpikfac.engine.slots import slots_in
 from mpikfac.layers import Layer
 from mpikfac.model import groups_of
 from mpikfac.numerics import all_finite, not_finite
 from mpikfac.plan import LayerShape, stages
+from mpikfac.plan.names import DAMPING, PRECONDITION
 from mpikfac.settings import Numbers, Settings
-
-DAMPING = "damping"
 
 
 class Directions(Part):
@@ -81,7 +79,7 @@ class Directions(Part):
 
     def precondition(self, damping: float) -> None:
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
-        with self.site.trace.stage("precondition"):
+        with self.site.trace.stage(PRECONDITION):
             self.bases.damp(damping)
             means = self.length.means()
             for planned in self._planned:

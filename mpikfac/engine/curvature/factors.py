@@ -2,22 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpikfac.comm import Sender, Turns, summed
-from mpikfac.engine.curvature.running import Running, leave_out_broken, merge
+from mpikfac.engine.nonfinite import Flags
 from mpikfac.engine.part import Item, Part
 from mpikfac.engine.site import Site
-from mpikfac.numerics import Arena, add_identity, add_triangle, all_finite, unfold_triangle
+from mpikfac.numerics import (
+    Arena,
+    add_identity,
+    add_triangle,
+    all_finite,
+    copy_all,
+    each_finite,
+    unfold_triangle,
+)
 from mpikfac.plan import Factor, stages
+from mpikfac.plan.names import FACTORS as FACTOR_ITEMS
+from mpikfac.plan.names import REDUCE_STATISTICS, STARTED, VECTORS, WEIGHTS
 
-STAGE = "reduce statistics"
-STARTED = "started"
-FORMS = {"matrix": "factors", "vector": "vectors"}  # names of averages in the state, by form
+FORMS = {"matrix": FACTOR_ITEMS, "vector": VECTORS}  # of averages in the state
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running average, and a batch's sum beside the average; all are views of arenas.
+
+    Attributes:
+        total: the batch's sum over examples.
+        count: `[1]`, the number of examples in the sum.
+        weight: `[1]`, the number of examples in the average.
+    """
+
+    name: str
+    total: Tensor
+    count: Tensor
+    average: Tensor
+    weight: Tensor
+
+
+def merge(running: Sequence[Running], decay: float) -> None:
+    """Take the batch's sums into the averages, weighed by the numbers of examples.
+
+    A sum becomes the batch's mean. With a count of 0, the average does not change.
+    """
+    if not running:
+        return
+    counts = torch.cat([each.count for each in running])
+    weights = decay * torch.cat([each.weight for each in running]) + (1 - decay) * counts
+    copy_all(zip([each.weight for each in running], weights.split(1)))
+    shares = torch.where(counts > 0, (1 - decay) * counts / weights, 0).split(1)
+    divisors = torch.where(counts > 0, counts, 1).split(1)
+    for each, divisor, share in zip(running, divisors, shares):
+        mean = each.total.div_(divisor)
+        precise = each.average.to(mean.dtype)  # the average itself if dtypes are the same
+        each.average.copy_(precise.lerp_(mean, share))
+
+
+def leave_out_broken(
+    flat: Tensor, running: Sequence[Running], flags: Flags, report: Callable[[list[str]], None]
+) -> None:
+    """Set sums with NaN or infinity to 0, and their counts; `report` is called with the names.
+
+    Args:
+        flat: the buffer of all sums.
+        flags: gives the names later, so that the host need not wait now.
+    """
+    if not running or (flat.is_cpu and all_finite(flat)):
+        report([])
+        return
+    sound = each_finite([each.total for each in running])
+    torch._foreach_mul_([each.count for each in running], list(sound.to(flat.dtype).split(1)))
+    flat.nan_to_num_(0.0, 0.0, 0.0)
+    names = [each.name for each in running]
+    flags.keep(sound, lambda marks: report([n for n, mark in zip(names, marks) if not mark]))
 
 
 class Factors(Part):
@@ -71,7 +134,7 @@ class Factors(Part):
     def _sender(self, messages: Turns) -> Sender:
         if self.plan.layouts.squares.size:
             return Squares(self.site, self.statistics, messages)
-        return self.site.sender(STAGE, self.statistics, messages, urgency=1)
+        return self.site.sender(REDUCE_STATISTICS, self.statistics, messages, urgency=1)
 
     # -- a batch ---------------------------------------------------------------------------------
 
@@ -217,7 +280,7 @@ class Factors(Part):
     def _items_of(self, factor: Factor) -> Iterator[Item]:
         name, saved = factor.name, self._saves(factor)
         yield Item(_average_of(factor), self.averages.get(name), saved)
-        yield Item(f"weights/{name}", self.weights.get(name), saved)
+        yield Item(WEIGHTS + name, self.weights.get(name), saved)
 
     def _saves(self, factor: Factor) -> bool:
         """Return whether the rank saves a factor."""
@@ -258,11 +321,11 @@ class Factors(Part):
 
         A factor starts anew if the state has a vector for a matrix, or a matrix for a vector.
         """
-        forms = {STARTED, *FORMS.values()}  # a rank's own share may lack factors
-        if not forms.intersection(name.partition("/")[0] for name in names):
+        # A rank's own share may lack factors.
+        if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
         other = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
-        return [f for f in self.plan.factors if f"{other[f.solver.keeps]}/{f.name}" not in names]
+        return [f for f in self.plan.factors if other[f.solver.keeps] + f.name not in names]
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `forget`.
@@ -364,7 +427,7 @@ class LateFactors(Factors):
 
 def _average_of(factor: Factor) -> str:
     """Return the name of a factor's average in the state."""
-    return f"{FORMS[factor.solver.keeps]}/{factor.name}"
+    return FORMS[factor.solver.keeps] + factor.name
 
 
 FACTORS = {"factors": Factors, "bases": LateFactors}
@@ -388,13 +451,13 @@ class Squares(Sender):
         if not self.messages[turn]:
             return
         statistics, recorded = self._statistics, self._site.plan.recorded
-        with self._site.trace.stage(STAGE):
+        with self._site.trace.stage(REDUCE_STATISTICS):
             for factor in recorded:
                 square = unfold_triangle(statistics[factor.name])
                 self.arena[factor.name].copy_(square)
                 self.arena[factor.counted].copy_(statistics[factor.counted])
         super().add_up(turn)
-        with self._site.trace.stage(STAGE):
+        with self._site.trace.stage(REDUCE_STATISTICS):
             statistics.flat.zero_()
             for factor in recorded:
                 add_triangle(statistics[factor.name], self.arena[factor.name])

@@ -14,15 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mpikfac.engine.gradients import Gradients
+from mpikfac.engine.gradients import Gradients, Slot
 from mpikfac.engine.part import Item
-from mpikfac.engine.slots import Slot
 from mpikfac.numerics import AdamSteps, Arena, nesterov, orthogonalised
 from mpikfac.plan import count_of, lay_out
+from mpikfac.plan.names import GRAFT, MOMENTUM
 from mpikfac.settings import Length
 from mpikfac.solvers import Held, Solver
-
-GRAFT, MOMENTUM = "graft/", "momentum/"
 
 
 @dataclass(frozen=True)

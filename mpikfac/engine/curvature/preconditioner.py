@@ -19,22 +19,23 @@ from torch.optim import Optimizer
 
 from mpikfac.comm import Team
 from mpikfac.engine.curvature.bases import Bases, Decomposer
-from mpikfac.engine.curvature.cautions import Cautions
 from mpikfac.engine.curvature.decomposers import AtOnce, InBackground
 from mpikfac.engine.curvature.directions import Directions
 from mpikfac.engine.curvature.factors import FACTORS, Factors
 from mpikfac.engine.curvature.recorder import Recorder
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
+from mpikfac.engine.nonfinite import Cautions
 from mpikfac.engine.part import Part
 from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import groups_of
 from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
+from mpikfac.plan.names import BASES, DECOMPOSE, DECOMPOSITIONS, DUE, SCALE_WEIGHTS, SCALES, SOLVER
 from mpikfac.settings import SETTINGS, Estimator, Numbers, Settings
 from mpikfac.solvers import Solver
 
 GOLDEN_RATIO = (5**0.5 - 1) / 2  # multiples, modulo 1, lie evenly between 0 and 1
-OF_SOLVER = {"solver", "due", "bases", "decompositions", "scales", "scale-weights"}
+OF_SOLVER = (SOLVER, DUE, BASES, DECOMPOSITIONS, SCALES, SCALE_WEIGHTS)
 """Kinds of items that only the solver that made them can use."""
 ON_CURVATURE_RANKS = "mpikfac.extensions.curvature_ranks:OnCurvatureRanks"
 
@@ -175,7 +176,7 @@ class Preconditioner(FirstOrder):
         if not self.bases.pending:
             return
         self.intact = False
-        with self.site.trace.stage("decompose"):
+        with self.site.trace.stage(DECOMPOSE):
             self.site.trace.calls["decompositions"] += self.bases.take(step)
         self.bases.publish()
         for part in self.of_solver:
@@ -225,9 +226,9 @@ class Preconditioner(FirstOrder):
         """Return names of K-FAC's own items, without decompositions of a different solver."""
         prefix = Part.PREFIX
         names = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
-        if state.get(f"{prefix}solver") == self.plan.solvers:
+        if state.get(prefix + SOLVER) == self.plan.solvers:
             return names
-        return {name for name in names if name.partition("/")[0] not in OF_SOLVER}
+        return {name for name in names if not name.startswith(OF_SOLVER)}
 
     def check_same_model(self) -> None:
         """Return if other parameters of the model may be trained from now on.

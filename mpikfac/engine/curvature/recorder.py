@@ -18,6 +18,7 @@ from mpikfac.engine.part import Part
 from mpikfac.layers import Attached, Hook, Layer
 from mpikfac.numerics import add_triangle, without_autocast
 from mpikfac.plan import Factor, PlannedLayer
+from mpikfac.plan.names import STATISTICS
 from mpikfac.settings import Estimator, Turn, usual_distance
 
 log = logging.getLogger("mpikfac")
@@ -347,7 +348,7 @@ class Recorder(Part):
         self._recorded.add(layer.name)
         if x.dim() < layer.dimensions:  # one example without a batch dimension
             x, g = x[None], g[None]
-        with self.site.trace.stage("statistics"), torch.no_grad():
+        with self.site.trace.stage(STATISTICS), torch.no_grad():
             if len(x):  # an empty batch counts 0 examples
                 self._add(sums, x, g, forward_pass)
             sums.complete = turn.last

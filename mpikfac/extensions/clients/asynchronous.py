@@ -32,7 +32,7 @@ from mpikfac.comm import (
 )
 from mpikfac.engine import Everyone, FirstOrder, Gradients, Method, OneModel, Site
 from mpikfac.errors import UserError
-from mpikfac.extensions.clients.server import VERSION, on_host, spans
+from mpikfac.extensions.clients.server import on_host, spans
 from mpikfac.model import (
     check_loaded_momentum,
     check_optimizer,
@@ -44,9 +44,10 @@ from mpikfac.model import (
 )
 from mpikfac.numerics import Arena, copy_all
 from mpikfac.plan import Exchange, Plan, Strategy, lay_out
+from mpikfac.plan.names import EXCHANGE_UPDATES, STEPS, VERSION
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
-from mpikfac.trainer import STEPS, Trainer
+from mpikfac.trainer import Trainer
 
 
 class Asynchronous(Trainer):
@@ -337,7 +338,7 @@ class Client(OneModel):
         if self._outgoing is not arena.flat and pushes:
             self._outgoing.copy_(arena.flat)
         sent = self._outgoing.nbytes if pushes and comm.rank == 0 else 0
-        with self.site.trace.stage("exchange updates", "servers", sent):
+        with self.site.trace.stage(EXCHANGE_UPDATES, "servers", sent):
             words = None
             if comm.rank == 0:
                 numbers = self._new_numbers()

@@ -46,10 +46,10 @@ from mpikfac.model import (
 )
 from mpikfac.numerics import Arena, all_finite, copy_all
 from mpikfac.plan import Asynchrony, Layout, lay_out
+from mpikfac.plan.names import OF_OPTIMIZER, OPTIMIZER, RECEIVE_UPDATE, SEND_WEIGHTS, VERSION
 from mpikfac.trace import Trace
 
 SILENCE = 60.0  # seconds without a message from a client until a line names the client
-VERSION = "asynchronous/version"
 
 log = logging.getLogger("mpikfac")
 
@@ -164,12 +164,12 @@ class Server:
 
     def _push(self, client: int) -> None:
         request = receive_request(self._link, client, PUSH)
-        with self.trace.stage("receive update", "servers"):
+        with self.trace.stage(RECEIVE_UPDATE, "servers"):
             begin_receive(self._link, self._host, client, PUSH)()
         self._note(client, request)
         staleness = self.version - self._fetched[client]
         self._counts[client][staleness] += 1
-        with self.trace.stage("optimizer"):
+        with self.trace.stage(OPTIMIZER):
             self._apply(request.numbers)
         self.version += 1
         self._answer(client, PUSH, staleness)
@@ -188,7 +188,7 @@ class Server:
     def _save(self, client: int) -> None:
         self._link.recv(source=client, tag=SAVE)
         state = model_state(self.model, self.optimizer, self._stepped)
-        items = {name: value for name, value in state.items() if name.startswith("optimizer/")}
+        items = {name: value for name, value in state.items() if name.startswith(OF_OPTIMIZER)}
         send_items(self._link, items | {VERSION: self.version}, client, SAVE)
 
     def _load(self, client: int) -> None:
@@ -245,7 +245,7 @@ class Server:
         every = list(zip(*self._votes.values()))
         votes = [sum(column) / len(column) for column in every]
         words = Answer(self.version, staleness, self._meet_at, votes)
-        with self.trace.stage("send weights", "servers", self._host.nbytes):
+        with self.trace.stage(SEND_WEIGHTS, "servers", self._host.nbytes):
             answer(self._link, client, tag, self._host, words)
         self._fetched[client] = self.version
 

@@ -11,11 +11,18 @@ from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Item, OneModel, Site
 from mpikfac.extensions.copies.merges import merge_of
 from mpikfac.plan import PlannedCopies
+from mpikfac.plan.names import (
+    GRAFT,
+    MOMENTUM,
+    OF_COPY,
+    OF_EXCHANGE,
+    OF_KFAC,
+    OF_OPTIMIZER_STATE,
+    STEPS,
+)
 
-KEPT = "exchange/"
-OWN = "copies/{}/"  # of a rank
 # Items that differ between the copies of ranks.
-APART = ("optimizer/state/", "kfac/graft/", "kfac/momentum/")
+APART = (OF_OPTIMIZER_STATE, OF_KFAC + GRAFT, OF_KFAC + MOMENTUM)
 
 
 class OfCopy(Sender):
@@ -131,7 +138,7 @@ class Copies(OneModel):
         """Return what exchanges keep, alike on all ranks."""
         for name, tensors in self.rule.kept.items():
             for block, tensor in tensors.items():
-                yield Item(f"{KEPT}{name}/{block}", tensor)
+                yield Item(f"{OF_EXCHANGE}{name}/{block}", tensor)
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return all names of what is kept, of which `names` hold a part."""
@@ -157,7 +164,7 @@ class Copies(OneModel):
         The state of a copy is the state of the first of the ranks that step the copy, also after a
         run with other nodes.
         """
-        steps = state.get("trainer/steps")
+        steps = state.get(STEPS)
         alone = isinstance(steps, int) and self._choices.alone(steps)
         return of_rank(state, PlannedCopies(self.plan).first if alone else 0)
 
@@ -183,13 +190,13 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
     Items of rank 0 keep their names, and are the items of a state of a single model.
     """
-    own = OWN.format(rank) if rank else ""
+    own = OF_COPY.format(rank) if rank else ""
     return {own * name.startswith(APART) + name: value for name, value in state.items()}
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Return the state of the rank's copy of the model; of rank 0's copy if the rank has none."""
-    own = OWN.format(rank)
-    names = {name: name for name in state if not name.startswith(OWN.partition("{")[0])}
+    own = OF_COPY.format(rank)
+    names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
     names |= {name.removeprefix(own): name for name in state if name.startswith(own)}
     return _Renamed(state, names)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from mpikfac.comm import Sender
 from mpikfac.engine import Gradients, Part, Site, Slot
 from mpikfac.numerics import copy_all
-from mpikfac.plan import split_layers
+from mpikfac.plan import names, split_layers
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Sliced(Sender):
         super().add_up(turn)
         if not self._of_slices:
             return
-        stage, member = "reduce gradients", split_layers.member(self._site.plan)
+        stage, member = names.REDUCE_GRADIENTS, split_layers.member(self._site.plan)
         with self._site.trace.stage(stage):
             copy_all((cut.packed, cut.whole) for cut in self._cuts if cut.member == member)
         self._site.grid.exchange(self._of_slices, self._slices.flat)
