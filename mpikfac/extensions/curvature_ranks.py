@@ -7,7 +7,7 @@ decompositions at a fixed step.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class OnCurvatureRanks(AtOnce):
         factor_of: Mapping[str, str],
     ) -> None:
         super().__init__(site, arena, factor_of)
-        self._link: Any = team.link
+        self._link = cast(Any, team.link)
         self._finish: Callable[[], object] = _nothing
         announce(self._link, (plan, solvers))
 
