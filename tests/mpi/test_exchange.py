@@ -199,7 +199,7 @@ def test_the_copy_of_the_leader_is_the_state_of_the_run(comm):
     model = problem.network()
     strategy = Strategy.mem_opt(exchanged="weights", **LEADER)
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
-    with pytest.raises(ValueError, match="needs step"):
+    with pytest.raises(ValueError, match="needs exchange.hear"):
         trainer.step()
     for step in range(3):
         images, labels = problem.shards(step, comm.size)[comm.rank]
