@@ -7,6 +7,7 @@ reference has a page for the exported names of `mpikfac`, and a page for each pa
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -15,10 +16,28 @@ import mpikfac
 
 ROOT = Path(__file__).parent.parent
 SHOWN = (
-    *("*.md", "docs/*.md", "docs/*.css", "docs/pictures/*.svg"),
+    *("*.md", "docs/*.md", "docs/decisions/*.md", "docs/*.css", "docs/pictures/*.svg"),
     *("docs/reports/*.html", "benchmarks/*.md", "benchmarks/*.png", "mpikfac/**/*.py"),
 )
 MODULES = ("mpikfac.settings.schedule", "mpikfac.timeline")  # modules that mpikfac exports
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Return the configuration with the pages of a folder in the place of the folder."""
+    config.nav = [_opened(entry) for entry in config.nav or ()]
+    return config
+
+
+def _opened(entry: Any) -> Any:
+    """Return an entry of the navigation, with lists of pages in the place of folders."""
+    if isinstance(entry, dict):
+        return {title: _opened(value) for title, value in entry.items()}
+    if isinstance(entry, list):
+        return [_opened(value) for value in entry]
+    if not entry.endswith("/"):
+        return entry
+    pages = sorted((ROOT / entry).glob("*.md"), key=lambda page: (page.stem != "index", page.stem))
+    return [str(page.relative_to(ROOT)) for page in pages]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PLACES = [ROOT, *(ROOT / place for place in ("mpikfac", "apps", "apps/mpikfac_apps"))]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 NO_NAMES = {"git", "py", "pyi"}  # mpikfac.py would be a file
@@ -63,3 +63,13 @@ def test_the_tables_of_rooms_name_all_rooms():
         "__init__.py",
         "__main__.py",
     }
+
+
+def test_a_decision_has_a_short_page_and_a_line_in_the_index():
+    """Oracle: the files of the folder; the limit of 120 words that the index names."""
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "index.md").read_text()
+    pages = {path.name: path for path in folder.glob("*.md") if path.name != "index.md"}
+    assert sorted(re.findall(r"^- \[.+\]\(([\w-]+\.md)\): .", index, re.MULTILINE)) == sorted(pages)
+    words = {name: len(path.read_text().removeprefix("# ").split()) for name, path in pages.items()}
+    assert {name: count for name, count in words.items() if count > 120} == {}
