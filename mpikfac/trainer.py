@@ -375,7 +375,7 @@ class Trainer:
         site = Site(plan.of(comm.rank), grid, self.trace, *kind, self.nonfinite, Flags())
         gradients = Gradients(site, model, drawn.layers, drawn.uncovered)
         exchange = self._method.exchange(site, gradients)
-        more = list(attached(site, gradients, model))
+        attachments = list(attached(site, gradients, model))
         step = self._method.build(gradients, model, self.optimizer, self._team, plan)
         return Built(
             plan,
@@ -384,7 +384,7 @@ class Trainer:
             step,
             exchange,
             self._method.update(gradients, exchange),
-            [*step.parts, exchange, *more],
+            [*step.parts, exchange, *attachments],
             gradients.stepped(model),
         )
 

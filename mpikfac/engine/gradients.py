@@ -59,7 +59,7 @@ class Reader:
         Raises:
             ValueError: a gradient was changed after the gradient was sent.
         """
-        copy_all(one for s in self.slots for one in s.block.gradients_to(s.parts))
+        copy_all(pair for s in self.slots for pair in s.block.gradients_to(s.parts))
 
     def forget(self) -> None:
         """Forget which gradients were sent."""
@@ -101,10 +101,10 @@ class EarlyReader(Reader):
         for hook in self._hooks:
             hook.remove()
 
-    def _on_gradient(self, slot: Slot, made: list[Tensor], parameter: Tensor) -> None:
-        made.append(parameter)
-        if len(made) == len(slot.block.parameters):
-            made.clear()
+    def _on_gradient(self, slot: Slot, ready: list[Tensor], parameter: Tensor) -> None:
+        ready.append(parameter)
+        if len(ready) == len(slot.block.parameters):
+            ready.clear()
             with torch.no_grad():
                 self._send(slot)
 
@@ -320,7 +320,7 @@ class Gradients:
 
     def keep(self) -> None:
         """Keep the present running statistics, for `discard` to go back to."""
-        copy_all(one for block in self.statistics for one in block.snapshot())
+        copy_all(pair for block in self.statistics for pair in block.snapshot())
         self.counts.keep()
 
     def discard(self) -> None:

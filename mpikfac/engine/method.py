@@ -194,5 +194,5 @@ def described(
     uncovered: Sequence[Other],
 ) -> tuple[list[tuple[str, tuple[int, ...]]], list[str]]:
     """Return names and shapes of uncovered tensors, and the names of running statistics."""
-    shapes = [(other.name, tuple(other.tensor.shape)) for other in uncovered]
-    return shapes, [other.name for other in uncovered if not other.parameters]
+    shapes = [(block.name, tuple(block.tensor.shape)) for block in uncovered]
+    return shapes, [block.name for block in uncovered if not block.parameters]

@@ -62,11 +62,11 @@ class Nonfinite:
                     f"rank {self.rank}, step {step}: the {kind} of {name!r} was not finite "
                     f"{times} times in a row; try a smaller learning rate or a larger damping"
                 )
-        if new := [name for name in names if name not in before]:
-            more = f" and {len(new) - 1} more" if len(new) > 1 else ""
+        if begun := [name for name in names if name not in before]:
+            further = f" and {len(begun) - 1} more" if len(begun) > 1 else ""
             log.warning(
                 "rank %d, step %d: the %s of %r%s is not finite; %s",
-                *(self.rank, step, kind, new[0], more, instead),
+                *(self.rank, step, kind, begun[0], further, instead),
             )
 
 

@@ -55,9 +55,9 @@ class Site:
             urgency: orders overlapped messages; the lowest goes first.
             divided: the views of the arena whose sums become means over ranks.
         """
-        given = self.grid, arena, messages, divided
+        arguments = self.grid, arena, messages, divided
         if self.plan.parts:
-            return InOrder(*given, count=self.plan.parts, stage=stage)
+            return InOrder(*arguments, count=self.plan.parts, stage=stage)
         if self.plan.strategy.transport.overlap and messages[None]:
-            return Overlapped(*given, urgency)
-        return Sender(*given)
+            return Overlapped(*arguments, urgency)
+        return Sender(*arguments)

@@ -108,19 +108,19 @@ class Owners(Everyone):
             if not slot.steps:
                 for parameter in slot.block.parameters:
                     parameter.grad = None
-        copy_all(one for s in self._changing for one in s.block.values_to(s.parts))
+        copy_all(pair for s in self._changing for pair in s.block.values_to(s.parts))
         super().step(optimizer)
         self._publish()
 
     def _publish(self) -> None:
         flat, slots = self.gradients.arena.flat, self.gradients.slots
-        copy_all(one for s in slots if s.steps for one in s.block.values_to(s.parts))
+        copy_all(pair for s in slots if s.steps for pair in s.block.values_to(s.parts))
         if self._before:
             flat -= self._before.flat
         self.site.grid.exchange(self._messages, flat)
         if self._before:
             flat += self._before.flat
-        copy_all(one for s in slots if self._receives(s) for one in s.block.values_from(s.parts))
+        copy_all(pair for s in slots if self._receives(s) for pair in s.block.values_from(s.parts))
 
     def _receives(self, slot: Slot) -> bool:
         """Return whether the rank takes a block's weights from the messages.

@@ -130,8 +130,8 @@ def serve(team: Team, device: torch.device = CPU, trace: Trace | None = None) ->
             begin_receive(curvature, request.flat, owner, tag)()
         with trace.stage(names.DECOMPOSE):
             for factor in of_owner.decomposed(share):
-                made = _answer(factor, solvers[factor.solver.name], request, device)
-                for name, block in made.items():
+                blocks = _answer(factor, solvers[factor.solver.name], request, device)
+                for name, block in blocks.items():
                     reply[name].copy_(block)
         with trace.stage(names.SEND_BASES, "curvature", reply.flat.nbytes):
             # Waiting here would make other owners wait, too, for an owner that computes.

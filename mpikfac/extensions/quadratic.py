@@ -86,8 +86,8 @@ class Quadratic(Own):
         assert self._batch is not None, "a step has begun"
         site, shortened = self.gradients.site, self.gradients.shortened
         expected = self.gradients.arena.flat.new_zeros(1)
-        known = {p for group in self.optimizer.param_groups for p in group["params"]}
-        parameters = {name: p for name, p in self.model.named_parameters() if p in known}
+        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        parameters = {name: p for name, p in self.model.named_parameters() if p in stepped}
         with site.trace.stage(QUADRATIC_MODEL):
             if not (directions := self._spanning(parameters)):
                 return expected
@@ -189,8 +189,8 @@ def hessian_product(gradient: Tensor, at: Tensor, vector: Tensor) -> Tensor:
     """Return the derivative by `at` of a gradient along `vector`; zeros for a constant gradient."""
     if not gradient.requires_grad:
         return torch.zeros_like(at)
-    (found,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
-    return found
+    (derivative,) = torch.autograd.grad(gradient, at, vector, retain_graph=True)
+    return derivative
 
 
 def jacobian_product(
@@ -216,13 +216,13 @@ def jacobian_product(
         for name, tangent in direction.items():
             values[name] = forward_ad.make_dual(values[name], tangent)
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        found = functional_call(model, values | buffers, inputs)
-        if not torch.is_tensor(found):
+        result = functional_call(model, values | buffers, inputs)
+        if not torch.is_tensor(result):
             raise ValueError(
-                f"the model returns a {type(found).__name__}; length='quadratic' takes a model "
+                f"the model returns a {type(result).__name__}; length='quadratic' takes a model "
                 f"that returns a tensor"
             )
-        outputs, product = forward_ad.unpack_dual(found)
+        outputs, product = forward_ad.unpack_dual(result)
         product = torch.zeros_like(outputs) if product is None else product
     precise = torch.promote_types(outputs.dtype, torch.float32)
     return outputs.to(precise), product.to(precise)

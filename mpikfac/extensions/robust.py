@@ -31,8 +31,8 @@ class RuleMemory(Part):
         for rank in range(ranks):
             for stage, rule in self._combiner.rules.items():
                 for name, tensor in rule.memory.items():
-                    own = tensor if rank == self.plan.rank else None
-                    yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", own)
+                    of_rank = tensor if rank == self.plan.rank else None
+                    yield Item(f"{OF_RULE.format(rank, ranks)}{stage}/{name}", of_rank)
 
     def complete(self, names: Collection[str]) -> set[str]:
         """Return all names of the memory, of which `names` hold a part."""

@@ -43,10 +43,10 @@ def common_type(blocks: Sequence[Block]) -> tuple[torch.dtype, torch.device]:
     if dtype not in SUMMABLE:
         allowed = " or ".join(map(str, (torch.bfloat16, *SUMMABLE)))
         raise ValueError(f"{name} is {first.dtype}; parameters must be {allowed}")
-    for other, tensor in tensors:
+    for different, tensor in tensors:
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
-                f"{other} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
+                f"{different} is {tensor.dtype} on {tensor.device} but {name} is {first.dtype} on "
                 f"{first.device}; all trained parameters and buffers must share both"
             )
     return dtype, first.device
@@ -83,9 +83,9 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         raise ValueError(f"optimizer={type(optimizer).__name__} must be a torch.optim.Optimizer")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("optimizer=LBFGS needs a closure; take an optimizer whose step needs none")
-    own = {id(p) for p in model.parameters()}
+    of_model = {id(p) for p in model.parameters()}
     stepped = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if foreign := [tuple(p.shape) for p in stepped if id(p) not in own]:
+    if foreign := [tuple(p.shape) for p in stepped if id(p) not in of_model]:
         raise ValueError(
             f"the optimizer has {len(foreign)} trained parameters that the model lacks (the first "
             f"of shape {foreign[0]}), which every rank would step alone; put their module, such as "
@@ -127,14 +127,14 @@ def check_momentum(optimizer: Optimizer, strategy: Strategy, of_gradients: float
         raise ValueError(
             f"top_momentum={top} and Length(momentum={of_gradients}): leave one of them out"
         )
-    name, asked = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
+    name, of_kfac = ("top_momentum", top) if top else ("Length(momentum)", of_gradients)
     when = "are added up" if top else "are preconditioned"
     for group in optimizer.param_groups:
-        own = group.get("momentum", group.get("betas", (0.0,))[0])
-        if asked and own:
+        of_optimizer = group.get("momentum", group.get("betas", (0.0,))[0])
+        if of_kfac and of_optimizer:
             raise ValueError(
-                f"{name}={asked} needs an optimizer without momentum, not with {own}: the "
-                f"momentum is taken before gradients {when}"
+                f"{name}={of_kfac} needs an optimizer without momentum, not with {of_optimizer}: "
+                f"the momentum is taken before gradients {when}"
             )
 
 
@@ -159,13 +159,13 @@ def check_loaded_momentum(
             "KFAC and Length(momentum=...) as before"
         )
     top = strategy.transport.wires.top_momentum
-    given = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"
+    choice = f"top_momentum={top}" if top else f"Length(momentum={of_gradients})"
     remedy = "top_momentum" if top else "Length(momentum)"
     for name, value in items.items():
         of_group = name.startswith("optimizer/groups/") and name.endswith("/momentum")
         if of_group and (top or of_gradients) and value:
             raise ValueError(
-                f"item {name!r} must be 0 with {given}; it is {value}: go on without {remedy}"
+                f"item {name!r} must be 0 with {choice}; it is {value}: go on without {remedy}"
             )
 
 
@@ -192,9 +192,11 @@ def check_plain(optimizer: Optimizer) -> None:
     """
     plain = {"lr": 1, "momentum": 0, "weight_decay": 0, "maximize": False}
     for group in optimizer.param_groups:
-        own = {name: group.get(name) for name in plain}
-        if type(optimizer) is not torch.optim.SGD or own != plain:
-            numbers = ", ".join(f"{n}={v:g}" for n, v in own.items() if v not in (None, plain[n]))
+        choices = {name: group.get(name) for name in plain}
+        if type(optimizer) is not torch.optim.SGD or choices != plain:
+            numbers = ", ".join(
+                f"{n}={v:g}" for n, v in choices.items() if v not in (None, plain[n])
+            )
             raise ValueError(
                 f"optimizer={type(optimizer).__name__}({numbers}) must be SGD(lr=1, momentum=0, "
                 f"weight_decay=0): length='quadratic' gives length and momentum of a step"
@@ -242,12 +244,12 @@ def report_uncovered(
             "K-FAC covers %d of %d weights; the rest is trained first-order", covered, total
         )
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    names = [other.name for other in parameters if id(other.tensor) in stepped]
+    names = [block.name for block in parameters if id(block.tensor) in stepped]
     words = in_words(model, names) or "none"
     log.info("trained first-order, as no layer covers them: %s", words)
     for offer in offers:
         log.warning("%s", offer)
-    forgotten = ", ".join(other.name for other in parameters if id(other.tensor) not in stepped)
+    forgotten = ", ".join(block.name for block in parameters if id(block.tensor) not in stepped)
     if forgotten:
         log.warning("not trained, as the optimizer does not have them: %s", forgotten)
 

@@ -58,7 +58,7 @@ def _in_lists(pieces: Mapping[str, Any]) -> dict[str, Any]:
             lists[name][int(index)] = value
         else:
             state[key] = value
-    return state | {name: [found[i] for i in sorted(found)] for name, found in lists.items()}
+    return state | {name: [items[i] for i in sorted(items)] for name, items in lists.items()}
 
 
 def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
@@ -71,9 +71,9 @@ def missing_state(model: nn.Module, names: Collection[str]) -> set[str]:
     items = [name.removeprefix(prefix).rpartition("/") for name in names if name.startswith(prefix)]
     held, keys = {name for name, _, _ in items}, {key for _, _, key in items}
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    whole = {OF_MODEL + name for name, _ in _tensors_of(model)}
-    whole |= {f"{prefix}{name}/{key}" for name in trained - held for key in keys}
-    return whole.difference(names)
+    complete = {OF_MODEL + name for name, _ in _tensors_of(model)}
+    complete |= {f"{prefix}{name}/{key}" for name in trained - held for key in keys}
+    return complete.difference(names)
 
 
 def needed_state(
@@ -85,16 +85,16 @@ def needed_state(
         ValueError: an item is missing, has a wrong dtype or shape, or belongs to a different
             optimizer.
     """
-    own, saved = type(optimizer).__name__, state.get(OPTIMIZER_NAME)
-    if saved not in (own, None):
-        raise ValueError(f"item 'optimizer/name' must be {own}; it is {saved}")
+    kind, saved = type(optimizer).__name__, state.get(OPTIMIZER_NAME)
+    if saved not in (kind, None):
+        raise ValueError(f"item 'optimizer/name' must be {kind}; it is {saved}")
     like: dict[str, Any] = {OF_MODEL + name: value for name, value in _tensors_of(model)}
     like |= {OF_GROUPS + name: value for name, value in _numbers(optimizer, state).items()}
-    found = fitting(state, like | {STEPS: 0})
-    steps = found[STEPS]
+    items = fitting(state, like | {STEPS: 0})
+    steps = items[STEPS]
     if not isinstance(steps, int) or not 0 <= steps <= MOST_STEPS:
         raise ValueError(f"item 'trainer/steps' must be a number of steps; it is {steps}")
-    return found | _optimizer_state(stepped, state)
+    return items | _optimizer_state(stepped, state)
 
 
 def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -104,15 +104,15 @@ def _optimizer_state(stepped: Stepped, state: Mapping[str, Any]) -> dict[str, An
         ValueError: an item has another shape than the parameter. Optimizers that are not torch's
             may choose shapes of their own.
     """
-    found: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key in (key for key in state if key.startswith(OF_OPTIMIZER_STATE)):
         name, _, kind = key.removeprefix(OF_OPTIMIZER_STATE).rpartition("/")
         if name in stepped:
             like = stepped[name] if kind in AS_PARAMETER else state[key]
-            found |= fitting(state, {key: like}, rounded=True)
-            if isinstance(found[key], str):
+            items |= fitting(state, {key: like}, rounded=True)
+            if isinstance(items[key], str):
                 raise ValueError(f"item {key!r} must be a tensor or a number; it is a str")
-    return found
+    return items
 
 
 def fitting(
@@ -128,24 +128,24 @@ def fitting(
     Raises:
         ValueError: an item is missing or differs; name, expected form and found form of the first.
     """
-    found = {}
+    items = {}
     for name, expected in like.items():
         if name not in state:
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is missing")
-        found[name] = state[name]
-        if _alias(found[name], expected):
-            found[name] = found[name].clone()
-        if _form(found[name], rounded) != _form(expected, rounded):
-            form = _form(found[name])
+        items[name] = state[name]
+        if _alias(items[name], expected):
+            items[name] = items[name].clone()
+        if _form(items[name], rounded) != _form(expected, rounded):
+            form = _form(items[name])
             raise ValueError(f"item {name!r} must be {_form(expected)}; it is {form}")
-        if isinstance(found[name], float) and not math.isfinite(found[name]):
-            raise ValueError(f"item {name!r} must be a finite number; it is {found[name]}")
-    return found
+        if isinstance(items[name], float) and not math.isfinite(items[name]):
+            raise ValueError(f"item {name!r} must be a finite number; it is {items[name]}")
+    return items
 
 
-def _alias(one: Any, other: Any) -> bool:
+def _alias(x: Any, y: Any) -> bool:
     """Return whether two tensors share memory."""
-    return torch.is_tensor(one) and torch.is_tensor(other) and one.data_ptr() == other.data_ptr()
+    return torch.is_tensor(x) and torch.is_tensor(y) and x.data_ptr() == y.data_ptr()
 
 
 def _form(value: object, rounded: bool = False) -> str:
@@ -160,8 +160,8 @@ def load_model_state(
     model: nn.Module, optimizer: Optimizer, stepped: Stepped, state: Mapping[str, Any]
 ) -> None:
     """Load a `model_state`, at any number of ranks and with any strategy."""
-    found = {name: state[OF_MODEL + name] for name, _ in _tensors_of(model)}
-    model.load_state_dict(found, strict=False)
+    values = {name: state[OF_MODEL + name] for name, _ in _tensors_of(model)}
+    model.load_state_dict(values, strict=False)
     for name in _numbers(optimizer, state):
         set_group_setting(optimizer, name, state[OF_GROUPS + name])
     optimizer.state.clear()
@@ -232,10 +232,10 @@ def hand_over_state(
         if present.get(name) is parameter  # else the parameter was replaced
         for key, value in _in_pieces(optimizer.state.get(parameter, {})).items()
     }
-    every = {item for some in comm.allgather(list(held)) for item in some}
-    wanted = {item for item in every - held.keys() if item.rpartition("/")[0] in after}
+    of_all = {item for of_rank in comm.allgather(list(held)) for item in of_rank}
+    lacking = {item for item in of_all - held.keys() if item.rpartition("/")[0] in after}
     received: dict[str, dict[str, Any]] = defaultdict(dict)
-    for item, value in handed_over(comm, held, wanted).items():
+    for item, value in handed_over(comm, held, lacking).items():
         name, _, key = item.rpartition("/")
         received[name][key] = _placed(value, after[name], optimizer)
     for name, pieces in received.items():
@@ -256,9 +256,9 @@ def group_settings(optimizer: Optimizer) -> Iterator[tuple[str, int | float]]:
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             places = enumerate(value) if isinstance(value, tuple) else ()
-            numbers = {f"{key}.{place}": one for place, one in places} or {key: value}
-            for name, one in numbers.items():
-                number = one.item() if torch.is_tensor(one) and not one.dim() else one
+            numbers = {f"{key}.{place}": entry for place, entry in places} or {key: value}
+            for name, entry in numbers.items():
+                number = entry.item() if torch.is_tensor(entry) and not entry.dim() else entry
                 if isinstance(number, (int, float)):
                     yield f"{index}/{name}", number
 

@@ -122,12 +122,12 @@ class Bases(Part):
         plain = [
             d for d in decompositions if not (d.factor.solver.damped or d.factor.solver.vector)
         ]
-        given = factors, damping, self.relative, self.site.dtype
-        errors = errors_of(plain, *given)
+        arguments = factors, damping, self.relative, self.site.dtype
+        errors = errors_of(plain, *arguments)
         precise = {f.name: not error <= HARMLESS for f, error in errors.items()}  # also if NaN
         warn([factor.layer for factor, error in errors.items() if error > COARSE])
         damped = [d for d in decompositions if d.factor.solver.damped]
-        added = damping_added(damped, *given, self.site.flags, warn)
+        added = damping_added(damped, *arguments, self.site.flags, warn)
         packed = {name: factors[name] for name in forms}
         request = Request(decompositions, packed, added, precise, turn, first=not self.ready)
         self._pending = self.decomposer.start(request)
@@ -231,7 +231,7 @@ class Bases(Part):
             turns = {DECOMPOSITIONS + b.name: f.turn for f in self.plan.factors for b in f.blocks}
             begun = {turns[name] for name in names if name in turns}
             turn = begun.pop() if len(begun) == 1 else None
-            complete |= {name for name, own in turns.items() if turn in (None, own)}
+            complete |= {name for name, of_factor in turns.items() if turn in (None, of_factor)}
         return complete
 
     def needed(self, names: Collection[str]) -> dict[str, Any]:

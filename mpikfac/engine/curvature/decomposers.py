@@ -135,17 +135,17 @@ class AtOnce:
         for names in alike({name: packed[name] for name in of}):
             for stacked in _of_one_kind([of[name] for name in names], dtypes):
                 factors = [decomposition.factor for decomposition in stacked]
-                own = [factor.name for factor in factors]
+                stacked_names = [factor.name for factor in factors]
                 added = (
-                    torch.stack([request.added[n] for n in own])
-                    if own[0] in request.added
+                    torch.stack([request.added[n] for n in stacked_names])
+                    if stacked_names[0] in request.added
                     else None
                 )
-                stack = torch.stack([packed[name] for name in own])
-                given = stacked[0].solver, stack.to(dtypes[own[0]]), added, dtype
-                if of_stack := decomposed_together(factors, *given):
+                stack = torch.stack([packed[name] for name in stacked_names])
+                arguments = stacked[0].solver, stack.to(dtypes[stacked_names[0]]), added, dtype
+                if of_stack := decomposed_together(factors, *arguments):
                     blocks |= of_stack
-                    tried += own
+                    tried += stacked_names
                     sums.append(stack.flatten(1).sum(1, dtype=dtype))
         if not blocks:
             return {}, set()

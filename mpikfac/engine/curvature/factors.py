@@ -324,8 +324,8 @@ class Factors(Part):
         # A rank's own share may lack factors.
         if not any(n == STARTED or n.startswith(tuple(FORMS.values())) for n in names):
             return []
-        other = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
-        return [f for f in self.plan.factors if other[f.solver.keeps] + f.name not in names]
+        opposite = {"matrix": FORMS["vector"], "vector": FORMS["matrix"]}
+        return [f for f in self.plan.factors if opposite[f.solver.keeps] + f.name not in names]
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:
         """Load the `needed` items of a state, after `forget`.

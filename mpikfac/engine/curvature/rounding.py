@@ -75,20 +75,20 @@ def damping_added(
         kinds.setdefault((decomposition.solver, both), []).append(decomposition)
     for (solver, both), alike in kinds.items():
         factors = [decomposition.factor for decomposition in alike]
-        own = torch.cat([means[factor,] for factor in factors])
+        of_factors = torch.cat([means[factor,] for factor in factors])
         ratio = None
         if both:
             ratio = torch.cat([means[d.side] for d in alike])
             ratio = ratio / torch.cat([means[d.opposite] for d in alike])
-        dampings = solver.added(Means(own, ratio), damping, relative)
+        dampings = solver.added(Means(of_factors, ratio), damping, relative)
         groups = [factor.groups for factor in factors]
         for factor, values in zip(factors, dampings.split(groups)):
             added[factor.name] = values if len(values) > 1 else values[0]
         if dtype != torch.float64:
             eps = torch.finfo(dtype).eps
-            orders = repeated([factor.order for factor in factors], groups, own)
+            orders = repeated([factor.order for factor in factors], groups, of_factors)
             layers = [factor.layer for factor in factors for _ in range(factor.groups)]
-            coarse = eps * orders * own / dampings > COARSE_DAMPED
+            coarse = eps * orders * of_factors / dampings > COARSE_DAMPED
             flags.keep(coarse, partial(_warn_marked, warn, layers))
     return added
 

@@ -451,20 +451,20 @@ def _check(team: Team, strategy: Strategy, optimizer: Optimizer) -> None:
     Raises:
         ValueError: choices, ranks or the optimizer do not fit.
     """
-    asked = strategy.exchange.asynchrony
+    choices = strategy.exchange.asynchrony
     if not strategy.exchange.asynchronous:
         raise ValueError(
             f"exchanged={strategy.exchange.exchanged!r} must be 'updates' for Asynchronous"
         )
     servers = team.link.remote_size if team.link else 0
-    if servers != asked.servers:
+    if servers != choices.servers:
         raise ValueError(
-            f"servers={asked.servers}, but the team has {servers}; give the trainer what "
-            f"mpikfac.split(comm, {asked.servers}) returned"
+            f"servers={choices.servers}, but the team has {servers}; give the trainer what "
+            f"mpikfac.split(comm, {choices.servers}) returned"
         )
     strategy.check_ranks(team.trains.size)
-    if asked.push_every > 1 and not isinstance(optimizer, SGD):
+    if choices.push_every > 1 and not isinstance(optimizer, SGD):
         raise ValueError(
-            f"push_every={asked.push_every} needs the optimizer SGD, not "
+            f"push_every={choices.push_every} needs the optimizer SGD, not "
             f"{type(optimizer).__name__}: between two updates, a client takes steps of SGD"
         )

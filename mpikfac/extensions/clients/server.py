@@ -112,24 +112,24 @@ class Server:
         blocks = find_uncovered(model)
         kind = common_type(blocks)
         comm = joined(link, serves=True)
-        asked: Asynchrony
-        layout, asked = comm.bcast(None)
+        choices: Asynchrony
+        layout, choices = comm.bcast(None)
         agree(comm, describe(model, optimizer))
         broadcast(comm, [*model.parameters(), *model.buffers()])
         comm.Free()
         self.version = 0
         self._meet_at: int | None = None  # the step after which all clients meet
-        self._asked = asked
-        start, stop = spans(layout, asked.servers)[link.rank]
-        mine = {n: layout.shapes[n] for n, at in layout.offsets.items() if start <= at < stop}
-        self._arena = Arena(lay_out([mine.items()]), *kind)
+        self._asked = choices
+        start, stop = spans(layout, choices.servers)[link.rank]
+        of_server = {n: layout.shapes[n] for n, at in layout.offsets.items() if start <= at < stop}
+        self._arena = Arena(lay_out([of_server.items()]), *kind)
         self._host = on_host(self._arena.flat)
-        own = [block for block in blocks if block.name in mine]
-        self._slots = [(block, block.parts(self._arena[block.name])) for block in own]
-        stepped = {id(block.tensor) for block in own if block.parameters}
+        served = [block for block in blocks if block.name in of_server]
+        self._slots = [(block, block.parts(self._arena[block.name])) for block in served]
+        stepped = {id(block.tensor) for block in served if block.parameters}
         self._stepped = {n: p for n, p in model.named_parameters() if id(p) in stepped}
         optimizer.zero_grad()
-        self._clients = list(range(0, link.remote_size, asked.client_ranks))
+        self._clients = list(range(0, link.remote_size, choices.client_ranks))
         self._present = set(self._clients)
         self._held: set[int] = set()  # clients that wait for the end of the warm start
         self._waiting: set[int] = set()  # clients that wait for all clients
@@ -149,10 +149,10 @@ class Server:
         tasks = {PUSH: self._push, HOLD: self._hold, MEET: self._meet}
         tasks |= {SAVE: self._save, LOAD: self._load, LEAVING: self._leave}
         while self._present:
-            if (found := look(self._link)) is None:
+            if (request := look(self._link)) is None:
                 self._look_for_lost()
                 continue
-            client, tag = found
+            client, tag = request
             self._heard[client] = time.monotonic()
             try:
                 tasks[tag](client)
@@ -192,9 +192,9 @@ class Server:
         send_items(self._link, items | {VERSION: self.version}, client, SAVE)
 
     def _load(self, client: int) -> None:
-        found = receive_items(self._link, client, LOAD)
-        load_model_state(self.model, self.optimizer, self._stepped, found)
-        self.version = found[VERSION]
+        items = receive_items(self._link, client, LOAD)
+        load_model_state(self.model, self.optimizer, self._stepped, items)
+        self.version = items[VERSION]
         self._fetched = dict.fromkeys(self._clients, self.version)
         self._steps = dict.fromkeys(self._present, -1)
         self._meet_at = None
@@ -224,10 +224,10 @@ class Server:
             set_group_setting(self.optimizer, name, number)
         if self._host is not self._arena.flat:
             self._arena.flat.copy_(self._host)
-        whole = bool(all_finite(self._arena.flat))
+        finite = bool(all_finite(self._arena.flat))
         written: list[tuple[Tensor, Tensor]] = []
         for block, parts in self._slots:
-            if not (whole or all_finite(parts[0])):
+            if not (finite or all_finite(parts[0])):
                 block.leave()
             elif isinstance(block, Statistic):
                 value = parts[0].to(block.tensor.dtype)
@@ -239,11 +239,11 @@ class Server:
 
     def _answer(self, client: int, tag: int, staleness: int | None = None) -> None:
         """Send a client the weights."""
-        copy_all(one for block, parts in self._slots for one in block.values_to(parts))
+        copy_all(pair for block, parts in self._slots for pair in block.values_to(parts))
         if self._host is not self._arena.flat:
             self._host.copy_(self._arena.flat)
-        every = list(zip(*self._votes.values()))
-        votes = [sum(column) / len(column) for column in every]
+        columns = list(zip(*self._votes.values()))
+        votes = [sum(column) / len(column) for column in columns]
         words = Answer(self.version, staleness, self._meet_at, votes)
         with self.trace.stage(SEND_WEIGHTS, "servers", self._host.nbytes):
             answer(self._link, client, tag, self._host, words)
@@ -266,8 +266,8 @@ class Server:
     # -- clients that leave ----------------------------------------------------------------------
 
     def _drop(self, client: int) -> None:
-        for some in (self._present, self._held, self._waiting):
-            some.discard(client)
+        for clients in (self._present, self._held, self._waiting):
+            clients.discard(client)
         self._votes.pop(client, None)
         self._steps.pop(client, None)
         self._release()

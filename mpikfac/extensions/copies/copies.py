@@ -190,13 +190,13 @@ def of_copies(state: Mapping[str, Any], rank: int) -> dict[str, Any]:
 
     Items of rank 0 keep their names, and are the items of a state of a single model.
     """
-    own = OF_COPY.format(rank) if rank else ""
-    return {own * name.startswith(APART) + name: value for name, value in state.items()}
+    prefix = OF_COPY.format(rank) if rank else ""
+    return {prefix * name.startswith(APART) + name: value for name, value in state.items()}
 
 
 def of_rank(state: Mapping[str, Any], rank: int) -> Mapping[str, Any]:
     """Return the state of the rank's copy of the model; of rank 0's copy if the rank has none."""
-    own = OF_COPY.format(rank)
+    prefix = OF_COPY.format(rank)
     names = {name: name for name in state if not name.startswith(OF_COPY.partition("{")[0])}
-    names |= {name.removeprefix(own): name for name in state if name.startswith(own)}
+    names |= {name.removeprefix(prefix): name for name in state if name.startswith(prefix)}
     return _Renamed(state, names)

@@ -54,11 +54,11 @@ class Merge:
 
     def read(self) -> None:
         """Copy the model into the buffer."""
-        copy_all(one for s in self._slots for one in s.block.values_to(s.parts))
+        copy_all(pair for s in self._slots for pair in s.block.values_to(s.parts))
 
     def write(self) -> None:
         """Copy the buffer into the model."""
-        copy_all(one for s in self._slots for one in s.block.values_from(s.parts))
+        copy_all(pair for s in self._slots for pair in s.block.values_from(s.parts))
 
     def keep(self) -> None:
         """Take the present weights, equal on all ranks, for the weights of an exchange."""
@@ -124,7 +124,7 @@ class Mean(Merge):
 
     def keep(self) -> None:
         """Keep the present weights as the weights of the last exchange."""
-        copy_all(one for s in self._last for one in s.block.values_to(s.parts))
+        copy_all(pair for s in self._last for pair in s.block.values_to(s.parts))
 
     def merge(self) -> None:
         """Average the copies, or their changes, and take the outer step."""
@@ -209,7 +209,7 @@ class Streamed(Mean):
         """
         self._under_way[part] = use, place
         slots = self._parts[part]
-        copy_all(one for s in slots for one in s.block.values_to(s.parts))
+        copy_all(pair for s in slots for pair in s.block.values_to(s.parts))
         for span in self._of(part):
             self.copy.flat[span] -= self._before.flat[span]
             self.copy.flat[span] /= self.copies.count
@@ -217,11 +217,11 @@ class Streamed(Mean):
             for slot in slots:
                 self._sums[part].ready(slot.block.name)
 
-    def _use(self, part: int, own: float) -> None:
+    def _use(self, part: int, local_share: float) -> None:
         """Wait for the mean change of a part, take the outer step, and mix in the copy's weights.
 
         Args:
-            own: the share of the copy's weights.
+            local_share: the share of the copy's weights.
         """
         _, place = self._under_way.pop(part)
         if part in self._sums and self._sends(place):
@@ -234,7 +234,7 @@ class Streamed(Mean):
             self._step_of(slice(span.start, min(span.stop, self.copies.trained)))
         for slot in self._parts[part]:
             for value, mean in slot.block.values_from(slot.parts):
-                value.lerp_(mean.to(value.dtype), 1 - own) if slot.block.parameters else (
+                value.lerp_(mean.to(value.dtype), 1 - local_share) if slot.block.parameters else (
                     value.copy_(mean)
                 )
 
@@ -340,9 +340,9 @@ class Leader(Merge):
         if self._heard:
             self._loss = sum(map(float, self._heard)) / len(self._heard)
         self._heard = []
-        mine = [0.0] * self.plan.grid.count
-        mine[self.plan.rank] = self._loss if all_finite(self.weights) else math.nan
-        losses = summed(self.site.grid.world, mine)
+        of_rank = [0.0] * self.plan.grid.count
+        of_rank[self.plan.rank] = self._loss if all_finite(self.weights) else math.nan
+        losses = summed(self.site.grid.world, of_rank)
         if not all(map(math.isfinite, losses)):
             raise UserError(DIVERGED)
         return losses
@@ -403,8 +403,8 @@ class Elastic(Merge):
         self.weights.copy_(average)
         self._mean()
         pull = self.exchange.merging.mean_pull * self._growth
-        new = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
-        self.weights.copy_(new)
+        stepped = elastic_step(self.trained(self._anchor), average, self.weights, rate, pull)
+        self.weights.copy_(stepped)
         self._exchanges += 1
         self.write()
         self.keep()

@@ -63,8 +63,8 @@ class Sliced(Sender):
                     continue
                 for member in range(ways):
                     (start, stop), (name, _) = cut.span(member, ways), cut.slice_of(member, ways)
-                    whole = part.narrow(cut.dim, start, stop - start)
-                    yield Cut(member, self._slices[name], whole)
+                    slice_of_part = part.narrow(cut.dim, start, stop - start)
+                    yield Cut(member, self._slices[name], slice_of_part)
 
 
 class SlicedGradients(Part):
