@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -151,12 +152,14 @@ def small_lies(steps, size=SIZE):
     return np.concatenate([right, lies], axis=1)
 
 
-def test_the_safeguard_is_the_rule_of_two_windows():
+# In the second case, sums that never begin anew keep other ranks.
+@pytest.mark.parametrize(("size", "factor"), [(SIZE, 1.2), (10, 2.0)])
+def test_the_safeguard_is_the_rule_of_two_windows(size, factor):
     """Oracle: the rule in numpy, step by step, over several windows."""
-    steps = small_lies(20)
-    rule = by_vector(WINDOWS, RIGHT + WRONG, torch.zeros(SIZE).double())
+    steps, windows = small_lies(20, size), replace(WINDOWS, safe_factor=factor)
+    rule = by_vector(windows, RIGHT + WRONG, torch.zeros(size).double())
     dropped = 0
-    for (mean, good), vectors in zip(safeguarded(WINDOWS, steps), steps):
+    for (mean, good), vectors in zip(safeguarded(windows, steps), steps):
         np.testing.assert_allclose(step_of(rule, vectors), mean, rtol=1e-12)
         assert np.array_equal(rule.good.numpy(), good)
         dropped += (~good).sum()
