@@ -13,9 +13,12 @@ The exit code is 1 if anything differs.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import inspect
+import itertools
 import json
+import logging
 import os
 import pickle
 import subprocess
@@ -25,6 +28,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mpikfac
+from mpikfac.comm import Grid
 
 STEPS = 7
 EXAMPLES = 24  # of a batch of all ranks together: whole shards at 1 to 4 ranks
@@ -55,165 +65,148 @@ class Case:
     momentum: float = 0.9
 
 
+SOLVERS = ("eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one")
+SHORTER: dict[str, dict[str, Any]] = {
+    "local-sgd": {"exchange_every": 3},
+    "post-local-sgd": {"exchange_every": 2, "exchange_from": 2},
+    "diloco": {"exchange_every": 3},
+    "streaming-diloco": {"exchange_every": 4, "fragments": 2, "lateness": 1},
+    "daso": {"exchange_every": 2},
+    "lsgd": {"exchange_every": 3},
+    "parle": {"exchange_every": 3},
+    "dgc": {"top_share": 0.1},
+    "krum": {"liars": 0},
+}
+"""Choices in the place of those of named strategies, so that seven steps show all of a strategy."""
+COPIES = {"exchanged": "weights", "exchange_every": 2}
+TRANSPORTS: dict[str, dict[str, Any]] = {
+    "overlap": {"overlap": True},
+    "overlap owner": {"overlap": True, "update": "owner", "workers": 1, "reduction": "owners"},
+    "overlap delay": {"overlap": True, "delay": 1},
+    "parts": {"parts": 12},
+    "stagger": {"stagger": 3},
+    "delay": {"delay": 2},
+    "tolerance": {"tolerance": 0.2},
+    "square": {"packing": "square", "fusion": 1},
+    "replicated": {"replicate_below": 20},
+    "alltoall": {"sums": "alltoall", "reduction": "owners", "update": "owner", "workers": 1},
+    "near": {"combine_factors": "near"},
+    "wires": {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "int8"},
+    "top-k": {"gradient_wire": "top-k", "top_share": 0.1},
+    "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
+    "wire late": {"factor_wire": "bfloat16", "reduce_at": "bases"},
+    "nodes": {"ranks_per_node": 1},
+    "copies nodes": COPIES | {"exchange_every": 3, "copies_of": "node", "ranks_per_node": 1},
+    "copies median": COPIES | {"combine": "median"},
+    "copies top-k": COPIES | {"gradient_wire": "top-k", "top_share": 0.2},
+}
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "sampled": {"fisher": "sampled", "samples": 2},
+    "exact": {"fisher": "exact"},
+    "forward-only": {"fisher": "forward-only"},
+    "identity": {"start": "identity"},
+    "bfloat16 factors": {"factor_dtype": "bfloat16"},
+    "bfloat16 statistics": {"statistics_dtype": "bfloat16"},
+    "sc20": {"normalization": "sc20"},
+    "subsample": {"subsample": 2},
+}
+
+
 def cases() -> Iterator[Case]:
     """Yield all cases."""
-    import mpikfac
+    yield from named_cases()
+    yield from solver_cases()
+    yield from placed_cases()
+    yield from transport_cases()
+    yield from setting_cases()
+    yield from program_cases()
 
-    shorter = {
-        "local-sgd": {"exchange_every": 3},
-        "post-local-sgd": {"exchange_every": 2, "exchange_from": 2},
-        "diloco": {"exchange_every": 3},
-        "streaming-diloco": {"exchange_every": 4, "fragments": 2, "lateness": 1},
-        "daso": {"exchange_every": 2},
-        "lsgd": {"exchange_every": 3},
-        "parle": {"exchange_every": 3},
-        "dgc": {"top_share": 0.1},
-        "krum": {"liars": 0},
-    }
-    every = {"staggered": {"basis_every": 5}}
+
+def named_cases() -> Iterator[Case]:
+    """Yield all named strategies, with K-FAC and without."""
     for name in mpikfac.plan.NAMED:
-        plain = 0.0 if name == "dgc" else 0.9
-        more = shorter.get(name, {})
-        trainers = ["Asynchronous"] if name == "a-sgd" else ["KFAC", "DataParallel"]
-        for trainer in trainers:
-            yield Case(
-                f"{name} {trainer}", more, every.get(name, {}), trainer, named=name, momentum=plain
-            )
+        shorter = SHORTER.get(name, {})
+        settings = {"basis_every": 5} if name == "staggered" else {}
+        momentum = 0.0 if name == "dgc" else 0.9
+        for trainer in ["Asynchronous"] if name == "a-sgd" else ["KFAC", "DataParallel"]:
+            case = f"{name} {trainer}"
+            yield Case(case, shorter, settings, trainer, named=name, momentum=momentum)
         if name in ("local-sgd", "lsgd", "parle", "diloco", "power-sgd", "staggered"):
-            yield Case(
-                f"{name} float64", more, every.get(name, {}), "KFAC", "frozen", "float64", name
-            )
-    solvers = "eigen", "ekfac", "inverse", "unsplit-inverse", "rank-one"
-    for solver in solvers:
+            yield Case(f"{name} float64", shorter, settings, "KFAC", "frozen", "float64", name)
+
+
+def solver_cases() -> Iterator[Case]:
+    """Yield all solvers with all lengths, and programs of steps."""
+    everyone = {"workers": "all"}
+    for solver in SOLVERS:
         for source in ("orthogonal", "adam", "sgd", "own"):
-            yield Case(
-                f"{solver} {source}",
-                {"workers": "all"},
-                {"solver": solver, "length": {"source": source}},
-            )
+            settings = {"solver": solver, "length": {"source": source}}
+            yield Case(f"{solver} {source}", everyone, settings)
         for kind in ("fisher", "kl", "norm"):
-            yield Case(
-                f"{solver} {kind}",
-                {"workers": "half"},
-                {"solver": solver, "length": {kind: 1e-3}},
-                dtype="float64",
-            )
-        yield Case(f"{solver} relative off", {"workers": 1}, {"solver": solver, "damping": 0.003})
-        for program in ("scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"):
-            yield Case(
-                f"{solver} {program}", {"workers": "all"}, {"solver": solver}, program=program
-            )
-    for workers in (1, "half", "all"):
-        for reduction in ("everyone", "owners", "none"):
-            for update in ("everyone", "owner"):
-                for late in ("factors", "bases"):
-                    placed = dict(
-                        workers=workers, reduction=reduction, update=update, reduce_at=late
-                    )
-                    yield Case(
-                        f"placed {workers} {reduction} {update} {late}",
-                        placed,
-                        {"solver": "eigen"},
-                        program="frozen",
-                    )
-    choices: dict[str, dict[str, Any]] = {
-        "overlap": {"overlap": True},
-        "overlap owner": {"overlap": True, "update": "owner", "workers": 1, "reduction": "owners"},
-        "overlap delay": {"overlap": True, "delay": 1},
-        "parts": {"parts": 12},
-        "stagger": {"stagger": 3},
-        "delay": {"delay": 2},
-        "tolerance": {"tolerance": 0.2},
-        "square": {"packing": "square", "fusion": 1},
-        "replicated": {"replicate_below": 20},
-        "alltoall": {"sums": "alltoall", "reduction": "owners", "update": "owner", "workers": 1},
-        "near": {"combine_factors": "near"},
-        "wires": {"factor_wire": "int8", "basis_wire": "bfloat16", "gradient_wire": "int8"},
-        "top-k": {"gradient_wire": "top-k", "top_share": 0.1},
-        "wire owner": {"gradient_wire": "bfloat16", "update": "owner", "workers": 1},
-        "wire late": {"factor_wire": "bfloat16", "reduce_at": "bases"},
-        "nodes": {"ranks_per_node": 1},
-        "copies nodes": {
-            "exchanged": "weights",
-            "exchange_every": 3,
-            "copies_of": "node",
-            "ranks_per_node": 1,
-        },
-        "copies median": {"exchanged": "weights", "exchange_every": 2, "combine": "median"},
-        "copies top-k": {
-            "exchanged": "weights",
-            "exchange_every": 2,
-            "gradient_wire": "top-k",
-            "top_share": 0.2,
-        },
-    }
-    for name, chosen in choices.items():
-        chosen = {"workers": "all"} | chosen
-        for trainer in ("KFAC", "DataParallel"):
-            for program in ("plain", "frozen", "resumed"):
-                yield Case(f"{name} {trainer} {program}", chosen, {}, trainer, program)
-        yield Case(f"{name} eigen", chosen, {"solver": "eigen"}, program="bounded", dtype="float64")
-    estimators = {
-        "sampled": {"fisher": "sampled", "samples": 2},
-        "exact": {"fisher": "exact"},
-        "forward-only": {"fisher": "forward-only"},
-        "identity": {"start": "identity"},
-        "bfloat16 factors": {"factor_dtype": "bfloat16"},
-        "bfloat16 statistics": {"statistics_dtype": "bfloat16"},
-        "sc20": {"normalization": "sc20"},
-        "subsample": {"subsample": 2},
-    }
-    for name, estimator in estimators.items():
-        for solver in ("eigen", "inverse"):
-            settings = {"solver": solver, "estimator": estimator}
-            yield Case(f"{name} {solver}", {"workers": "half"}, settings, program="resumed")
+            settings = {"solver": solver, "length": {kind: 1e-3}}
+            yield Case(f"{solver} {kind}", {"workers": "half"}, settings, dtype="float64")
+        yield Case(f"{solver} absolute", {"workers": 1}, {"solver": solver, "damping": 0.003})
+        programs = "scaled", "frozen", "resumed", "bounded", "uneven", "accumulated"
+        for program in (*programs, "precondition"):
+            yield Case(f"{solver} {program}", everyone, {"solver": solver}, program=program)
+        delayed = everyone | {"delay": 2}
+        yield Case(f"delayed {solver}", delayed, {"solver": solver}, program="resumed")
+
+
+def placed_cases() -> Iterator[Case]:
+    """Yield all placements."""
+    reductions, updates = ("everyone", "owners", "none"), ("everyone", "owner")
+    choices = (1, "half", "all"), reductions, updates, ("factors", "bases")
+    for workers, reduction, update, late in itertools.product(*choices):
+        placed = {"workers": workers, "reduction": reduction, "update": update, "reduce_at": late}
+        name = f"placed {workers} {reduction} {update} {late}"
+        yield Case(name, placed, {"solver": "eigen"}, program="frozen")
+
+
+def transport_cases() -> Iterator[Case]:
+    """Yield the ways to send, with K-FAC and without."""
+    for name, choices in TRANSPORTS.items():
+        placed = {"workers": "all"} | choices
+        for trainer, program in itertools.product(
+            ("KFAC", "DataParallel"), ("plain", "frozen", "resumed")
+        ):
+            yield Case(f"{name} {trainer} {program}", placed, {}, trainer, program)
+        settings = {"solver": "eigen"}
+        yield Case(f"{name} eigen", placed, settings, program="bounded", dtype="float64")
+
+
+def setting_cases() -> Iterator[Case]:
+    """Yield estimators, momenta, adapted damping and the quadratic model."""
+    everyone = {"workers": "all"}
+    for (name, estimator), solver in itertools.product(ESTIMATORS.items(), ("eigen", "inverse")):
+        settings = {"solver": solver, "estimator": estimator}
+        yield Case(f"{name} {solver}", {"workers": "half"}, settings, program="resumed")
     momentum = {"length": {"momentum": 0.9}}
-    yield Case("momentum", {"workers": "all"}, momentum, momentum=0.0, program="resumed")
+    yield Case("momentum", everyone, momentum, momentum=0.0, program="resumed")
     yield Case("momentum frozen", {"workers": 1}, momentum, momentum=0.0, program="frozen")
     yield Case("momentum owner", {"workers": 1, "update": "owner"}, momentum, momentum=0.0)
     adapted = {"damping": "adapted", "length": {"source": "own"}}
-    yield Case("adapted", {"workers": "all"}, adapted, program="adapted")
+    yield Case("adapted", everyone, adapted)
+    rest: dict[str, Any] = {"program": "quadratic", "lr": 1.0, "momentum": 0.0}
     for dtype in ("float32", "float64"):
         quadratic = {"length": {"source": "quadratic"}, "damping": {"value": 0.01}}
-        yield Case(
-            f"quadratic {dtype}",
-            {"workers": "half"},
-            quadratic,
-            program="quadratic",
-            dtype=dtype,
-            lr=1.0,
-            momentum=0.0,
-        )
+        yield Case(f"quadratic {dtype}", {"workers": "half"}, quadratic, dtype=dtype, **rest)
         quadratic = quadratic | {"damping": "adapted value"}
-        yield Case(
-            f"quadratic adapted {dtype}",
-            {"workers": "all"},
-            quadratic,
-            program="quadratic",
-            dtype=dtype,
-            lr=1.0,
-            momentum=0.0,
-        )
-    for solver in solvers:
-        yield Case(
-            f"precondition {solver}", {"workers": "all"}, {"solver": solver}, program="precondition"
-        )
-        yield Case(
-            f"delayed {solver}",
-            {"workers": "all", "delay": 2},
-            {"solver": solver},
-            program="resumed",
-        )
-    yield Case("split", {"workers": "all"}, {}, program="split")
-    yield Case("split first-order", {}, {}, "DataParallel", program="split")
-    yield Case(
-        "split owner", {"workers": 1, "update": "owner"}, {"solver": "eigen"}, program="split"
-    )
-    yield Case("split ekfac", {"workers": "all"}, {"solver": "ekfac"}, program="split")
-    yield Case("discarded", {"workers": "all"}, {"solver": "eigen"}, program="discarded")
-    yield Case("not finite", {"workers": "all"}, {"solver": "eigen"}, program="not finite")
-    yield Case("codistillation", {}, {}, "DataParallel", program="codistillation")
-    yield Case("optimizer", {"workers": "all"}, {}, program="optimizer")
+        yield Case(f"quadratic adapted {dtype}", everyone, quadratic, dtype=dtype, **rest)
+
+
+def program_cases() -> Iterator[Case]:
+    """Yield split layers, codistillation, and what a program may do between steps."""
+    everyone, eigen = {"workers": "all"}, {"solver": "eigen"}
+    owner = {"workers": 1, "update": "owner"}
+    yield Case("split", everyone, program="split")
+    yield Case("split first-order", trainer="DataParallel", program="split")
+    yield Case("split owner", owner, eigen, program="split")
+    yield Case("split ekfac", everyone, {"solver": "ekfac"}, program="split")
+    yield Case("discarded", everyone, eigen, program="discarded")
+    yield Case("not finite", everyone, eigen, program="not finite")
+    yield Case("codistillation", trainer="DataParallel", program="codistillation")
+    yield Case("optimizer", everyone, program="optimizer")
 
 
 # -- one checkout, under MPI -----------------------------------------------------------------------
@@ -227,8 +220,6 @@ class Recorder:
 
     def listen(self) -> None:
         """From now on, note every message that a grid sends."""
-        from mpikfac.comm import Grid
-
         exchange, in_order, overlapped = Grid.exchange, Grid.sum_in_order, Grid.overlapped
 
         def note(kind: str, messages: Sequence[Any], flat: Any) -> None:
@@ -261,8 +252,6 @@ class Recorder:
 
 def digest(value: Any) -> str:
     """Return a digest of a tensor's bits, or the text of another value."""
-    import torch
-
     if torch.is_tensor(value):
         bits = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return f"{value.dtype} {list(value.shape)} {hashlib.sha256(bits).hexdigest()[:16]}"
@@ -270,10 +259,7 @@ def digest(value: Any) -> str:
 
 
 def network(dtype: str) -> Any:
-    """Return a small network with convolutions, two normalisations, an embedding's kind and a head."""
-    import torch
-    from torch import nn
-
+    """Return a small network with convolutions, two normalisations and linear layers."""
     torch.manual_seed(7)
     model = nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1, bias=False),
@@ -292,8 +278,6 @@ def network(dtype: str) -> Any:
 
 def batch(step: int, comm: Any, dtype: str) -> Any:
     """Return the rank's share of the images and labels of a step."""
-    import torch
-
     generator = torch.Generator().manual_seed(100 + step)
     images = torch.randn(EXAMPLES, 2, 8, 8, generator=generator).to(getattr(torch, dtype))
     labels = torch.randint(0, 5, (EXAMPLES,), generator=generator)
@@ -302,10 +286,6 @@ def batch(step: int, comm: Any, dtype: str) -> Any:
 
 def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `KFAC`."""
-    import torch
-
-    import mpikfac
-
     settings = {"factor_every": 2, "basis_every": 3} | named | case.settings
     if isinstance(settings.get("length"), dict):
         settings["length"] = mpikfac.Length(**settings["length"])
@@ -326,10 +306,6 @@ def settings_of(case: Case, named: dict[str, Any]) -> dict[str, Any]:
 
 def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     """Return the case's trainer and the ranks that train; no trainer for a rank that has served."""
-    import torch
-
-    import mpikfac
-
     named: dict[str, Any] = {}
     choices = dict(case.choices)
     optimizer = torch.optim.SGD(
@@ -366,163 +342,167 @@ def made(case: Case, comm: Any, model: Any) -> tuple[Any, Any]:
     return kfac, trains
 
 
-def stepped(trainer: Any, mean_loss: Any, arguments: dict[str, Any]) -> None:
-    """Take a step, with the mean loss for a rule that asks for the loss."""
-    exchange = trainer.plan.strategy.exchange
-    leads = exchange.of_copies and exchange.merging.merge == "leader"
-    if "mean_loss" in inspect.signature(trainer.step).parameters:
-        trainer.step(**arguments, **({"mean_loss": mean_loss} if leads else {}))
-        return
-    if leads:
-        trainer.exchange.hear(mean_loss)
-    trainer.step(**arguments)
+class Run:
+    """A case under way.
 
+    Attributes:
+        ranks: the communicator of the ranks that train.
+        trainer: None on a rank that does not train.
+    """
 
-def train(case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
-    """Train as the case says, and note digests."""
-    import torch
-    import torch.nn.functional as F
+    def __init__(self, case: Case, comm: Any, recorder: Recorder, folder: str) -> None:
+        self.case, self.recorder, self.folder = case, recorder, folder
+        self.model, self.pupils = network(case.dtype), None
+        if case.program == "codistillation":
+            groups = 2 if comm.size % 2 == 0 else 1
+            settings = {"burn_in": 2, "groups": groups, "every": 2}
+            self.pupils = mpikfac.Codistillation(self.model, comm, **settings)
+            comm = self.pupils.group
+        if case.program == "split":
+            split = mpikfac.Distribution(comm.size, {"6": "outputs", "9": "inputs"})
+            mpikfac.split_layers(self.model, comm, split)
+        self.scaler = None
+        if case.program == "scaled":
+            self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+        self.comm = comm
+        self.trainer, self.ranks = made(case, comm, self.model)
 
-    import mpikfac
+    def train(self) -> None:
+        """Take all steps, and note digests."""
+        record = self.recorder.record
+        for step in range(STEPS):
+            self._prepare(step)
+            loss, images, labels = self._passes(step)
+            self._step(loss, images, labels)
+            self._adapt(loss, images, labels)
+            values = [v.detach().double().flatten() for v in self.model.state_dict().values()]
+            record["weights"].append(digest(torch.cat(values)))
+        trainer = self.trainer
+        if self.case.trainer == "Asynchronous":
+            record["notes"].append(["staleness", dict(trainer.staleness), trainer.version])
+        trainer.combine()
+        record["states"].append({n: digest(v) for n, v in sorted(trainer.state_dict().items())})
+        record["notes"].append(repr(trainer) if self.case.trainer == "KFAC" else "")
+        record["sent"] = dict(sorted(trainer.trace.sent.items()))
+        record["decompositions"] = trainer.trace.calls["decompositions"]
+        record["nonfinite"] = dict(trainer.nonfinite.counts)
+        record["steps"] = trainer.steps
+        trainer.close()
 
-    record, program = recorder.record, case.program
-    model = network(case.dtype)
-    pupils = None
-    if program == "codistillation":
-        pupils = mpikfac.Codistillation(
-            model, comm, burn_in=2, groups=2 if comm.size % 2 == 0 else 1, every=2
-        )
-        comm = pupils.group
-    if program == "split":
-        ways = comm.size
-        mpikfac.split_layers(
-            model, comm, mpikfac.Distribution(ways, {"6": "outputs", "9": "inputs"})
-        )
-    trainer, world = made(case, comm, model)
-    if trainer is None:
-        return
-    scaler = (
-        torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2)
-        if program == "scaled"
-        else None
-    )
-    optimizer = (
-        mpikfac.Optimizer(trainer, max_norm=0.5) if program == "optimizer" else trainer.optimizer
-    )
-    step = 0
-    while step < STEPS:
+    def _prepare(self, step: int) -> None:
+        """Freeze a layer, restart, or waste a pass, as the program says."""
+        program = self.case.program
         if program == "frozen" and step in (3, 5):
-            model[3].weight.requires_grad_(step == 5)
-            model[3].bias.requires_grad_(step == 5)
+            self.model[3].requires_grad_(step == 5)
         if program == "resumed" and step == 4:
-            trainer.combine()
-            mine = {
-                n: v.cpu().clone() if torch.is_tensor(v) else v
-                for n, v in trainer.state_dict().items()
-            }
-            shares = world.allgather(mine)
-            whole = {n: v for share in shares for n, v in share.items()}
-            record["states"].append({n: digest(v) for n, v in sorted(mine.items())})
-            record["notes"].append(["missing", sorted(trainer.missing(whole.keys()))])
-            if folder and world.rank == 0:
-                with open(
-                    Path(folder) / f"{case.name}.{comm.size}.pkl".replace("/", "_"), "wb"
-                ) as file:
-                    pickle.dump(whole, file)
-            trainer.close()
-            model = network(case.dtype)
-            trainer, world = made(case, comm, model)
-            trainer.load_state_dict(whole)
-            optimizer = trainer.optimizer
-        images, labels = batch(step, world, case.dtype)
-        optimizer.zero_grad()
+            self._restart()
+        self.trainer.optimizer.zero_grad()
         if program == "discarded" and step in (1, 2):
-            F.cross_entropy(model(images), labels).backward()
-            trainer.discard()
-            optimizer.zero_grad()
-        if program == "uneven" and world.rank == 0:
+            images, labels = batch(step, self.ranks, self.case.dtype)
+            F.cross_entropy(self.model(images), labels).backward()
+            self.trainer.discard()
+            self.trainer.optimizer.zero_grad()
+
+    def _restart(self) -> None:
+        """Go on with another trainer, from the state of all ranks."""
+        trainer, record, case = self.trainer, self.recorder.record, self.case
+        trainer.combine()
+        state = trainer.state_dict()
+        share = {n: v.cpu().clone() if torch.is_tensor(v) else v for n, v in state.items()}
+        whole = {n: v for part in self.ranks.allgather(share) for n, v in part.items()}
+        record["states"].append({n: digest(v) for n, v in sorted(share.items())})
+        record["notes"].append(["missing", sorted(trainer.missing(whole.keys()))])
+        if self.folder and self.ranks.rank == 0:
+            name = f"{case.name}.{self.comm.size}.pkl".replace("/", "_")
+            Path(self.folder, name).write_bytes(pickle.dumps(whole))
+        trainer.close()
+        self.model = network(case.dtype)
+        self.trainer, self.ranks = made(case, self.comm, self.model)
+        self.trainer.load_state_dict(whole)
+
+    def _passes(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the passes of a step; return the mean loss, and the rank's batch."""
+        images, labels = batch(step, self.ranks, self.case.dtype)
+        if self.case.program == "uneven" and self.ranks.rank == 0:
             images, labels = images[: len(images) // 2], labels[: len(labels) // 2]
-        parts = trainer.plan.strategy.transport.parts
+        parts = self.trainer.plan.strategy.transport.parts
         if parts is not None:
-            each = parts // world.size
-            losses = []
-            for some_images, some_labels in zip(images.chunk(each), labels.chunk(each)):
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(some_images), some_labels)
-                loss.backward()
-                trainer.collect()
-                losses.append(loss)
-        elif program == "accumulated":
-            for some_images, some_labels in zip(images.chunk(2), labels.chunk(2)):
-                (F.cross_entropy(model(some_images), some_labels) / 2).backward()
-            loss = F.cross_entropy(model(images), labels)
-        else:
-            outputs = model(images)
-            if case.trainer == "KFAC":
-                torch.manual_seed(1000 * step + world.rank)
-                trainer.record(outputs)
-            loss = F.cross_entropy(outputs, labels)
-            total = loss
-            if pupils is not None:
-                total = loss + pupils.term(images, outputs)
-            if program == "not finite" and step in (2, 3) and world.rank == 0:
-                total = total * float("nan")
-            (scaler.scale(total) if scaler else total).backward()
-        arguments: dict[str, Any] = {}
-        if scaler:
-            arguments["scaler"] = scaler
+            return self._collect(images, labels, parts // self.ranks.size), images, labels
+        if self.case.program == "accumulated":
+            for half_images, half_labels in zip(images.chunk(2), labels.chunk(2)):
+                (F.cross_entropy(self.model(half_images), half_labels) / 2).backward()
+            return F.cross_entropy(self.model(images), labels), images, labels
+        outputs = self.model(images)
+        if self.case.trainer == "KFAC":
+            torch.manual_seed(1000 * step + self.ranks.rank)
+            self.trainer.record(outputs)
+        loss = F.cross_entropy(outputs, labels)
+        total = loss + (self.pupils.term(images, outputs) if self.pupils else 0.0)
+        if self.case.program == "not finite" and step in (2, 3) and self.ranks.rank == 0:
+            total = total * float("nan")
+        (self.scaler.scale(total) if self.scaler else total).backward()
+        return loss, images, labels
+
+    def _collect(self, images: Tensor, labels: Tensor, count: int) -> Tensor:
+        """Run the passes of `count` parts; return the last loss."""
+        for part_images, part_labels in zip(images.chunk(count), labels.chunk(count)):
+            self.trainer.optimizer.zero_grad()
+            loss = F.cross_entropy(self.model(part_images), part_labels)
+            loss.backward()
+            self.trainer.collect()
+        return loss
+
+    def _step(self, loss: Tensor, images: Tensor, labels: Tensor) -> None:
+        """Take the step, with the arguments that the program and the checkout know."""
+        trainer, program = self.trainer, self.case.program
+        known = inspect.signature(trainer.step).parameters
+        arguments: dict[str, Any] = {"scaler": self.scaler} if self.scaler else {}
         if program == "bounded":
             arguments["max_norm"] = 0.05
         if program == "uneven":
             arguments["examples"] = len(images)
         if program == "quadratic":
-            if "inputs" in inspect.signature(trainer.step).parameters:
-                arguments |= {
-                    "inputs": images,
-                    "loss": lambda outputs: F.cross_entropy(outputs, labels),
-                }
+            criterion = functools.partial(F.cross_entropy, target=labels)
+            if "inputs" in known:  # an earlier state of mpikfac
+                arguments |= {"inputs": images, "loss": criterion}
             else:
-                trainer.length.batch(images, lambda outputs: F.cross_entropy(outputs, labels))
-        if program == "precondition":
-            for p in model.parameters():
-                world.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, p.grad.numpy())
-                p.grad /= world.size
+                trainer.length.batch(images, criterion)
+        exchange = trainer.plan.strategy.exchange
+        if exchange.of_copies and exchange.merging.merge == "leader":
+            if "mean_loss" in known:  # an earlier state of mpikfac
+                arguments["mean_loss"] = loss.detach()
+            else:
+                trainer.exchange.hear(loss.detach())
+        self._take(arguments)
+        if self.pupils:
+            self.pupils.end_step()
+
+    def _take(self, arguments: dict[str, Any]) -> None:
+        """Call the trainer as the program does."""
+        trainer = self.trainer
+        if self.case.program == "optimizer":
+            mpikfac.Optimizer(trainer, max_norm=0.5).step()
+        elif self.case.program.startswith("precondition"):
+            for parameter in self.model.parameters():
+                self.ranks.Allreduce(sys.modules["mpi4py.MPI"].IN_PLACE, parameter.grad.numpy())
+                parameter.grad /= self.ranks.size
             trainer.precondition()
-            optimizer.step()
-        elif program == "optimizer":
-            optimizer.step()
+            trainer.optimizer.step()
         else:
-            stepped(trainer, loss.detach(), arguments)
-        if case.settings.get("damping") in ("adapted", "adapted value") and trainer.steps % 2 == 0:
+            trainer.step(**arguments)
+
+    def _adapt(self, loss: Tensor, images: Tensor, labels: Tensor) -> None:
+        """Adapt the damping every other step, if the damping is adapted."""
+        adapted = str(self.case.settings.get("damping")).startswith("adapted")
+        if adapted and self.trainer.steps % 2 == 0:
             with torch.no_grad():
-                after = F.cross_entropy(model(images), labels)
-            record["notes"].append(["ratio", trainer.adapt(loss.item(), after.item())])
-        if pupils is not None:
-            pupils.end_step()
-        everything = torch.cat([v.detach().double().flatten() for v in model.state_dict().values()])
-        record["weights"].append(digest(everything))
-        step += 1
-    if case.trainer == "Asynchronous":
-        record["notes"].append(["staleness", dict(trainer.staleness), trainer.version])
-    trainer.combine()
-    state = trainer.state_dict()
-    record["states"].append({n: digest(v) for n, v in sorted(state.items())})
-    record["notes"].append(["repr", repr(trainer) if case.trainer == "KFAC" else ""])
-    record["sent"] = {n: b for n, b in sorted(trainer.trace.sent.items())}
-    record["decompositions"] = trainer.trace.calls["decompositions"]
-    record["nonfinite"] = dict(trainer.nonfinite.counts)
-    record["steps"] = trainer.steps
-    trainer.close()
+                after = F.cross_entropy(self.model(images), labels)
+            ratio = self.trainer.adapt(loss.item(), after.item())
+            self.recorder.record["notes"].append(["ratio", ratio])
 
 
 def run_cases(out: str, words: Sequence[str], folder: str) -> None:
     """Run all cases in this process's checkout; rank 0 writes the records of all ranks."""
-    import logging
-
-    import torch
-
-    import mpikfac
-
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     comm, found = mpikfac.world(), {}
@@ -538,7 +518,9 @@ def run_cases(out: str, words: Sequence[str], folder: str) -> None:
         recorder.record = {"messages": [], "weights": [], "states": [], "notes": []}
         torch.manual_seed(5)
         try:
-            train(case, comm, recorder, folder)
+            run = Run(case, comm, recorder, folder)
+            if run.trainer is not None:
+                run.train()
         except (ValueError, RuntimeError, mpikfac.UserError) as error:
             recorder.record["refused"] = f"{type(error).__name__}: {error}"
         records = comm.gather(recorder.record)

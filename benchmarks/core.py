@@ -4,9 +4,9 @@
     mpirun -n 4 python -m mpi4py benchmarks/core.py --all    # the construction of KFAC, and steps
     python -m mpi4py benchmarks/core.py --sizes              # lines of the rooms and of the core
 
-A convolution and a linear layer are trained with K-FAC by default, and rank 0 counts the lines that
-the steps have executed (`executed`), and the lines of the functions that the steps have entered, with
-signatures and docstrings (`entered`). The reading path leaves out formulas (`numerics`) and `trace`.
+A convolution and a linear layer are trained with K-FAC by default. Rank 0 counts the lines that the
+steps have executed (`executed`), and the lines of the functions that the steps have entered, with
+signatures and docstrings (`entered`). The reading path leaves out `numerics` and `trace`.
 """
 
 from __future__ import annotations
@@ -66,9 +66,8 @@ def run(everything: bool) -> Steps:
     """Take four steps; with `everything`, the construction counts too."""
     comm, steps = mpikfac.world(), Steps()
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 10)
-    )
+    convolution, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(512, 10)
+    model = nn.Sequential(convolution, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.003, momentum=0.9)
     strategy = mpikfac.Strategy.hybrid(ranks=comm.size, workers=max(1, comm.size // 2))
     if everything:
@@ -113,7 +112,7 @@ def sizes() -> dict[str, tuple[int, int]]:
         rooms["the library"].append(lines)
         if not name.startswith(BESIDE_CORE):
             rooms["the core"].append(lines)
-        rooms[name.split("/")[0]].append(lines)
+        rooms[name.partition("/")[0]].append(lines)
     return {room: (sum(lines), len(lines)) for room, lines in sorted(rooms.items())}
 
 
