@@ -29,6 +29,7 @@ from mpikfac.engine import (
     Site,
     attached,
     average_scaled,
+    check_weighable,
     usable_scaler,
 )
 from mpikfac.layers import Layer, Other, Votes, take_model
@@ -49,7 +50,7 @@ from mpikfac.model import (
     taking_up,
 )
 from mpikfac.numerics import without_autocast
-from mpikfac.plan import Plan, Split, Strategy
+from mpikfac.plan import Plan, Split, Strategy, check_size
 from mpikfac.plan.names import STEPS
 from mpikfac.settings import Numbers
 from mpikfac.trace import Trace
@@ -173,10 +174,11 @@ class Trainer:
         """
         _refuse_former(former)
         gradients, method, exchange = self.built.gradients, self.built.method, self.built.exchange
-        scaler = self._checked(scaler)
+        scaler = self._checked(scaler, max_norm, examples)
         numbers = method.numbers(self.steps)
+        method.begin_step()
         exchange.begin_step(self.steps)
-        if not gradients.sender.in_parts:
+        if not gradients.sender.in_parts:  # else `collect` has read the parts
             gradients.look(self._compared(numbers))
             gradients.read()
         if examples is not None:
@@ -195,13 +197,22 @@ class Trainer:
         self.built.update.step(self.optimizer)
         self._end()
 
-    def _checked(self, scaler: GradScaler | None) -> GradScaler | None:
-        """Return the scaler if a step can be taken now; None for a disabled scaler."""
+    def _checked(
+        self, scaler: GradScaler | None, max_norm: float | None, examples: int | None
+    ) -> GradScaler | None:
+        """Return the scaler if a step can be taken now; None for a disabled scaler.
+
+        Nothing has changed yet: after a refusal, the program can call `step` again.
+        """
+        if max_norm is not None:
+            check_size("max_norm", max_norm)
+        if examples is not None:
+            check_weighable(examples, self._strategy)
         check_momentum(self.optimizer, self._strategy, self._method.momentum)
         self.built.grid.check_open()
         if scaler is not None:
             scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
-        self.built.method.check_step(scaler)
+        self.built.method.check_scaler(scaler)
         return scaler
 
     def _compared(self, numbers: Numbers) -> dict[str, object]:
@@ -364,10 +375,10 @@ class Trainer:
             UserError: ranks disagree.
         """
         comm, model, plan = self._team.trains, self.model, drawn.plan
-        method = self._method.compared()
-        strategy = {"strategy": plan.strategy} if method else {}
-        compared = {**describe(model, self.optimizer), **strategy, "plan": plan.digest(), **method}
-        agree(comm, compared)
+        choices = self._method.compared()
+        strategy = {"strategy": plan.strategy} if choices else {}  # else the plan says all
+        digest = {"plan": plan.digest()}
+        agree(comm, {**describe(model, self.optimizer), **strategy, **digest, **choices})
         broadcast(comm, [*model.parameters(), *model.buffers()])
         per_node = self._strategy.transport.ranks_per_node
         grid = Grid(comm, plan.grid.workers, self.trace, per_node, plan.split.distribution)
@@ -376,15 +387,15 @@ class Trainer:
         gradients = Gradients(site, model, drawn.layers, drawn.uncovered)
         exchange = self._method.exchange(site, gradients)
         attachments = list(attached(site, gradients, model))
-        step = self._method.build(gradients, model, self.optimizer, self._team, plan)
+        method = self._method.build(gradients, model, self.optimizer, self._team, plan)
         return Built(
             plan,
             grid,
             gradients,
-            step,
+            method,
             exchange,
             self._method.update(gradients, exchange),
-            [*step.parts, exchange, *attachments],
+            [*method.parts, exchange, *attachments],
             gradients.stepped(model),
         )
 
@@ -549,9 +560,9 @@ def _split_of(model: nn.Module, blocks: Sequence[Layer | Other], ranks: int) -> 
         ValueError: the layers are split over another number of ranks.
     """
     for module in model.modules():
-        describe = getattr(vars(module).get("forward"), "describe", None)
-        if describe is not None:
-            split: Split = describe(model, blocks, ranks)
+        describe_split = getattr(vars(module).get("forward"), "describe", None)
+        if describe_split is not None:
+            split: Split = describe_split(model, blocks, ranks)
             return split
     return Split()
 

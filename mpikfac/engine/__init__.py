@@ -21,6 +21,7 @@ from mpikfac.engine.extension import OneModel as OneModel
 from mpikfac.engine.extension import attached as attached
 from mpikfac.engine.gradients import Gradients as Gradients
 from mpikfac.engine.gradients import Slot as Slot
+from mpikfac.engine.gradients import check_weighable as check_weighable
 from mpikfac.engine.gradients import divided_by_ranks as divided_by_ranks
 from mpikfac.engine.gradients import slots_in as slots_in
 from mpikfac.engine.method import FirstOrder as FirstOrder
@@ -29,6 +30,7 @@ from mpikfac.engine.nonfinite import Flags as Flags
 from mpikfac.engine.nonfinite import Nonfinite as Nonfinite
 from mpikfac.engine.part import Item as Item
 from mpikfac.engine.part import Part as Part
+from mpikfac.engine.part import SolverPart as SolverPart
 from mpikfac.engine.scaled import average_scaled as average_scaled
 from mpikfac.engine.scaled import usable_scaler as usable_scaler
 from mpikfac.engine.site import Site as Site

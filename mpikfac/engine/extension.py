@@ -19,9 +19,10 @@ from mpikfac.plan import PlannedCopies, RankPlan, split_layers
 
 
 class OneModel(Part):
-    """All ranks step one model: nothing but sums is exchanged.
+    """The base of all exchanges: all ranks step one model, and exchange nothing but sums.
 
-    An extension in its place has hooks in each step: `begin_step`, `before_update`, `end_step`.
+    An extension in its place has hooks in a step: `begin_step`, `before_update` (not in a step that
+    ranks skip), `end_step`.
 
     Attributes:
         heard: whether votes are of all ranks.

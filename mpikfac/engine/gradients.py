@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from mpikfac.comm import Overlapped, Sender, summed
+from mpikfac.comm import Sender, summed
 from mpikfac.engine.site import Site
 from mpikfac.layers import SKIP, Counts, Hook, Layer, Other, Statistic, Trained, Votes
 from mpikfac.numerics import Arena, copy_all, not_finite
@@ -73,38 +73,40 @@ class EarlyReader(Reader):
 
     def __init__(self, slots: Iterable[Slot], sender: Sender) -> None:
         super().__init__(slots, sender)
+        self._made: Counter[str] = Counter()  # gradients of a block that the pass has made
         # Gradients that were sent, and their versions, by the parameter's id.
         self._sent: dict[int, tuple[Tensor | None, int]] = {}
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(hook)
             for slot in self.slots
-            for hook in [Hook(self._on_gradient, slot, [])]
+            for hook in [Hook(self._on_gradient, slot)]
             for parameter in slot.block.parameters
         ]
 
     def read(self) -> None:
         """Send the gradients that no backward pass has made, and check the others."""
-        sender = cast(Overlapped, self.sender)
         for slot in self.slots:
-            if sender.is_ready(slot.block.name):
+            if self.sender.is_ready(slot.block.name):
                 self._check_unchanged(slot)
             else:
                 self._send(slot)
-        self._sent.clear()
+        self.forget()
 
     def forget(self) -> None:
-        """Forget which gradients were sent."""
+        """Forget which gradients were made and sent."""
         self._sent.clear()
+        self._made.clear()
 
     def detach(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
-    def _on_gradient(self, slot: Slot, ready: list[Tensor], parameter: Tensor) -> None:
-        ready.append(parameter)
-        if len(ready) == len(slot.block.parameters):
-            ready.clear()
+    def _on_gradient(self, slot: Slot, parameter: Tensor) -> None:
+        name = slot.block.name
+        self._made[name] += 1
+        if self._made[name] == len(slot.block.parameters):
+            del self._made[name]
             with torch.no_grad():
                 self._send(slot)
 
@@ -163,6 +165,7 @@ class Gradients:
         self.broken: Collection[str] = ()
         self.shortened: Tensor | float = 1.0
         self.weight = 1.0
+        # The reader keeps this sender: an extension replaces no sender that is early or in parts.
         messages = {None: stages.reduce_gradients(site.plan)}
         means = divided_by_ranks(self.arena, site.plan)
         self.sender = site.sender(names.REDUCE_GRADIENTS, self.arena, messages, 0, means)
@@ -222,8 +225,6 @@ class Gradients:
         Raises:
             ValueError: the ranks have no example, or sums are sent before the weight is known.
         """
-        check_count("examples", examples, 0)
-        _check_weighable(examples, self.plan.strategy)
         total = sum(self._counted_examples(examples))
         if not total:
             raise ValueError(f"examples={examples} on all ranks; a step needs an example")
@@ -356,12 +357,14 @@ class Gradients:
         return {name: p for name, p in model.named_parameters() if id(p) in stepped}
 
 
-def _check_weighable(examples: int, strategy: Strategy) -> None:
+def check_weighable(examples: int, strategy: Strategy) -> None:
     """Return if ranks may weigh gradients before the sums.
 
     Raises:
-        ValueError: gradients are not summed, or are sent before the weight is known.
+        ValueError: `examples` is no number of examples, gradients are not summed, or are sent
+            before the weight is known.
     """
+    check_count("examples", examples, 0)
     transport, exchange = strategy.transport, strategy.exchange
     if exchange.of_copies:
         raise ValueError(f"examples={examples} needs exchanged='gradients', not 'weights'")

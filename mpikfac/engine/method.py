@@ -21,7 +21,7 @@ from mpikfac.settings import Numbers
 
 
 class FirstOrder:
-    """Averaged gradients are the directions of the optimizer's step.
+    """The base of all methods on a rank: averaged gradients are the directions of a step.
 
     Attributes:
         parts: the parts with a state, in the order in which parts forget.
@@ -43,11 +43,18 @@ class FirstOrder:
         """Return the numbers of a step that have to be equal on all ranks."""
         return {}
 
-    def check_step(self, scaler: GradScaler | None) -> None:
-        """Return if a step can be taken now.
+    def check_scaler(self, scaler: GradScaler | None) -> None:
+        """Return if the method can take a scaled loss.
 
         Raises:
-            ValueError: a choice of the method excludes the scaler, or lacks a batch.
+            ValueError: a choice of the method excludes the scaler.
+        """
+
+    def begin_step(self) -> None:
+        """Begin the work of a step.
+
+        Raises:
+            ValueError: the step lacks a batch that a choice needs.
         """
 
     def begin(self, step: int) -> None:

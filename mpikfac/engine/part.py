@@ -3,6 +3,15 @@
 The state of a run is the union of the shares of all ranks. From the list of items follow what a
 rank saves, which names a complete state has, what a rank needs of a state, and what a rank takes
 over from the ranks of a run before.
+
+What parts, gradients and senders do with a batch that no step takes:
+
+- `clear`: forget the passes since the last step, on this rank alone.
+- `discard` (gradients): the same, and running statistics go back.
+- `recall`: forget what overlapped messages have sent, on all ranks.
+- `forget`: forget everything, as before the load of a state.
+- `skip` (method, update): leave all as before a batch that all ranks skip.
+- `release` (factors): make room that a refresh has used.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from torch import Tensor
 
 from mpikfac.comm import Comm, handed_over
 from mpikfac.engine.site import Site
+from mpikfac.layers import Layer
 from mpikfac.plan.names import OF_KFAC
 
 
@@ -110,6 +120,47 @@ class Part:
         Collective over: world.
         """
         return handed_on(self.site.grid.world, _held(before.items()), _held(self.items()))
+
+
+class SolverPart(Part):
+    """What a solver keeps of a batch beside factors; `Solver.part` names the class.
+
+    A part is made with the `Bases`.
+    """
+
+    def record(self, layer: Layer, x: Tensor, g: Tensor, weight: float) -> None:
+        """Add a call of a layer to the batch's sums; see `Observer` of the recorder.
+
+        Collective over: none.
+        """
+        raise NotImplementedError
+
+    def unscale(self, scale: float) -> bool:
+        """Take a loss's scale out of a batch's sums; return whether all sums are finite."""
+        raise NotImplementedError
+
+    def reduce(self, statistics: Mapping[str, Tensor], of_loss: bool) -> None:
+        """Add up a batch's sums over ranks, before the factors'.
+
+        Collective over: world.
+
+        Args:
+            statistics: the rank's sums of factors, beside numbers of examples.
+            of_loss: gradients are those of the loss, a mean over the batch.
+        """
+        raise NotImplementedError
+
+    def merge(self, decay: float, step: int) -> None:
+        """Take a batch's sums over ranks into the averages, after the factors."""
+        raise NotImplementedError
+
+    def restart(self, weights: Mapping[str, Tensor], turn: int | None) -> None:
+        """Start anew where bases are new: in all layers, or in those of a `turn` of a refresh.
+
+        Args:
+            weights: of the factors' averages.
+        """
+        raise NotImplementedError
 
 
 def handed_on(comm: Comm, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> set[str]:

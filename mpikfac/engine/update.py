@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 from mpikfac.comm import summed
 from mpikfac.engine.gradients import Gradients, Slot, slots_in
 from mpikfac.numerics import copy_all
-from mpikfac.plan import check_size, lay_out, names, stages
+from mpikfac.plan import lay_out, names, stages
 
 
 class Everyone:
-    """Every rank has all averaged gradients, and steps all blocks."""
+    """The base of all updates: every rank has all averaged gradients, and steps all blocks."""
 
     def __init__(self, gradients: Gradients) -> None:
         self.gradients = gradients
@@ -23,11 +23,7 @@ class Everyone:
         """Scale the averaged gradients, if the norm of all gradients together is above `max_norm`.
 
         Collective over: world with update="owner", else none.
-
-        Raises:
-            ValueError: the bound is negative or not finite.
         """
-        check_size("max_norm", max_norm)
         arena, slots = self.gradients.arena, self.gradients.slots
         scale = (max_norm / (self._square().sqrt() + 1e-6)).clamp(max=1.0)
         self.gradients.shortened = scale.clamp(min=torch.finfo(scale.dtype).tiny)

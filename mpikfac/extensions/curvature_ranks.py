@@ -64,7 +64,7 @@ class OnCurvatureRanks(AtOnce):
                 sent[factor.name].copy_(request.packed[factor.name])
                 if factor.name in request.added:
                     sent[factor.added].copy_(request.added[factor.name])
-                elif factor.name in request.precise:
+                elif factor.name in request.precise:  # the same place says 1 for float64
                     sent[factor.added].fill_(float(request.precise[factor.name]))
             route = plan.grid.curvature_rank(plan.rank), plan.turns.index(turn)
             wait_sent = begin_send(self._link, sent.flat, *route)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpikfac.engine import Bases, Item, Part, Running, leave_out_broken, merge
+from mpikfac.engine import Bases, Item, Running, SolverPart, leave_out_broken, merge
 from mpikfac.layers import Layer
 from mpikfac.numerics import all_finite
 from mpikfac.plan import count_of, scales
@@ -25,7 +25,7 @@ from mpikfac.solvers import products_of_values, squares_in_bases
 CHUNK = 2**20  # elements of vectors and gradients of the examples that are squared at once
 
 
-class Scales(Part):
+class Scales(SolverPart):
     """The scales of the layers whose solver estimates scales; other layers have no scales.
 
     Scales start as products of the eigenvalues, whenever a layer's bases are new, with the weight
@@ -48,17 +48,17 @@ class Scales(Part):
         self.weights = dict(zip(self.averages, weights.split(1)))
         self.sums = site.arena(scales.layout_of_sums(site.plan))
         self._layers = {layer.name: layer for layer in site.plan.rescaled}
-        self._running = {name: self._bound(name) for name in self.averages}
+        self._running = {name: self._running_of(name) for name in self.averages}
         self._messages = scales.reduce_scales(site.plan)
         self._recorded: set[str] = set()  # layers that have a basis, and so scales
         self._awaited: set[str] | None = None  # layers that wait for new bases; None: see `restart`
 
-    def _bound(self, name: str) -> Running:
+    def _running_of(self, name: str) -> Running:
         total, count = self.sums[name], self.sums[count_of(name)]
         return Running(name, total, count, self.averages[name], self.weights[name])
 
     def forget(self) -> None:
-        """Forget all scales, as there are no bases."""
+        """Forget which layers have scales: new bases begin scales anew."""
         self.clear()
         self._recorded, self._awaited = set(), None
 

@@ -456,3 +456,23 @@ def test_memory_of_copies_is_the_plans(comm, outer, kept):
     trainer = DataParallel(model, problem.sgd_all(model), comm, strategy)
     found, plan = inside.memory(trainer)["copies"], trainer.plan
     assert found == plan.memory(comm.rank)["copies"] == kept * plan.memory(comm.rank)["gradients"]
+
+
+@pytest.mark.parametrize(
+    "choices", [STREAM, LEADER | {"exchange_every": 4}], ids=["stream", "leader"]
+)
+def test_a_loaded_state_leaves_nothing_of_the_steps_before(comm, choices):
+    """Oracle: a trainer that has taken no steps before it loads the state of another one."""
+    strategy = Strategy.mem_opt(exchanged="weights", **choices)
+    fresh, used = (
+        DataParallel(model, problem.sgd_all(model), comm, strategy)
+        for model in (problem.network(), problem.network())
+    )
+    state = fresh.state_dict()
+    problem.run(used, comm, range(3))  # means are under way, and losses have been heard
+    used.load_state_dict(copy.deepcopy(state))
+    fresh.load_state_dict(copy.deepcopy(state))
+    for trainer in (fresh, used):
+        problem.run(trainer, comm, range(4, 12))
+        trainer.combine()
+    assert torch.equal(problem.state(fresh.model), problem.state(used.model))

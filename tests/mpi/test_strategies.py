@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import threading
 
 import pytest
@@ -305,3 +306,18 @@ def test_the_owners_of_factors_do_not_matter_to_the_baseline(comm):
         model = problem.network()
         ends.append(problem.run(DataParallel(model, problem.sgd(model), comm, chosen), comm))
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.skipif(RANKS == 1, reason="a single rank sends nothing early")
+def test_half_a_backward_pass_leaves_no_trace(comm):
+    """Oracle: a trainer whose program has run whole passes only, from the same state."""
+    models = []
+    for half in (False, True):
+        kfac = trainer(comm, Strategy().changed(overlap=True, fusion=1), "eigen")
+        state = copy.deepcopy(kfac.state_dict())
+        if half:
+            kfac.model[3].bias.sum().backward()  # of a layer's two gradients, one
+            kfac.load_state_dict(state)
+        problem.run(kfac, comm, range(2))
+        models.append(problem.state(kfac.model))
+    assert torch.equal(*models)

@@ -68,7 +68,7 @@ TABLE = (
     Mistake(
         "length: uncovered parameters keep the gradient",
         "engine/curvature/lengths.py",
-        "self._step_uncovered(means)",
+        "self._step_uncovered(smoothed)",
         "pass",
         "tests/unit/test_step_length.py",
     ),
@@ -330,7 +330,7 @@ TABLE = (
     Mistake(
         "momentum: layers are preconditioned without the momentum",
         "engine/curvature/directions.py",
-        "gradient = means.get(planned.name, planned.gradient)",
+        "gradient = smoothed.get(planned.name, planned.gradient)",
         "gradient = planned.gradient",
         "tests/unit/test_step_length.py",
     ),

@@ -547,3 +547,20 @@ def test_pixels_that_are_not_normalised_are_warned_of_once(solver, damping, capl
         caplog.clear()
         assert len(told) == much
         assert ((mine - precise).norm() > 0.02 * precise.norm()) == much
+
+
+@pytest.mark.parametrize("wrong", [{"max_norm": -1.0}, {"examples": -1}, {"examples": 2.5}])
+def test_a_step_with_a_wrong_number_changes_nothing(wrong):
+    """Oracle: a trainer whose program gives right numbers at once; the passes are not repeated."""
+    states = []
+    for numbers in ({}, wrong):
+        model = network()
+        trained = KFAC(model, torch.optim.SGD(model.parameters(), lr=0.1), COMM)
+        model(torch.ones(2, 5).double()).sum().backward()
+        if numbers:
+            with pytest.raises(ValueError, match=f"{next(iter(numbers))}="):
+                trained.step(**numbers)
+        trained.step()
+        states.append(trained.state_dict())
+    for name, value in states[0].items():
+        assert not torch.is_tensor(value) or torch.equal(value, states[1][name]), name

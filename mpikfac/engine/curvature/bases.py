@@ -62,7 +62,7 @@ class Bases(Part):
         self.arena = site.arena(layouts.bases, run.dtype if run else None)
         self.denominators = site.arena(layouts.denominators)
         self.scales = site.arena(scales.layout(self.plan))
-        self._decompositions = [self._bound(factor) for factor in self.plan.decomposed()]
+        self._decompositions = [self._decomposition_of(factor) for factor in self.plan.decomposed()]
         self._factor_of = {
             block.name: d.factor.name for d in self._decompositions for block in d.factor.blocks
         }
@@ -76,7 +76,7 @@ class Bases(Part):
         self._due = 0
         self._damping = math.nan  # equal to no damping
 
-    def _bound(self, factor: Factor) -> Decomposition:
+    def _decomposition_of(self, factor: Factor) -> Decomposition:
         (layer,) = (layer for layer in self.plan.layers if layer.name == factor.layer)
         blocks = {block.kind: self.arena[block.name] for block in factor.blocks}
         side, opposite = layer.side(factor.side), layer.side("G" if factor.side == "A" else "A")

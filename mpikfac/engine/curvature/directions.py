@@ -50,11 +50,11 @@ class Directions(Part):
         self.slots = slots_in(self.arena, gradients.layers, self.site)
         self._layers = [layer for layer in gradients.layers if layer.name in self.arena]
         self._planned = [self._place(layer.shape) for layer in self.plan.preconditioned]
-        kind: type[Own] = resolve_name(LENGTHS[settings.length.source or "own"])
+        kind: type[Own] = resolve_name(LENGTHS[str(settings.length.source)])
         self.length = kind(settings.length, gradients, self._planned, model, optimizer)
         self._groups = groups_of(gradients.layers, optimizer)
         self._messages = stages.publish_directions(self.plan)
-        self._bound = stages.clip(self.plan)
+        self._clip_messages = stages.clip(self.plan)
         self.scale = self.arena.flat.new_ones(1)
         self.expected = self.arena.flat.new_zeros(1)
 
@@ -81,11 +81,11 @@ class Directions(Part):
         """Precondition the gradients of the rank's layers, and give directions their lengths."""
         with self.site.trace.stage(PRECONDITION):
             self.bases.damp(damping)
-            means = self.length.means()
+            smoothed = self.length.smoothed()
             for planned in self._planned:
-                gradient = means.get(planned.name, planned.gradient)
+                gradient = smoothed.get(planned.name, planned.gradient)
                 planned.direction.copy_(planned.solver.direction(gradient, planned.held))
-            self.length.scale(means)
+            self.length.scale(smoothed)
 
     def publish(self) -> None:
         """Send directions to the ranks that lack the directions.
@@ -111,7 +111,7 @@ class Directions(Part):
             "norm_clip": self._square,
         }
         square = squares[kind]()
-        self.site.grid.exchange(self._bound, square)
+        self.site.grid.exchange(self._clip_messages, square)
         self.scale = clip_scale(square, bound if kind == "kl_clip" else bound**2)
         self.arena.flat *= self.scale
 
@@ -151,10 +151,6 @@ class Directions(Part):
         for item in self.items():
             if item.tensor is not None:
                 item.tensor.zero_()
-
-    def clear(self) -> None:
-        """Forget the prediction."""
-        self.expected.zero_()
 
     def items(self) -> Iterable[Item]:
         """Return averages and momenta of the length."""

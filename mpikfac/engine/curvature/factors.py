@@ -91,8 +91,9 @@ class Factors(Part):
     examples. A layer without examples in a batch keeps the average.
 
     Attributes:
-        statistics: the rank's sums of a batch and numbers of examples, zero between steps. Sums are
-            triangles, or vectors, with the factors as the vectors' squares.
+        statistics: the rank's sums of a batch and numbers of examples, zero between steps: the
+            recorder adds to them, and `settle` zeroes them. Sums are triangles, or vectors, with
+            the factors as the vectors' squares.
         sender: adds up the statistics over ranks.
         averages: running averages, in the same form; at first the identity (or zero vectors).
         weights: numbers of examples in the averages; at first 0.
@@ -116,7 +117,7 @@ class Factors(Part):
         weights = torch.zeros(len(self.averages), dtype=site.dtype, device=site.device)
         self.weights = dict(zip(self.averages, weights.split(1)))
         self._factors = {factor.name: factor for factor in self.plan.factors}
-        self._running = {name: self._bound(self._factors[name]) for name in self.averages}
+        self._running = {name: self._running_of(self._factors[name]) for name in self.averages}
         self._of_layer = {layer.name: layer.factors for layer in self.plan.layers}
         messages = {turn: stages.reduce_statistics(self.plan, turn) for turn in self.plan.turns}
         self.sender = self._sender(messages)
@@ -126,7 +127,7 @@ class Factors(Part):
         # Averages whose identity weighs as much as the rank's first batch.
         self._at_identity: list[Running] = []
 
-    def _bound(self, factor: Factor) -> Running:
+    def _running_of(self, factor: Factor) -> Running:
         name = factor.name
         total, count = self.statistics[name], self.statistics[factor.counted]
         return Running(name, total, count, self.averages[name], self.weights[name])
@@ -241,7 +242,7 @@ class Factors(Part):
         self.settle()
         return self.averages
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Make room for the next batch's statistics, if `whole` has used the room."""
 
     def forget(self) -> None:
@@ -371,7 +372,7 @@ class LateFactors(Factors):
         return True
 
     def whole(self, turn: int | None = None) -> Arena:
-        """Return averages over ranks and time, of all layers or of a turn, valid until `discard`.
+        """Return averages over ranks and time, of all layers or of a turn, valid until `release`.
 
         Collective over: world.
         """
@@ -386,7 +387,7 @@ class LateFactors(Factors):
                 add_identity(running.total, (running.count == 0).to(running.count))
         return self.statistics
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Make room for the next batch's statistics."""
         self.statistics.flat.zero_()
 
@@ -406,7 +407,7 @@ class LateFactors(Factors):
                 running.average.copy_(running.total) if owned else running.average.zero_()
                 running.weight.copy_(running.count * owned)
             self._leave_identity_to_owners()
-            self.discard()
+            self.release()
         return super().state_dict()
 
     def load_state_dict(self, state: Any, names: Collection[str]) -> None:

@@ -43,7 +43,7 @@ class PlannedDirection:
 
 
 class Own:
-    """The length that preconditioning gives.
+    """The base of all lengths: the length that preconditioning gives.
 
     Attributes:
         planned: the layers to precondition on the rank.
@@ -80,15 +80,15 @@ class Own:
             ValueError: the length needs a batch.
         """
 
-    def means(self) -> Mapping[str, Tensor]:
+    def smoothed(self) -> Mapping[str, Tensor]:
         """Return the gradients to precondition in the place of the batch's, by name."""
         return {}
 
-    def scale(self, means: Mapping[str, Tensor]) -> None:
+    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
         """Give the rank's directions their lengths.
 
         Args:
-            means: the result of `means`.
+            smoothed: the result of `smoothed`.
         """
 
     def descend(self, damping: float) -> Tensor | None:
@@ -108,15 +108,15 @@ class Own:
 class OfGradients(Own):
     """The length of the layer's gradient [Agarwal et al. 2020]."""
 
-    def scale(self, means: Mapping[str, Tensor]) -> None:
+    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
         """Give directions the lengths of grafting; zeros stay zeros.
 
-        The gradient replaces a direction that is not finite, see `Directions.check`.
+        The gradient replaces a direction that is not finite.
         """
         if not self.planned:
             return
         directions = [planned.direction for planned in self.planned]
-        gradients = [means.get(planned.name, planned.gradient) for planned in self.planned]
+        gradients = [smoothed.get(planned.name, planned.gradient) for planned in self.planned]
         lengths, of_gradients = norms(directions), norms(gradients)
         usable = lengths.isfinite()
         for direction, gradient, sound in zip(directions, gradients, usable):
@@ -152,7 +152,7 @@ class OfAdam(OfGradients):
         shapes = [(name, tuple(gradients.arena[name].shape)) for name in names]
         self._momenta: Arena = gradients.site.arena(lay_out([shapes]))
 
-    def means(self) -> dict[str, Tensor]:
+    def smoothed(self) -> dict[str, Tensor]:
         """Take gradients into the momenta; return means of gradients by Nesterov's momentum.
 
         Means begin with momenta of 0: the first steps of uncovered parameters are shorter than
@@ -168,19 +168,19 @@ class OfAdam(OfGradients):
             nesterov([means[name] for name in sound], momenta, momentum)
         return means
 
-    def scale(self, means: Mapping[str, Tensor]) -> None:
+    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
         """Give directions the lengths of Adam's steps, and step uncovered parameters by Adam."""
-        super().scale(means)
-        self._step_uncovered(means)
+        super().scale(smoothed)
+        self._step_uncovered(smoothed)
 
     def _lengths(self, of_gradients: Tensor) -> Tensor:
         return norms(self._of_layers.take(self.gradients.broken))
 
-    def _step_uncovered(self, means: Mapping[str, Tensor]) -> None:
+    def _step_uncovered(self, smoothed: Mapping[str, Tensor]) -> None:
         """Turn gradients of uncovered parameters into Adam's steps, for the same learning rate."""
         names = [slot.block.name for slot in self.uncovered]
         if names:
-            scaled = [means[name] for name in names] if means else None
+            scaled = [smoothed[name] for name in names] if smoothed else None
             steps = self._of_uncovered.take(self.gradients.broken, scaled)
             torch._foreach_copy_([self.gradients.arena[name] for name in names], steps)
 
@@ -198,11 +198,11 @@ class OfAdam(OfGradients):
 class Orthogonal(OfAdam):
     """The length of Adam's step, after all singular values of a direction are made about equal."""
 
-    def scale(self, means: Mapping[str, Tensor]) -> None:
+    def scale(self, smoothed: Mapping[str, Tensor]) -> None:
         """Orthogonalise directions that are matrices [Muon], and give them Adam's lengths."""
         if matrices := [planned.direction for planned in self.planned if planned.matrix]:
             torch._foreach_copy_(matrices, orthogonalised(matrices))
-        super().scale(means)
+        super().scale(smoothed)
 
 
 def norms(tensors: list[Tensor]) -> Tensor:

@@ -26,7 +26,7 @@ from mpikfac.engine.curvature.recorder import Recorder
 from mpikfac.engine.gradients import Gradients
 from mpikfac.engine.method import FirstOrder, Method, described
 from mpikfac.engine.nonfinite import Cautions
-from mpikfac.engine.part import Part
+from mpikfac.engine.part import Part, SolverPart
 from mpikfac.layers import Coverage, Layer, Other, cover
 from mpikfac.model import groups_of
 from mpikfac.plan import Plan, Split, Strategy, check_layers, forward_only, plan_for
@@ -97,17 +97,24 @@ class Preconditioner(FirstOrder):
             **{"factor_every": numbers.factor_every, "basis_every": numbers.basis_every},
         }
 
-    def check_step(self, scaler: GradScaler | None) -> None:
-        """Return if a step can be taken now.
+    def check_scaler(self, scaler: GradScaler | None) -> None:
+        """Return if the sums of factors allow a scaled loss.
 
         Raises:
-            ValueError: a scaler with copies of the model, or no batch for length="quadratic".
+            ValueError: a scaler with copies of the model.
         """
         if scaler is not None and self.plan.strategy.exchange.of_copies:
             raise ValueError(
                 "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
                 "alone, and the sums of factors need all ranks"
             )
+
+    def begin_step(self) -> None:
+        """Begin the work of a step.
+
+        Raises:
+            ValueError: length="quadratic" lacks a batch.
+        """
         self.directions.length.begin_step()
 
     def begin(self, step: int) -> None:
@@ -139,7 +146,7 @@ class Preconditioner(FirstOrder):
             self._decompose_owned(numbers)
         if self.bases.due(numbers.step):
             self._publish_bases(numbers.step)
-        self.factors.discard()
+        self.factors.release()
 
     def _average_statistics(self, numbers: Numbers) -> None:
         """Average the batch's statistics over ranks and over time."""
@@ -207,6 +214,7 @@ class Preconditioner(FirstOrder):
         if not (self.recorder.recording and self.estimator.of_loss):
             return True
         scale = scaler.get_scale()
+        # A list: all parts take the scale out, whatever the first one finds.
         finite = [self.factors.unscale(self.recorder.of_gradients, scale)]
         finite += [part.unscale(scale) for part in self.of_solver]
         return all(finite)
@@ -361,7 +369,7 @@ def check_joins(link: Any, ranks: int) -> None:
         )
 
 
-def _parts_of_solvers(solvers: Mapping[str, Solver], bases: Bases) -> Iterable[Any]:
+def _parts_of_solvers(solvers: Mapping[str, Solver], bases: Bases) -> Iterable[SolverPart]:
     """Return the parts that the solvers of layers bring."""
     places = {solvers[layer.solver.name].part for layer in bases.plan.layers}
     for place in sorted(places - {""}):

@@ -97,10 +97,10 @@ class Asynchronous(Trainer):
         self._ranks = team.trains
         self._link: Any = team.link
         client = self._ranks.rank // strategy.exchange.asynchrony.client_ranks
-        self._column = cast(Comm, self._ranks.Split(client, self._ranks.rank))
+        self._client_comm = cast(Comm, self._ranks.Split(client, self._ranks.rank))
         synchronous = replace(strategy, exchange=Exchange()).first_order()
-        method = Clients(model, optimizer, self._column, team, strategy)
-        super().__init__(model, optimizer, Team(self._column), synchronous, method, trace)
+        method = Clients(model, optimizer, self._client_comm, team, strategy)
+        super().__init__(model, optimizer, Team(self._client_comm), synchronous, method, trace)
         self.nonfinite.rank = self._ranks.rank
         self._client.join()
 
@@ -160,13 +160,13 @@ class Asynchronous(Trainer):
 
         Collective over: the client's ranks.
         """
-        if not self._column:
+        if not self._client_comm:
             return  # closed before
-        if self._column.rank == 0:
+        if self._client_comm.rank == 0:
             for server in range(self._link.remote_size):
                 self._link.send(None, dest=server, tag=LEAVING)
         super().close()
-        self._column.Free()
+        self._client_comm.Free()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's share of the state, by name; the first rank asks the servers.
@@ -204,6 +204,7 @@ class Asynchronous(Trainer):
             send_items(self._link, items, server, LOAD)
             self._link.recv(source=server, tag=LOAD)
         self._ranks.Barrier()  # a push before the servers have loaded the state would be lost
+        built.gradients.recall()
         built.gradients.keep()
         built.gradients.discard()
         built.grid.forget()
@@ -235,12 +236,11 @@ class Client(OneModel):
         self.choices = strategy.exchange.asynchrony
         self.model, self.optimizer = model, optimizer
         self._link: Any = team.link
-        self._column = column
+        self._client_comm = column
         self.staleness = Counter[int]()
         self.version, self.wish = 0, False
         self._steps = self._taken = 0  # completed steps, and steps of the present update
         self._waits = team.trains.rank >= self.choices.client_ranks
-        self._differs = False
         flat, layout = gradients.arena.flat, gradients.arena.layout
         several = layout if self.choices.push_every > 1 else lay_out([])
         self._sums = Arena(several, flat.dtype, flat.device)
@@ -278,7 +278,7 @@ class Client(OneModel):
 
     def _note_meeting(self) -> None:
         """Note that all clients hold the same model, and votes are of all clients."""
-        self._differs, self.heard = False, True
+        self.heard = True
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ class Client(OneModel):
 
     def end_step(self, step: int) -> None:
         """Count the step, and push a complete update; servers leave blocks with NaN as they are."""
-        self._differs, self.heard = True, False
+        self.heard = False
         self._taken += 1
         if self._taken == self.choices.push_every:
             self._push()
@@ -332,7 +332,7 @@ class Client(OneModel):
 
         Collective over: the client's ranks.
         """
-        arena, comm, votes = self.gradients.arena, self._column, self.gradients.votes.name
+        arena, comm, votes = self.gradients.arena, self._client_comm, self.gradients.votes.name
         update, weights = ([f[s] for s in self._spans] for f in (self._outgoing, self._incoming))
         pushes = tag == PUSH
         if self._outgoing is not arena.flat and pushes:
@@ -375,7 +375,7 @@ class Client(OneModel):
         Raises:
             ValueError: clients have taken steps since they met.
         """
-        if self._differs:
+        if not self.heard:
             raise ValueError(
                 "ranks hold different copies of the model; call combine() before state_dict()"
             )

@@ -253,6 +253,17 @@ class Streamed(Mean):
         """Return whether the rank sends for its node in the turn of `place`."""
         return self.plan.rank % self.copies.node == place
 
+    def forget(self) -> None:
+        """Forget earlier steps, and the means under way, whose sums end first.
+
+        Collective over: world.
+        """
+        super().forget()
+        for part, (_, place) in self._under_way.items():
+            if part in self._sums and self._sends(place):
+                self._sums[part].wait()
+        self._under_way.clear()
+
     def _of(self, part: int) -> list[slice]:
         return [slice(span.start, span.stop) for span in self._spans if span.kind == part]
 
@@ -316,6 +327,11 @@ class Leader(Merge):
         self.weights.copy_(self.trained(self._leaders[0]))
         self.write()
         self.keep()
+
+    def forget(self) -> None:
+        """Forget earlier steps, and their losses."""
+        super().forget()
+        self._heard, self._next, self._loss = [], None, 0.0
 
     def _follow(self) -> None:
         """Get the copies of the leaders, and the means of running statistics and votes."""

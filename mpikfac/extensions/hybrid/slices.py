@@ -56,10 +56,10 @@ class Sliced(Sender):
         split = split_layers.in_slices(self._site.plan)
         ways = split.distribution.ways
         sliced = {parameter.name: parameter for parameter in split.parameters}
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        name_of = {id(parameter): name for name, parameter in model.named_parameters()}
         for slot in slots:
             for part, parameter in zip(slot.parts, slot.block.parameters):
-                if (cut := sliced.get(names.get(id(parameter), ""))) is None:
+                if (cut := sliced.get(name_of.get(id(parameter), ""))) is None:
                     continue
                 for member in range(ways):
                     (start, stop), (name, _) = cut.span(member, ways), cut.slice_of(member, ways)
