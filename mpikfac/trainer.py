@@ -212,7 +212,8 @@ class Trainer:
         self.built.grid.check_open()
         if scaler is not None:
             scaler = usable_scaler(self.built.gradients, scaler, self.optimizer)
-        self.built.method.check_scaler(scaler)
+        if scaler is not None:
+            self.built.method.check_scaled()
         return scaler
 
     def _compared(self, numbers: Numbers) -> dict[str, object]:

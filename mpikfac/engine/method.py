@@ -43,11 +43,11 @@ class FirstOrder:
         """Return the numbers of a step that have to be equal on all ranks."""
         return {}
 
-    def check_scaler(self, scaler: GradScaler | None) -> None:
+    def check_scaled(self) -> None:
         """Return if the method can take a scaled loss.
 
         Raises:
-            ValueError: a choice of the method excludes the scaler.
+            ValueError: a choice of the method excludes a scaler.
         """
 
     def begin_step(self) -> None:

@@ -97,24 +97,20 @@ class Preconditioner(FirstOrder):
             **{"factor_every": numbers.factor_every, "basis_every": numbers.basis_every},
         }
 
-    def check_scaler(self, scaler: GradScaler | None) -> None:
+    def check_scaled(self) -> None:
         """Return if the sums of factors allow a scaled loss.
 
         Raises:
             ValueError: a scaler with copies of the model.
         """
-        if scaler is not None and self.plan.strategy.exchange.of_copies:
+        if self.plan.strategy.exchange.of_copies:
             raise ValueError(
                 "step(scaler) needs exchanged='gradients', not 'weights': a rank would skip a step "
                 "alone, and the sums of factors need all ranks"
             )
 
     def begin_step(self) -> None:
-        """Begin the work of a step.
-
-        Raises:
-            ValueError: length="quadratic" lacks a batch.
-        """
+        """Begin the work of a step, with the batch that length="quadratic" needs."""
         self.directions.length.begin_step()
 
     def begin(self, step: int) -> None:
