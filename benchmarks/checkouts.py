@@ -1,12 +1,12 @@
 """Compare the numbers, messages and states of two checkouts of mpikfac, bit for bit.
 
-    python benchmarks/checkouts.py OLD NEW [--ranks 1 2 3 4] [--only WORD ...] [--states DIR]
+    python benchmarks/checkouts.py OLD NEW [--ranks 1 2 3 4] [--only WORD ...]
 
 Every case trains a small network for some steps: all named strategies, with K-FAC and without, and
 many combinations of choices. Each checkout runs all cases at each number of ranks; then digests of
 weights after every step and of all items of the state, the messages in order (stage, primitive,
 communicator, bytes), the bytes that the trace has counted, and the texts of refusals are compared.
-With --states DIR, the states that OLD has written are also loaded by NEW, at one rank more.
+A case that restarts writes its state in OLD, and NEW goes on from that state.
 The exit code is 1 if anything differs.
 """
 
@@ -412,9 +412,12 @@ class Run:
         whole = {n: v for part in self.ranks.allgather(share) for n, v in part.items()}
         record["states"].append({n: digest(v) for n, v in sorted(share.items())})
         record["notes"].append(["missing", sorted(trainer.missing(whole.keys()))])
-        if self.folder and self.ranks.rank == 0:
-            name = f"{case.name}.{self.comm.size}.pkl".replace("/", "_")
-            Path(self.folder, name).write_bytes(pickle.dumps(whole))
+        file = Path(self.folder, f"{case.name}.{self.comm.size}.pkl".replace("/", "_"))
+        if file.exists():  # the older checkout has written the state
+            whole = pickle.loads(file.read_bytes())
+        self.ranks.Barrier()
+        if self.ranks.rank == 0:
+            file.write_bytes(pickle.dumps(whole))
         trainer.close()
         self.model = network(case.dtype)
         self.trainer, self.ranks = made(case, self.comm, self.model)
@@ -573,12 +576,12 @@ def differences(old: Record, new: Record) -> Iterator[str]:
             yield f"{name}: {before} -> {after}"
 
 
-def compare(old: Path, new: Path, ranks: Sequence[int], words: Sequence[str], states: str) -> int:
+def compare(old: Path, new: Path, ranks: Sequence[int], words: Sequence[str]) -> int:
     """Print a line for each case that differs; return the number of such cases."""
     differ = 0
     for count in ranks:
-        before = recorded(old, count, words, states)
-        after = recorded(new, count, words, "")
+        with tempfile.TemporaryDirectory() as states:
+            before, after = (recorded(checkout, count, words, states) for checkout in (old, new))
         refused = sum("refused" in records[0] for records in before.values())
         for name in before.keys() | after.keys():
             pairs = zip(before.get(name, [{}] * count), after.get(name, [{}] * count))
@@ -600,14 +603,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("checkouts", nargs="*", type=Path)
     parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--states", default="")
-    parser.add_argument("--record", default="")
+    parser.add_argument("--record", default="", help="run the cases of this process's checkout")
+    parser.add_argument("--states", default="", help="a folder for the states of --record")
     options = parser.parse_args(arguments)
     if options.record:
-        run_cases(options.record, options.only, options.states)
+        with tempfile.TemporaryDirectory() as alone:
+            run_cases(options.record, options.only, options.states or alone)
         return 0
     old, new = (path.resolve() for path in options.checkouts)
-    return bool(compare(old, new, options.ranks, options.only, options.states))
+    return bool(compare(old, new, options.ranks, options.only))
 
 
 if __name__ == "__main__":
