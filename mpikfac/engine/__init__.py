@@ -7,13 +7,13 @@ from mpikfac.engine.curvature import Bases as Bases
 from mpikfac.engine.curvature import Curvature as Curvature
 from mpikfac.engine.curvature import Decomposed as Decomposed
 from mpikfac.engine.curvature import Directions as Directions
+from mpikfac.engine.curvature import FactorRequest as FactorRequest
 from mpikfac.engine.curvature import Factors as Factors
 from mpikfac.engine.curvature import Own as Own
 from mpikfac.engine.curvature import PlannedDirection as PlannedDirection
 from mpikfac.engine.curvature import Preconditioner as Preconditioner
 from mpikfac.engine.curvature import Ready as Ready
 from mpikfac.engine.curvature import Recorder as Recorder
-from mpikfac.engine.curvature import Request as Request
 from mpikfac.engine.curvature import Running as Running
 from mpikfac.engine.curvature import leave_out_broken as leave_out_broken
 from mpikfac.engine.curvature import merge as merge

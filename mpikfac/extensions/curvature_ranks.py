@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpikfac.comm import Team, announce, announced, arrivals, begin_receive, begin_send, leave
-from mpikfac.engine import AtOnce, Decomposed, Ready, Request, Site
+from mpikfac.engine import AtOnce, Decomposed, FactorRequest, Ready, Site
 from mpikfac.errors import UserError
 from mpikfac.numerics import Arena
 from mpikfac.plan import Factor, Layout, Plan, RankPlan, curvature_ranks, names
@@ -48,7 +48,7 @@ class OnCurvatureRanks(AtOnce):
         self._finish: Callable[[], object] = _nothing
         announce(self._link, (plan, solvers))
 
-    def start(self, request: Request) -> Ready:
+    def start(self, request: FactorRequest) -> Ready:
         """Send packed factors and damping; return a function to wait for the blocks.
 
         Collective over: none.

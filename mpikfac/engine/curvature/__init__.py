@@ -5,8 +5,8 @@ from __future__ import annotations
 from mpikfac.engine.curvature.bases import Bases as Bases
 from mpikfac.engine.curvature.decomposers import AtOnce as AtOnce
 from mpikfac.engine.curvature.decomposers import Decomposed as Decomposed
+from mpikfac.engine.curvature.decomposers import FactorRequest as FactorRequest
 from mpikfac.engine.curvature.decomposers import Ready as Ready
-from mpikfac.engine.curvature.decomposers import Request as Request
 from mpikfac.engine.curvature.directions import Directions as Directions
 from mpikfac.engine.curvature.factors import Factors as Factors
 from mpikfac.engine.curvature.factors import Running as Running

@@ -12,8 +12,8 @@ from mpikfac.engine.curvature.decomposers import (
     AtOnce,
     Decomposed,
     Decomposition,
+    FactorRequest,
     Ready,
-    Request,
 )
 from mpikfac.engine.curvature.rounding import COARSE, HARMLESS, Warn, damping_added, errors_of
 from mpikfac.engine.part import Item, Part
@@ -129,7 +129,7 @@ class Bases(Part):
         damped = [d for d in decompositions if d.factor.solver.damped]
         added = damping_added(damped, *arguments, self.site.flags, warn)
         packed = {name: factors[name] for name in forms}
-        request = Request(decompositions, packed, added, precise, turn, first=not self.ready)
+        request = FactorRequest(decompositions, packed, added, precise, turn, first=not self.ready)
         self._pending = self.decomposer.start(request)
 
     @property

@@ -40,7 +40,7 @@ class Decomposition:
     opposite: tuple[Factor, ...]
 
 
-class Request(NamedTuple):
+class FactorRequest(NamedTuple):
     """Factors to decompose, as the factors are now.
 
     Attributes:
@@ -87,7 +87,7 @@ class AtOnce:
         self.site, self._arena, self._factor_of = site, arena, factor_of
         self._tolerance = site.plan.strategy.refresh.tolerance
 
-    def start(self, request: Request) -> Ready:
+    def start(self, request: FactorRequest) -> Ready:
         """Begin to decompose; return a function to wait for the blocks.
 
         Collective over: none.
@@ -103,7 +103,7 @@ class AtOnce:
     def check_same_model(self) -> None:
         """Return if other parameters of the model may be trained from now on."""
 
-    def decomposed(self, request: Request) -> Decomposed:
+    def decomposed(self, request: FactorRequest) -> Decomposed:
         """Return the changed blocks of the arena."""
         sums = self.site.dtype
         dtypes = {n: torch.float64 if request.precise.get(n) else sums for n in request.packed}
@@ -122,7 +122,7 @@ class AtOnce:
         return Decomposed(blocks, list(failed))
 
     def _in_stacks(
-        self, request: Request, dtypes: Mapping[str, torch.dtype]
+        self, request: FactorRequest, dtypes: Mapping[str, torch.dtype]
     ) -> tuple[Blocks, set[str]]:
         """Return blocks of factors on a GPU, by a call for each order, and the finite factors."""
         if self.site.device.type == "cpu" or (self._tolerance and not request.first):
@@ -154,7 +154,9 @@ class AtOnce:
         doubtful = {name for name, sound in zip(names, finite) if not sound}
         return blocks, set(tried) - doubtful
 
-    def _single(self, decomposition: Decomposition, packed: Tensor, request: Request) -> Blocks:
+    def _single(
+        self, decomposition: Decomposition, packed: Tensor, request: FactorRequest
+    ) -> Blocks:
         """Return the changed blocks of a factor: all, or few if the older blocks still fit."""
         factor, solver = decomposition.factor, decomposition.solver
         added = request.added.get(factor.name)
@@ -173,7 +175,7 @@ class InBackground(AtOnce):
         super().__init__(site, arena, factor_of)
         self._thread = Background(site.device)
 
-    def start(self, request: Request) -> Ready:
+    def start(self, request: FactorRequest) -> Ready:
         """Begin to decompose copies of the factors; return a function to wait for the blocks."""
         if request.first:
             return super().start(request)

@@ -68,7 +68,7 @@ class SideSums:
 
 
 @dataclass
-class Counts:
+class ExampleCounts:
     """How many examples and vectors went into the sums of a layer, in how many forward passes."""
 
     examples: int = 0
@@ -101,7 +101,7 @@ class LayerSums:
     distance: int | None
     order: int
     sides: Sequence[SideSums]
-    counts: Counts = field(default_factory=Counts)
+    counts: ExampleCounts = field(default_factory=ExampleCounts)
     complete: bool = False
 
 
@@ -177,7 +177,7 @@ class Recorder(Part):
         self._layers, self._pooled = _bound_layers(layers, factors, estimator), self.plan.pooled
         self._recorded: set[str] = set()  # layers with sums that are not finished
         self._finished: set[str] = set()
-        self._counted: dict[str, Counts] = {}  # of finished layers
+        self._counted: dict[str, ExampleCounts] = {}  # of finished layers
         self._uneven: set[str] = set()  # layers that a warning has named
         self._passes = 0
         self._called = False  # whether the model's own forward has ever begun a pass
@@ -198,7 +198,7 @@ class Recorder(Part):
     def clear(self) -> None:
         """Forget the passes since the last `finish`."""
         for sums in self._sums():
-            sums.counts, sums.complete = Counts(), False
+            sums.counts, sums.complete = ExampleCounts(), False
         self._recorded.clear()
         self._finished.clear()
         self._counted.clear()
@@ -263,7 +263,7 @@ class Recorder(Part):
         """Yield the sums of a layer, the scales that make factors, and the number of examples."""
         normalization = self.estimator.normalization
         for sums in self._layers[name]:
-            counts, sums.counts, sums.complete = sums.counts, Counts(), False
+            counts, sums.counts, sums.complete = sums.counts, ExampleCounts(), False
             if (vectors := counts.vectors) == 0:
                 continue
             batch, self._counted[name] = counts.examples, counts

@@ -99,7 +99,7 @@ class Asynchronous(Trainer):
         client = self._ranks.rank // strategy.exchange.asynchrony.client_ranks
         self._client_comm = cast(Comm, self._ranks.Split(client, self._ranks.rank))
         synchronous = replace(strategy, exchange=Exchange()).first_order()
-        method = Clients(model, optimizer, self._client_comm, team, strategy)
+        method = ClientMethod(model, optimizer, self._client_comm, team, strategy)
         super().__init__(model, optimizer, Team(self._client_comm), synchronous, method, trace)
         self.nonfinite.rank = self._ranks.rank
         self._client.join()
@@ -417,7 +417,7 @@ class ClientSteps(FirstOrder):
         )
 
 
-class Clients(Method):
+class ClientMethod(Method):
     """The method of a client's ranks."""
 
     def __init__(

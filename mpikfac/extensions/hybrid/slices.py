@@ -28,7 +28,7 @@ class Cut:
     whole: Tensor
 
 
-class Sliced(Sender):
+class SlicedSender(Sender):
     """Average gradients; of split layers, only slices travel."""
 
     def __init__(self, sender: Sender, site: Site, model: nn.Module, slots: Iterable[Slot]) -> None:
@@ -72,4 +72,4 @@ class SlicedGradients(Part):
 
     def __init__(self, site: Site, gradients: Gradients, model: nn.Module) -> None:
         super().__init__(site)
-        gradients.sender = Sliced(gradients.sender, site, model, gradients.slots)
+        gradients.sender = SlicedSender(gradients.sender, site, model, gradients.slots)
