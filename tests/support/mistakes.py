@@ -59,9 +59,12 @@ TABLE = (
     ),
     Mistake(
         "state: ranks that average gradients take copies of their own",
-        "extensions/copies/copies.py",
-        "PlannedCopies(self.plan).first if alone else 0",
-        "PlannedCopies(self.plan).first",
+        "engine/extension.py",
+        """Return the part of a state for the rank's copy of the model."""
+        + '"""\n        return state',
+        """Return the part of a state for the rank's copy of the model."""
+        + '"""\n        own = f"copies/{self.plan.rank}/"\n'
+        + "        return {name.removeprefix(own): value for name, value in state.items()}",
         "tests/mpi/test_replicas.py",
         2,
     ),
@@ -597,7 +600,7 @@ TABLE = (
         "extensions/copies/copies.py",
         "            self._votes.heard = []  # heard of the rank alone\n",
         "",
-        "tests/mpi/test_exchange.py",
+        "tests/mpi/test_replicas.py",
         2,
     ),
     Mistake(
