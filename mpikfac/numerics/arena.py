@@ -70,30 +70,26 @@ class Arena(dict[str, Tensor]):
 
 
 class Parts:
-    """Keep an arena's content for every part of a rank's batch; parts are summed in order later.
-
-    With `count` 0 the batch is not split into parts, and the arena itself holds the sums.
-    """
+    """Keep an arena's content for every part of a rank's batch; parts are summed in order later."""
 
     def __init__(self, arena: Arena, count: int) -> None:
         self._flat = arena.flat
-        self._stored = arena.flat.new_empty(count, len(arena.flat)) if count else None
-        self._count = count
+        self._stored = arena.flat.new_empty(count, len(arena.flat))
         self._taken = 0
 
     @property
     def nbytes(self) -> int:
         """Return the bytes of the kept parts."""
-        return self._stored.nbytes if self._stored is not None else 0
+        return self._stored.nbytes
 
     def __len__(self) -> int:
-        """Return this rank's number of parts; 0 if the batch is not split into parts."""
-        return self._count
+        """Return this rank's number of parts."""
+        return len(self._stored)
 
     @property
     def collected(self) -> Tensor:
-        """Return the parts added so far, `[parts, size]`, or the arena's `flat` without parts."""
-        return self._flat if self._stored is None else self._stored[: self._taken]
+        """Return the parts added so far, `[parts, size]`."""
+        return self._stored[: self._taken]
 
     def add(self) -> None:
         """Keep a copy of the arena's content as the next part.
@@ -101,8 +97,8 @@ class Parts:
         Raises:
             ValueError: all of this rank's parts are already there.
         """
-        if self._stored is None or self._taken == self._count:
-            raise ValueError(f"collect() was called more than {self._count} times before step()")
+        if self._taken == len(self):
+            raise ValueError(f"collect() was called more than {len(self)} times before step()")
         self._stored[self._taken].copy_(self._flat)
         self._taken += 1
 
@@ -112,8 +108,8 @@ class Parts:
         Raises:
             ValueError: some parts are missing.
         """
-        if self._stored is None or self._taken < self._count:
-            raise ValueError(f"step() needs {self._count} parts; collect() took {self._taken}")
+        if self._taken < len(self):
+            raise ValueError(f"step() needs {len(self)} parts; collect() took {self._taken}")
         self.clear()
         return self._stored
 

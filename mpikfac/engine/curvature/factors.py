@@ -135,6 +135,9 @@ class Factors(Part):
     def _sender(self, messages: Turns) -> Sender:
         if self.plan.layouts.squares.size:
             return Squares(self.site, self.statistics, messages)
+        return self._of_triangles(messages)
+
+    def _of_triangles(self, messages: Turns) -> Sender:
         return self.site.sender(REDUCE_STATISTICS, self.statistics, messages, urgency=1)
 
     # -- a batch ---------------------------------------------------------------------------------
@@ -360,9 +363,7 @@ class LateFactors(Factors):
     batches over time, and a call of `whole` sums the averages over ranks.
     """
 
-    def _sender(self, messages: Turns) -> Sender:
-        if self.plan.layouts.squares.size:
-            return Squares(self.site, self.statistics, messages)
+    def _of_triangles(self, messages: Turns) -> Sender:
         return Sender(self.site.grid, self.statistics, messages)
 
     def _add_up(self) -> None:
